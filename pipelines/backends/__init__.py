@@ -1,0 +1,1 @@
+"""Slide readers, one file format family per module. Only these modules import slide libraries."""

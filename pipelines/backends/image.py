@@ -1,0 +1,89 @@
+"""A picture as a slide of one level: PNG, JPEG, BMP, or a TIFF that is not tiled.
+
+Takes the picture and its mpp, which such files do not record in a way to trust (JPEG and PNG carry a print resolution).
+Gives a ``Slide``. The picture is decoded whole on the first read and kept, hence the limit on its size.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from pipelines.backends.memory import MemoryReader
+from pipelines.backends.resolution import level0_mpp
+from pipelines.geometry import levels_from_sizes
+from pipelines.pyramid import PyramidSlide
+from pipelines.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
+
+LIMIT_PIXELS = 80_000_000
+"""8,000 x 10,000 px, 240 MB decoded, just below what Pillow itself warns of. Larger ones belong in a tiled file."""
+
+
+class ImageReader:
+    """A ``LevelReader`` over one picture, decoded when first read."""
+
+    name = "image"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._pixels: MemoryReader | None = None
+
+    def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
+        with self._lock:
+            if self._pixels is None:
+                self._pixels = MemoryReader([_decode(self._path)])
+            pixels = self._pixels
+        pixels.read_level(level, l_x, l_y, out)
+
+    def close(self) -> None:
+        self._pixels = None
+
+
+def open_image(path: Path, *, mpp: float | None) -> PyramidSlide:
+    """A one-level slide over a picture.
+
+    Raises:
+        NotThisFormat: not a picture that Pillow knows.
+        SlideError: larger than ``LIMIT_PIXELS``, or ``mpp`` is not given.
+    """
+    try:
+        with Image.open(path) as picture:
+            width, height = picture.size
+    except UnidentifiedImageError:
+        raise NotThisFormat(f"{path}: not a picture that Pillow knows") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(path, str(error)) from None
+    except Exception as error:  # Pillow's readers raise whatever their parsers stumble over
+        raise NotThisFormat(f"{path}: not a readable picture ({error})") from error
+    if width * height > LIMIT_PIXELS:
+        raise _too_large(path, f"it has {width} x {height} px")
+    levels = levels_from_sizes([(width, height)], level0_mpp(path, None, None, mpp))
+    return PyramidSlide(path, ImageReader(path), levels)
+
+
+def _too_large(path: Path, what: str) -> SlideError:
+    return SlideError(
+        f"{path}: a picture read as a slide is decoded whole and must have at most {LIMIT_PIXELS:,} px; {what}; "
+        "convert it to a tiled pyramid (for example with `vips tiffsave --tile --pyramid`)"
+    )
+
+
+def _decode(path: Path) -> Pixels:
+    """All pixels, transparent ones blended onto white."""
+    try:
+        with Image.open(path) as file:
+            picture: Image.Image = file
+            if picture.mode.startswith(("I", "F")):
+                raise TileReadError(f"{path}: a slide has 8 bits per channel; this picture has mode {picture.mode!r}")
+            if picture.has_transparency_data:
+                ground = Image.new("RGBA", picture.size, (PADDING, PADDING, PADDING, 255))
+                picture = Image.alpha_composite(ground, picture.convert("RGBA"))
+            return np.asarray(picture.convert("RGB"))
+    except SlideError:
+        raise
+    except Exception as error:  # as in open_image
+        raise TileReadError(f"{path}: the picture cannot be decoded ({error}); it is damaged or cut short") from error

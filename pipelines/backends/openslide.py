@@ -1,0 +1,176 @@
+"""Slides through OpenSlide: every vendor format that it knows and that is not decoded directly.
+
+Takes a path, gives a ``Slide``. OpenSlide (Goode et al., OpenSlide: a vendor-neutral software foundation for digital
+pathology, 2013) renders premultiplied ARGB; here that goes in bands onto white, straight into the caller's array.
+Damage is caught before OpenSlide sees it: a tile of byte count 0 would read black, one of 4 GiB abort the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from pathlib import Path
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError, lowlevel
+
+from pipelines.backends.padding import pad
+from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.tiff_tags import check_tiff
+from pipelines.geometry import Bounds, Level, l0_from_l
+from pipelines.pyramid import PyramidSlide
+from pipelines.slide import NotThisFormat, Pixels, SlideError, TileReadError
+
+log = logging.getLogger(__name__)
+
+BAND_BYTES = 8 << 20
+"""ARGB pixels held at once per thread: the second copy of a 16,384 px tile would be 1 GiB."""
+
+
+class OpenSlideReader:
+    """A ``LevelReader`` over an OpenSlide handle that is replaced when it fails.
+
+    OpenSlide's errors latch: after one bad tile every later call on the handle fails, also in the other threads that
+    are reading good tiles. So a failed read is tried once more on a handle of its own; what fails there is damaged.
+
+    Regions are given to OpenSlide in level-0 px. Where a level's downsample is no whole number it therefore draws up to
+    1 / (2 downsample) px beside the level's own grid, and blends neighbours; levels that divide evenly are exact.
+    """
+
+    name = "openslide"
+
+    def __init__(self, path: Path, slide: OpenSlide) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._slide: OpenSlide | None = slide
+        self._sizes = slide.level_dimensions
+        self._downsamples = slide.level_downsamples
+        self._tile_rows = [
+            int(slide.properties.get(f"openslide.level[{i}].tile-height", 0)) for i in range(slide.level_count)
+        ]
+        self._scratch = threading.local()
+
+    def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
+        inside = pad(out, l_x, l_y, *self._sizes[level])
+        if inside is None:
+            return
+        with self._lock:
+            slide = self._slide
+        if slide is not None:
+            try:
+                self._draw(slide, level, *inside)
+            except OpenSlideError:
+                log.debug("%s: handle failed at level %d (%d, %d); reopened", self._path, level, l_x, l_y)
+            else:
+                return
+        fresh = _open(self._path)
+        try:
+            self._draw(fresh, level, *inside)
+        except OpenSlideError as error:
+            fresh.close()
+            with self._lock:
+                if self._slide is slide:
+                    self._slide = None  # the next read opens another; threads inside this one still hold it
+            height, width = inside.out.shape[:2]
+            raise TileReadError(
+                f"{self._path}: pixels cannot be read at level {level}, x {inside.l_x}, y {inside.l_y}, "
+                f"{width} x {height} px: {error}; the file is damaged there"
+            ) from error
+        with self._lock:
+            if self._slide is slide:
+                self._slide = fresh
+
+    def _draw(self, slide: OpenSlide, level: int, l_x: int, l_y: int, out: Pixels) -> None:
+        """Fill ``out``, which lies inside the level, in bands that end where tiles end: none is decoded twice."""
+        rows, columns = out.shape[:2]
+        downsample, tile_rows = self._downsamples[level], self._tile_rows[level] or 1
+        fitting = max(1, BAND_BYTES // (columns * 4))
+        band_rows = max(tile_rows, fitting // tile_rows * tile_rows)
+        start = 0
+        while start < rows:
+            stop = min(rows, (l_y + start) // band_rows * band_rows + band_rows - l_y)
+            argb = self._buffer((stop - start) * columns).reshape(stop - start, columns)
+            # OpenSlide's own Python reader would make a PIL image, un-premultiplied, of twice the size.
+            lowlevel._read_region(
+                slide._osr,
+                argb.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32)),
+                l0_from_l(l_x, downsample),
+                l0_from_l(l_y + start, downsample),
+                level,
+                columns,
+                stop - start,
+            )
+            _rgb_on_white(argb, out[start:stop])
+            start = stop
+
+    def _buffer(self, pixels: int) -> NDArray[np.uint32]:
+        """This thread's scratch memory; reused, because fresh pages would cost as much as the drawing."""
+        scratch: NDArray[np.uint32] | None = getattr(self._scratch, "argb", None)
+        if scratch is None or scratch.size < pixels:
+            self._scratch.argb = scratch = np.empty(pixels, np.uint32)
+        return scratch[:pixels]
+
+    def close(self) -> None:
+        with self._lock:
+            slide, self._slide = self._slide, None
+        if slide is not None:
+            slide.close()
+
+
+def _rgb_on_white(argb: NDArray[np.uint32], out: Pixels) -> None:
+    """Premultiplied ARGB over white: ``c + (255 - alpha)``, exact in 8 bits because c <= alpha."""
+    bgra = argb.view(np.uint8).reshape(*argb.shape, 4)
+    opaque = int(np.bitwise_and.reduce(argb, axis=None)) >> 24 == 255
+    white = None if opaque else 255 - bgra[..., 3:]
+    cv2.cvtColor(bgra, cv2.COLOR_BGRA2RGB, dst=out)
+    if white is not None:
+        out += white
+
+
+def open_openslide(path: Path, *, mpp: float | None) -> PyramidSlide:
+    """A slide through OpenSlide.
+
+    Raises:
+        NotThisFormat: OpenSlide does not know the format.
+        SlideError: the file is damaged, or its mpp is missing or implausible and ``mpp`` is not given.
+    """
+    if faults := check_tiff(path):
+        raise SlideError(f"{path}: damaged TIFF, not handed to OpenSlide: {'; '.join(faults)}")
+    slide = _open(path)
+    try:
+        properties = slide.properties
+        l0_mpp = level0_mpp(
+            path, _number(properties.get("openslide.mpp-x")), _number(properties.get("openslide.mpp-y")), mpp
+        )
+        levels = tuple(
+            Level(i, width, height, downsample, l0_mpp * downsample)
+            for i, ((width, height), downsample) in enumerate(
+                zip(slide.level_dimensions, slide.level_downsamples, strict=True)
+            )
+        )
+        box = [_number(properties.get(f"openslide.bounds-{name}")) for name in ("x", "y", "width", "height")]
+        x, y, width, height = (None if value is None else int(value) for value in box)
+        bounds = None if x is None or y is None or width is None or height is None else Bounds(x, y, width, height)
+        return PyramidSlide(path, OpenSlideReader(path, slide), levels, bounds)
+    except BaseException:
+        slide.close()
+        raise
+
+
+def _open(path: Path) -> OpenSlide:
+    try:
+        return OpenSlide(path)
+    except OpenSlideUnsupportedFormatError:
+        raise NotThisFormat(f"{path}: OpenSlide does not know the format") from None
+    except OpenSlideError as error:
+        raise SlideError(f"{path}: OpenSlide knows the format and cannot open the file: {error}") from error
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

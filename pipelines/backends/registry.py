@@ -1,0 +1,87 @@
+"""Which backend opens a slide: the first, in a fixed order, that knows the file by its content.
+
+Takes a path, gives a ``Slide``; suffixes are not looked at. Direct decoding goes before OpenSlide because it gives the
+same pixels several times faster. When nothing opens the file there is one error, which says what each backend said.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+from pipelines.backends.tiff_tags import check_tiff
+from pipelines.slide import NotThisFormat, Slide, SlideError
+
+log = logging.getLogger(__name__)
+
+BACKENDS: Final = ("tiled", "ndpi", "zarr", "openslide", "image")
+"""Modules of this package, each with ``open_<name>``, in the order in which they are asked."""
+
+READS_FOLDERS: Final = ("zarr",)
+
+HEAD_BYTES = 512
+
+
+class Opener(Protocol):
+    def __call__(self, path: Path, *, mpp: float | None) -> Slide: ...
+
+
+def open_any(path: Path, *, mpp: float | None, backend: str) -> Slide:
+    """Open a slide with ``backend``, or with the first that knows it when that is ``auto``.
+
+    Raises:
+        ValueError: unknown ``backend``, or implausible ``mpp``.
+        SlideError: there is no such file, it is damaged, of no known format, or its mpp is not known.
+    """
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r} for {path}")
+    if not path.exists():
+        raise SlideError(f"{path}: there is no such file")
+    if path.is_file() and path.stat().st_size == 0:
+        raise SlideError(f"{path}: the file is empty (0 bytes); copy it again")
+    asked = BACKENDS if backend == "auto" else (backend,)
+    said: list[str] = []
+    for name in asked if path.is_file() else set(asked).intersection(READS_FOLDERS):
+        try:
+            slide = _opener(name)(path, mpp=mpp)
+        except NotThisFormat as reason:
+            said.append(f"{name}: {str(reason).removeprefix(f'{path}: ')}")
+        except OSError as error:
+            raise SlideError(f"{path}: the file cannot be read: {error.strerror or error}") from error
+        else:
+            log.debug("%s: opened with %s (asked: %s), %g um/px", path, name, backend, slide.mpp)
+            return slide
+    raise SlideError(_nothing_opens(path, backend, said))
+
+
+def _opener(name: str) -> Opener:
+    """Imported when first asked for, so that a run over SVS files loads no Zarr."""
+    return cast(Opener, getattr(importlib.import_module(f"pipelines.backends.{name}"), f"open_{name}"))
+
+
+def _nothing_opens(path: Path, backend: str, said: list[str]) -> str:
+    """The one message: what the file seems to be, then each backend's reason."""
+    reasons = "".join(f"\n  {line}" for line in said)
+    if path.is_dir():
+        what = "this folder is no Zarr slide; give a folder with Zarr metadata (--backend zarr or auto), or a file"
+    elif faults := check_tiff(path):
+        what = f"this TIFF is damaged or cut short: {'; '.join(faults)}"
+    elif text := _text(path):
+        what = f"this is a text file, not a slide; it begins with {text!r} (a web page saved in place of a download?)"
+    elif backend == "auto":
+        what = "no backend knows this format; is the file cut short, or not a slide?"
+    else:
+        what = f"not readable with --backend {backend}; --backend auto tries all"
+    return f"{path}: {what}{reasons}"
+
+
+def _text(path: Path) -> str | None:
+    """The first line of a file that is plain text, None of any other."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    text = head.decode("utf-8", "ignore")
+    if len(text.encode()) < len(head) - 3 or any(not (c.isprintable() or c in "\t\r\n\ufeff") for c in text):
+        return None
+    return text.strip().splitlines()[0][:60] if text.strip() else "(blank)"

@@ -1,0 +1,185 @@
+"""The structure of a TIFF file: pages, tags, tile tables, and what is wrong with them.
+
+Takes a path; gives pages with the few tags that slides need, and a list of faults in words. Reads tags only, never
+pixels, and trusts no number in the file: every offset and count is held against the file's size before it is used, so
+a damaged file costs neither a crash nor memory. Follows TIFF 6.0, the BigTIFF extension, and Hamamatsu's 64-bit NDPI
+layout (8-byte directory offsets; above 4 GiB the upper halves of values follow each directory).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.backends.tiff_page import Page, Tag
+from pipelines.backends.tiff_table import data_faults
+from pipelines.slide import NotThisFormat, SlideError
+
+_KNOWN: Final = frozenset(Tag)
+_TYPES: Final = {1: "B", 2: "B", 3: "H", 4: "I", 5: "I", 6: "b", 7: "B", 8: "h", 9: "i"} | {
+    11: "f",
+    12: "d",
+    13: "I",
+    16: "Q",
+    17: "q",
+    18: "Q",
+}
+_RATIONAL: Final = 5
+MAX_PAGES: Final = 4096
+"""More than any slide has (focal planes included): a longer chain is a damaged file that leads to itself."""
+MAX_SUB_PAGES: Final = 64
+
+
+@dataclass(frozen=True)
+class Tiff:
+    """Pages of a file and the faults met while reading them."""
+
+    path: Path
+    size_bytes: int
+    is_ndpi: bool
+    pages: tuple[Page, ...]
+    faults: tuple[str, ...]
+
+
+def check_tiff(path: Path) -> list[str]:
+    """What is wrong with the structure of a TIFF file, in words; empty when nothing is, or when it is not a TIFF.
+
+    Tiles and strips past the end of the file, byte counts of 0 or larger than the file, tables that are missing or too
+    short, directories past the end or in a circle. Pixels are not decoded.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        tiff = read_tiff(path)
+    except NotThisFormat:
+        return []
+    except SlideError as fault:
+        return [str(fault).removeprefix(f"{path}: damaged TIFF: ")]
+    faults = list(tiff.faults)
+    for page in tiff.pages:
+        for level in (page, *page.sub_pages):
+            faults += data_faults(level, tiff.size_bytes)
+    return faults
+
+
+def read_tiff(path: Path) -> Tiff:
+    """Read the pages of a TIFF file.
+
+    Raises:
+        NotThisFormat: not a TIFF file.
+        SlideError: a TIFF file without one readable page.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        return _Reader(path, file.fileno()).read()
+
+
+class _Reader:
+    """Reads one file's chain of directories and collects faults instead of stopping at the first."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._fd = path, descriptor
+        self._size = os.fstat(descriptor).st_size
+        self._faults: list[str] = []
+        self._seen: set[int] = set()
+        head = os.pread(descriptor, 16, 0)
+        kinds = {b"II*\0": ("<", False), b"MM\0*": (">", False), b"II+\0": ("<", True), b"MM\0+": (">", True)}
+        if head[:4] not in kinds:
+            raise NotThisFormat(f"{path}: not a TIFF file: it begins with {head[:8]!r} ({self._size} bytes)")
+        self._order, self._big = kinds[head[:4]]
+        self._head = head.ljust(16, b"\0")
+        self._ndpi = False
+
+    def read(self) -> Tiff:
+        offset = self._first_offset()
+        pages: list[Page] = []
+        while offset and len(pages) < MAX_PAGES:
+            page, offset = self._page(offset, len(pages))
+            if page is None:
+                break
+            pages.append(replace(page, sub_pages=self._sub_pages(page)))
+        if not pages:
+            raise SlideError(f"{self._path}: damaged TIFF: {'; '.join(self._faults) or 'no image in it'}")
+        return Tiff(self._path, self._size, self._ndpi, tuple(pages), tuple(self._faults))
+
+    def _first_offset(self) -> int:
+        if self._big:
+            return int(struct.unpack(self._order + "Q", self._head[8:16])[0])
+        if self._order == "<":
+            long_offset = int(struct.unpack("<Q", self._head[4:12])[0])
+            for offset in (long_offset, long_offset & 0xFFFFFFFF):
+                if self._has_tag(offset, Tag.NDPI_FORMAT):
+                    self._ndpi = True
+                    return offset
+        return int(struct.unpack(self._order + "I", self._head[4:8])[0])
+
+    def _has_tag(self, offset: int, tag: int) -> bool:
+        if not 8 <= offset <= self._size - 2:
+            return False
+        count = int.from_bytes(os.pread(self._fd, 2, offset), "little")
+        entries = os.pread(self._fd, count * 12, offset + 2)
+        return any(entries[i : i + 2] == tag.to_bytes(2, "little") for i in range(0, len(entries), 12))
+
+    def _page(self, offset: int, index: int) -> tuple[Page | None, int]:
+        """The page at ``offset`` and the offset of the next, 0 at the end; no page when the directory is damaged."""
+        if offset in self._seen:
+            self._faults.append(f"directory {index} at offset {offset} was read before: the pages form a circle")
+            return None, 0
+        self._seen.add(offset)
+        number_bytes, entry_bytes = (8, 20) if self._big else (2, 12)
+        next_bytes = 8 if self._big or self._ndpi else 4
+        if not 8 <= offset <= self._size - number_bytes:
+            self._faults.append(
+                f"directory {index} would be at offset {offset} of a file of {self._size} bytes: the file is cut short"
+            )
+            return None, 0
+        count = int(struct.unpack(self._order + "HQ"[self._big], os.pread(self._fd, number_bytes, offset))[0])
+        body_bytes = count * entry_bytes
+        if body_bytes + next_bytes > self._size - offset - number_bytes:
+            self._faults.append(f"directory {index} at offset {offset}: {count} entries do not fit into the file")
+            return None, 0
+        has_high = self._ndpi and self._size > 0xFFFFFFFF
+        body = os.pread(self._fd, body_bytes + next_bytes + (4 * count if has_high else 0), offset + number_bytes)
+        tags: dict[int, NDArray[np.generic]] = {}
+        for i in range(count):
+            high = body[body_bytes + 8 + 4 * i :][:4] if has_high else b""
+            self._entry(body[i * entry_bytes : (i + 1) * entry_bytes], high, index, tags)
+        following = struct.unpack_from(self._order + ("Q" if next_bytes == 8 else "I"), body, body_bytes)[0]
+        return Page(index, tags), int(following)
+
+    def _sub_pages(self, page: Page) -> tuple[Page, ...]:
+        found = (self._page(int(offset), page.index)[0] for offset in page.array(Tag.SUB_IFDS)[:MAX_SUB_PAGES])
+        return tuple(sub for sub in found if sub is not None)
+
+    def _entry(self, entry: bytes, high: bytes, index: int, tags: dict[int, NDArray[np.generic]]) -> None:
+        """Decode one directory entry into ``tags`` when it is one of the known tags."""
+        tag, kind, count = struct.unpack_from(self._order + ("HHQ" if self._big else "HHI"), entry)
+        if tag not in _KNOWN:
+            return
+        if kind not in _TYPES:
+            self._faults.append(f"page {index}: tag {tag} has the unknown type {kind}")
+            return
+        dtype = np.dtype(self._order + _TYPES[kind])
+        value_bytes = count * dtype.itemsize * (2 if kind == _RATIONAL else 1)
+        field_bytes = entry[12:] if self._big else entry[8:]
+        if value_bytes <= len(field_bytes):
+            if high and dtype == np.uint32 and count == 1:
+                dtype, value_bytes, field_bytes = np.dtype("<u8"), 8, field_bytes + high
+            raw = field_bytes[:value_bytes]
+        else:
+            start = int.from_bytes(field_bytes + high, "little" if self._order == "<" else "big")
+            if start + value_bytes > self._size:
+                self._faults.append(
+                    f"page {index}: tag {tag} ({value_bytes} bytes at offset {start}) "
+                    f"lies past the end of the file of {self._size} bytes"
+                )
+                return
+            raw = os.pread(self._fd, value_bytes, start)
+        tags[tag] = np.frombuffer(raw, dtype)

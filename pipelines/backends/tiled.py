@@ -1,0 +1,187 @@
+"""Pyramidal tiled TIFF read without a slide library: positional reads of compressed tiles, decoded straight to pixels.
+
+Takes generic tiled TIFF, BigTIFF, Aperio SVS and OME-TIFF; gives a ``PyramidSlide`` whose level 0 is OpenSlide's, byte
+for byte, at several times its speed: OpenSlide spends most of a read in compositing, not in the decoder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.backends.codecs import TileDecoder, decoder
+from pipelines.backends.padding import Inside, pad
+from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.tiff_levels import level_pages, recorded_mpp
+from pipelines.backends.tiff_page import Page, Tag
+from pipelines.backends.tiff_table import table_fault
+from pipelines.backends.tiff_tags import Tiff, read_tiff
+from pipelines.geometry import levels_from_sizes
+from pipelines.pyramid import PyramidSlide
+from pipelines.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
+
+log = logging.getLogger(__name__)
+
+MAX_TILE_PIXELS: Final = 1 << 26
+"""8192 x 8192: larger tiles are whole images, which gain nothing from this reader."""
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """The compressed tiles of one level, row by row.
+
+    Attributes:
+        width, height: size of the level in px; the last tiles may reach past it.
+        tile_width, tile_height: px.
+        offsets, byte_counts: int64 (tiles,), into the file.
+        decode: gives the pixels of one tile.
+    """
+
+    width: int
+    height: int
+    tile_width: int
+    tile_height: int
+    offsets: NDArray[np.int64] = field(repr=False)
+    byte_counts: NDArray[np.int64] = field(repr=False)
+    decode: TileDecoder = field(repr=False)
+
+    @property
+    def columns(self) -> int:
+        return -(-self.width // self.tile_width)
+
+
+class TiledReader:
+    """A ``LevelReader`` over compressed tiles in one file.
+
+    Args:
+        path: the file, opened here and closed by ``close``.
+        grids: the levels, finest first.
+        name: the backend's name.
+        decode_threads: how many threads decode the tiles of one read; they share the work of a large region.
+    """
+
+    def __init__(self, path: Path, grids: Sequence[TileGrid], *, name: str, decode_threads: int = 1) -> None:
+        self.name = name
+        self._path, self._grids = path, tuple(grids)
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._threads = decode_threads
+        self._pool = ThreadPoolExecutor(decode_threads, "decode") if decode_threads > 1 else None
+
+    def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
+        grid = self._grids[level]
+        inside = pad(out, l_x, l_y, grid.width, grid.height)
+        if inside is None:
+            return
+        columns = range(inside.l_x // grid.tile_width, -(-(inside.l_x + inside.out.shape[1]) // grid.tile_width))
+        rows = range(inside.l_y // grid.tile_height, -(-(inside.l_y + inside.out.shape[0]) // grid.tile_height))
+        tiles = [(column, row) for row in rows for column in columns]
+        if self._pool is None or len(tiles) < 2 * self._threads:
+            self._read_tiles(level, tiles, inside)
+        else:
+            shares = [tiles[i :: self._threads] for i in range(self._threads)]
+            for done in [self._pool.submit(self._read_tiles, level, share, inside) for share in shares]:
+                done.result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_tiles(self, level: int, tiles: Iterable[tuple[int, int]], inside: Inside) -> None:
+        """Decode the tiles into ``inside.out``, each cut to the part that lies in it."""
+        grid, out = self._grids[level], inside.out
+        shape = (grid.tile_height, grid.tile_width, 3)
+        buffer = _scratch(shape)
+        for column, row in tiles:
+            x, y = column * grid.tile_width - inside.l_x, row * grid.tile_height - inside.l_y
+            left, top = max(0, -x), max(0, -y)
+            part = out[y + top : y + shape[0], x + left : x + shape[1]]
+            direct = part.shape == shape and part.flags.c_contiguous
+            self._decode(level, column, row, part if direct else buffer)
+            if not direct:
+                part[...] = buffer[top : top + part.shape[0], left : left + part.shape[1]]
+
+    def _decode(self, level: int, column: int, row: int, pixels: Pixels) -> None:
+        grid = self._grids[level]
+        index = row * grid.columns + column
+        offset, count = int(grid.offsets[index]), int(grid.byte_counts[index])
+        if self._fd < 0:
+            raise SlideError(f"{self._path}: the slide was closed; open it again to read from it")
+        if offset == count == 0:  # never written: how Philips and ASAP leave out background, in Camelyon for one
+            pixels[...] = PADDING
+            return
+        try:
+            if count < 1:
+                raise ValueError("the file holds no data for it")
+            if count > 2 * pixels.nbytes + 65536:
+                raise ValueError(f"{count} bytes cannot be one tile of {pixels.nbytes} bytes")
+            data = os.pread(self._fd, count, offset)
+            if len(data) < count:
+                raise ValueError(f"the file ends {count - len(data)} bytes before the tile does")
+            grid.decode(data, pixels)
+        except (ValueError, OSError) as error:
+            raise TileReadError(
+                f"{self._path}: level {level}, tile column {column}, row {row} ({count} bytes at offset {offset}) "
+                f"cannot be read: {error}"
+            ) from error
+
+
+_thread = threading.local()
+
+
+def _scratch(shape: tuple[int, int, int]) -> Pixels:
+    """This thread's buffer for one tile, kept between reads and slides; grows to the largest tile met."""
+    size = shape[0] * shape[1] * shape[2]
+    buffer: NDArray[np.uint8] | None = getattr(_thread, "buffer", None)
+    if buffer is None or buffer.size < size:
+        buffer = _thread.buffer = np.empty(size, np.uint8)
+    return buffer[:size].reshape(shape)
+
+
+def open_tiled(path: Path, *, mpp: float | None, decode_threads: int = 1) -> PyramidSlide:
+    """Open a tiled TIFF file as a slide.
+
+    Args:
+        path: the file.
+        mpp: um/px of level 0, in place of what the file records; None: the file's.
+        decode_threads: threads that share the decoding of one read; 1 where many tiles are read at once anyway.
+
+    Raises:
+        NotThisFormat: not a tiled TIFF, or one that another backend has to read; says why.
+        SlideError: cut short or damaged, or without a plausible mpp.
+        ValueError: ``mpp`` is implausible.
+        OSError: the file cannot be read.
+    """
+    tiff = read_tiff(path)
+    pages = level_pages(tiff)
+    grids = [_grid(tiff, page) for page in pages]
+    if tiff.faults:
+        log.warning("%s: %d level(s) are whole, other parts of the file are not: %s", path, len(grids), tiff.faults[0])
+    levels = levels_from_sizes([(g.width, g.height) for g in grids], level0_mpp(path, *recorded_mpp(pages[0]), mpp))
+    return PyramidSlide(path, TiledReader(path, grids, name="tiled", decode_threads=decode_threads), levels)
+
+
+def _grid(tiff: Tiff, page: Page) -> TileGrid:
+    fault = table_fault(page, tiff.size_bytes)
+    if fault:
+        raise SlideError(f"{tiff.path}: damaged TIFF: {fault}")
+    tile_width, tile_height = page.number(Tag.TILE_WIDTH, 0), page.number(Tag.TILE_HEIGHT, 0)
+    decode = decoder(page)
+    if isinstance(decode, str):
+        raise NotThisFormat(f"{tiff.path}: page {page.index}: {decode}")
+    if tile_width * tile_height > MAX_TILE_PIXELS:
+        raise NotThisFormat(f"{tiff.path}: page {page.index}: tiles of {tile_width} x {tile_height} px are not read")
+    tiles = page.grid[0] * page.grid[1]
+    offsets, byte_counts = page.array(Tag.TILE_OFFSETS)[:tiles], page.array(Tag.TILE_BYTES)[:tiles]
+    return TileGrid(page.width, page.height, tile_width, tile_height, offsets, byte_counts, decode)

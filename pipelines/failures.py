@@ -1,0 +1,78 @@
+"""``failed_slides.csv``: the slides that were left out of a run, at which step, and why.
+
+Takes (slide, step, error) from any thread or process, also of several ranks; gives a CSV with these columns. A lock on
+the file makes an append one piece and the header appear once.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+COLUMNS = ("slide", "step", "error")
+
+
+class FailedSlides:
+    """The failures recorded at ``path``; the file appears with the first one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, slide: str, step: str, error: str | BaseException) -> None:
+        """Append one failure. Safe in threads and processes; a full disk raises ``OSError``.
+
+        Args:
+            slide: the slide's id.
+            step: what was being done: open, tissue, tiles, read, ...
+            error: message; line breaks become spaces, so that a row stays a line.
+        """
+        message = " ".join((str(error) or type(error).__name__).split())
+        with self._locked() as descriptor:
+            rows = [(slide, step, message)]
+            if os.fstat(descriptor).st_size == 0:
+                rows.insert(0, COLUMNS)
+            os.lseek(descriptor, 0, os.SEEK_END)
+            _write(descriptor, rows)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Every failure, oldest first; none when there is no file."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return [(row["slide"], row["step"], row["error"]) for row in csv.DictReader(file)]
+
+    def forget(self, slides: Collection[str]) -> None:
+        """Take out the failures of these slides: they are about to be tried again."""
+        if not self.path.exists():
+            return
+        with self._locked() as descriptor:
+            kept = [row for row in self.rows() if row[0] not in slides]
+            os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            if kept:
+                _write(descriptor, [COLUMNS, *kept])
+        if not kept:
+            self.path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        # One descriptor per use: flock excludes other descriptors, those of threads of this process included.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _write(descriptor: int, rows: Sequence[Sequence[str]]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    data = text.getvalue().encode()
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,162 @@
+"""Regions, levels and the conversions between their coordinate planes.
+
+Planes are part of every name, as in openslide-python's ``deepzoom.py``: ``l0_`` is level-0 px, ``l_`` px of one
+level, ``t_`` px of a tile at the mpp that was asked for. Conversions are named ``l0_from_l``. This is the only module
+that rounds coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MPP_MIN, MPP_MAX = 0.05, 100.0
+"""Plausible um/px of a level 0. Anything outside is a scanner's placeholder, not a resolution."""
+
+NATIVE_TOLERANCE = 0.01
+"""A level this close to the asked mpp is read as it is: resampling 0.499 to 0.5 would only blur."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Width and height in px of some plane."""
+
+    width: int
+    height: int
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One resolution of a slide: size in its own px, level-0 px per px, um per px."""
+
+    index: int
+    width: int
+    height: int
+    downsample: float
+    mpp: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The part of level 0 that holds scanned pixels, in level-0 px (OpenSlide's ``openslide.bounds-*``)."""
+
+    l0_x: int
+    l0_y: int
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What to cut from a slide: origin in level-0 px (top left), size in px **at** ``mpp``, mpp in um/px."""
+
+    l0_x: int
+    l0_y: int
+    width: int
+    height: int
+    mpp: float
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.height < 1:
+            raise ValueError(f"a region is at least 1 x 1 px; got {self.width} x {self.height}")
+
+    @property
+    def size(self) -> Size:
+        return Size(self.width, self.height)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """How a region is read: a box of one level, then a whole-number reduction, then a fractional one.
+
+    Attributes:
+        level: the coarsest level that is not coarser than asked.
+        l_x, l_y: origin in px of that level; may lie outside it.
+        l_width, l_height: size of the box in px of that level.
+        block: each ``block x block`` px are averaged first (1: none). ``l_width`` and ``l_height`` are multiples of it.
+        out: size of the result; a fractional area resampling leads to it when it is not ``l_size / block``.
+    """
+
+    level: int
+    l_x: int
+    l_y: int
+    l_width: int
+    l_height: int
+    block: int
+    out: Size
+
+    @property
+    def is_native(self) -> bool:
+        """True when the level's pixels are the result: nothing is resampled."""
+        return self.block == 1 and (self.l_width, self.l_height) == (self.out.width, self.out.height)
+
+
+def check_mpp(mpp: float) -> bool:
+    """True when ``mpp`` (um/px) is finite and within ``MPP_MIN``..``MPP_MAX``."""
+    return math.isfinite(mpp) and MPP_MIN <= mpp <= MPP_MAX
+
+
+def levels_from_sizes(sizes: Sequence[tuple[int, int]], mpp: float) -> tuple[Level, ...]:
+    """Levels from (width, height) of each, finest first, and level 0's mpp. Downsample is the mean of both axes."""
+    w0, h0 = sizes[0]
+    downsamples = [(w0 / w + h0 / h) / 2 for w, h in sizes]
+    return tuple(Level(i, w, h, d, mpp * d) for i, ((w, h), d) in enumerate(zip(sizes, downsamples, strict=True)))
+
+
+def l_from_l0(l0: float, downsample: float) -> int:
+    """Nearest px of a level to a level-0 coordinate."""
+    return math.floor(l0 / downsample + 0.5)
+
+
+def l0_from_l(l: float, downsample: float) -> int:  # noqa: E741 - the plane's name
+    """Nearest level-0 px to a coordinate of a level."""
+    return math.floor(l * downsample + 0.5)
+
+
+def l0_from_t(t_px: float, t_mpp: float, l0_mpp: float) -> int:
+    """Level-0 px that a length of ``t_px`` at ``t_mpp`` covers, given level 0's mpp.
+
+    Within ``NATIVE_TOLERANCE`` of level 0 a tile px is a level-0 px, as in ``plan_read``.
+    """
+    ratio = t_mpp / l0_mpp
+    return math.floor(t_px * (1.0 if abs(ratio - 1) <= NATIVE_TOLERANCE else ratio) + 0.5)
+
+
+def best_level(levels: Sequence[Level], mpp: float) -> Level:
+    """The coarsest level that is not coarser than ``mpp``, ``NATIVE_TOLERANCE`` allowed.
+
+    Raises:
+        ValueError: level 0 is coarser than asked; pixels cannot be invented.
+    """
+    fine_enough = [level for level in levels if level.mpp <= mpp * (1 + NATIVE_TOLERANCE)]
+    if not fine_enough:
+        raise ValueError(
+            f"mpp {mpp:g} cannot be had: the finest level of this slide has {levels[0].mpp:.4g} um/px; "
+            f"ask for --mpp {levels[0].mpp:.4g} or coarser"
+        )
+    return max(fine_enough, key=lambda level: level.mpp)
+
+
+def plan_read(levels: Sequence[Level], region: Region) -> ReadPlan:
+    """Choose the level and the box to read for ``region``.
+
+    Raises:
+        ValueError: no level is fine enough for ``region.mpp``.
+    """
+    level = best_level(levels, region.mpp)
+    scale = region.mpp / level.mpp
+    l_x, l_y = l_from_l0(region.l0_x, level.downsample), l_from_l0(region.l0_y, level.downsample)
+    if abs(scale - 1) <= NATIVE_TOLERANCE:
+        return ReadPlan(level.index, l_x, l_y, region.width, region.height, 1, region.size)
+    block = max(1, math.floor(scale * (1 + NATIVE_TOLERANCE)))
+
+    def box(t_px: int) -> int:
+        blocks = t_px if abs(scale / block - 1) <= NATIVE_TOLERANCE else math.floor(t_px * scale / block + 0.5)
+        return max(1, blocks) * block
+
+    return ReadPlan(level.index, l_x, l_y, box(region.width), box(region.height), block, region.size)

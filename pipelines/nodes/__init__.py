@@ -1,0 +1,1 @@
+"""The links of a TileStream, one transformation per module."""

@@ -1,0 +1,141 @@
+"""In which order the tiles of a table are seen: index order, shuffled over slides, classes balanced.
+
+Takes the slide (and class) of every tile and a seed; gives, for every epoch, the rows of the table in order. An order
+holds no state: epoch e is a function of (settings, seed, e), so every rank and every resumed run finds the same one.
+Tiles are shuffled inside groups of a few slides, so that only those slides are open at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+"""int64 (n,), rows of a ``TileTable``."""
+
+SHUFFLE, INTERLEAVE = 1, 2
+"""Purposes that random numbers are drawn for; part of each seed, so that no two purposes share numbers."""
+
+
+class Order(Protocol):
+    """Endless epochs of ``length`` rows each."""
+
+    @property
+    def length(self) -> int: ...
+
+    def epoch(self, number: int) -> Rows:
+        """The rows of one epoch: int64 (length,)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class IndexOrder:
+    """The rows as they are given, every epoch alike.
+
+    Attributes:
+        rows: int64 (n,).
+    """
+
+    rows: Rows
+
+    @property
+    def length(self) -> int:
+        return len(self.rows)
+
+    def epoch(self, number: int) -> Rows:
+        return self.rows
+
+
+@dataclass(frozen=True, eq=False)
+class SlideShuffle:
+    """Every row once per epoch; tiles of up to ``open_slides`` slides are mixed at a time.
+
+    Each epoch permutes the slides, deals them into groups of equal size, at most ``open_slides`` each, and permutes the
+    tiles inside each group.
+
+    Attributes:
+        rows: int64 (n,), rows to draw.
+        slide: int (n,), slide of each of ``rows``.
+        seed: of the run.
+        stratum: tells apart the shuffles of several strata in one run.
+        open_slides: slides per group.
+    """
+
+    rows: Rows
+    slide: NDArray[np.integer]
+    seed: int
+    stratum: int
+    open_slides: int
+
+    @property
+    def length(self) -> int:
+        return len(self.rows)
+
+    def epoch(self, number: int) -> Rows:
+        rng = np.random.default_rng([self.seed, SHUFFLE, self.stratum, number])
+        slides = self._tiles_of_slides
+        order = np.empty(self.length, np.int64)
+        end = 0
+        # Groups of equal size: a last group of one slide would end every epoch on batches of that slide alone.
+        for group in np.array_split(rng.permutation(len(slides)), -(-len(slides) // self.open_slides)):
+            tiles = np.concatenate([slides[k] for k in group])
+            rng.shuffle(tiles)
+            order[end : end + len(tiles)] = tiles
+            end += len(tiles)
+        return self.rows[order]
+
+    @cached_property
+    def _tiles_of_slides(self) -> list[NDArray[np.int64]]:
+        by_slide = np.argsort(self.slide, kind="stable")
+        return np.split(by_slide, np.flatnonzero(np.diff(self.slide[by_slide])) + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """Every stratum equally often per epoch, whatever its size.
+
+    An epoch has one draw for each row, rounded up to a multiple of the strata. Draws come in rounds; each round has
+    one row of every stratum, in random order, so that no rank's share of a batch sees one stratum only. A stratum goes
+    through its own order again and again, without regard to the ends of the epochs: within a stratum all rows are seen
+    equally often.
+
+    Attributes:
+        strata: one order per stratum, none of them empty.
+        seed: of the run.
+    """
+
+    strata: tuple[Order, ...]
+    seed: int
+
+    @property
+    def _rounds(self) -> int:
+        return -(-sum(stratum.length for stratum in self.strata) // len(self.strata))
+
+    @property
+    def length(self) -> int:
+        return self._rounds * len(self.strata)
+
+    def epoch(self, number: int) -> Rows:
+        rounds, count = self._rounds, len(self.strata)
+        drawn = np.empty((rounds, count), np.int64)
+        for k, stratum in enumerate(self.strata):
+            drawn[:, k] = _stretch(stratum, number * rounds, rounds)
+        rng = np.random.default_rng([self.seed, INTERLEAVE, number])
+        rng.permuted(drawn, axis=1, out=drawn)
+        return drawn.reshape(-1)
+
+
+def _stretch(order: Order, first: int, count: int) -> Rows:
+    """``count`` rows of the endless sequence of an order's epochs, from position ``first`` on."""
+    number, skip = divmod(first, order.length)
+    parts = [order.epoch(number)[skip : skip + count]]
+    missing = count - len(parts[0])
+    while missing:
+        number += 1
+        parts.append(order.epoch(number)[:missing])
+        missing -= len(parts[-1])
+    return np.concatenate(parts)
