@@ -1,0 +1,1 @@
+"""Plain torch modules. Nothing else of MegaTile is imported here."""

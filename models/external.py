@@ -1,0 +1,159 @@
+"""Models that are not ours: torchvision, timm, and a user's own factory.
+
+Takes a name and the number of classes; gives a module whose forward returns one tensor: logits (n, classes), or
+(n, classes, h, w) for segmentation. Nothing is downloaded: weights are random until ``weights.load_weights``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from models.blocks import Norm, group_count
+
+WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
+"""torchvision classifiers that return a tuple in training unless told otherwise, and warn about initialisation."""
+
+SHOWN_NAMES = 24
+"""timm alone knows over a thousand."""
+
+
+class TorchvisionSegmenter(nn.Module):
+    """A torchvision segmentation network that returns its main logits: (n, 3, h, w) -> (n, classes, h, w).
+
+    Has torchvision's parameter names; the auxiliary head is gone.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        backbone, classifier = network.backbone, network.classifier
+        assert isinstance(backbone, nn.Module)
+        assert isinstance(classifier, nn.Module)
+        self.backbone = backbone
+        self.classifier = classifier
+        # LR-ASPP's classifier takes two resolutions, that of FCN and DeepLab the last one.
+        self.takes_all_features = type(network).__name__ == "LRASPP"
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.backbone(x)
+        logits = self.classifier(features if self.takes_all_features else features["out"])
+        return F.interpolate(logits, size=x.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def build_torchvision(name: str, *, classes: int) -> nn.Module:
+    """A classification or segmentation model of torchvision by its name there.
+
+    Raises:
+        ValueError: torchvision has no such model, or it is of another kind (detection, video, quantized).
+    """
+    from torchvision import models
+
+    classifiers = models.list_models(module=models)
+    segmenters = models.list_models(module=models.segmentation)
+    if name in segmenters:
+        network = models.get_model(name, weights=None, weights_backbone=None, num_classes=classes)
+        return TorchvisionSegmenter(network)
+    if name not in classifiers:
+        known = [*classifiers, *segmenters]
+        kind = "is neither a classifier nor a segmenter" if name in models.list_models() else "is not in torchvision"
+        raise ValueError(f"model torchvision:{name} {kind}; {close_matches(name, known)}")
+    options = {"aux_logits": False, "init_weights": True} if name in WITH_AUXILIARY_HEADS else {}
+    built: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
+    return built
+
+
+def build_timm(name: str, *, classes: int, in_channels: int) -> nn.Module:
+    """A model of timm by its name there.
+
+    Raises:
+        ValueError: timm has no such model.
+    """
+    import timm
+
+    if not timm.is_model(name):
+        raise ValueError(f"model timm:{name} is not in timm; {close_matches(name, timm.list_models())}")
+    built: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, in_chans=in_channels)
+    return built
+
+
+def build_from_factory(path: str, *, classes: int) -> nn.Module:
+    """What ``package.module:factory`` makes. Its signature: ``factory(*, classes: int) -> nn.Module``.
+
+    The module takes float (n, 3, h, w) and returns logits (n, classes) or (n, classes, h, w). A class will do.
+
+    Raises:
+        ValueError: cannot be imported, is not there, is not callable, takes no ``classes``, or gives no ``nn.Module``.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as fault:  # the user's module may fail in any way while it is imported
+        raise ValueError(
+            f"model {path}: module {module_name!r} cannot be imported: {type(fault).__name__}: {fault}; "
+            f"run from the folder that holds it, or install it"
+        ) from fault
+    try:
+        factory: Callable[..., Any] = getattr(module, attribute)
+    except AttributeError:
+        known = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        hint = close_matches(attribute, known)
+        raise ValueError(f"model {path}: {module.__file__} has no {attribute!r}; {hint}") from None
+    if not callable(factory):
+        raise ValueError(f"model {path}: {attribute} is no function or class but a {type(factory).__name__}")
+    try:
+        inspect.signature(factory).bind(classes=classes)
+    except TypeError as fault:
+        raise ValueError(
+            f"model {path}: it is called as {attribute}(classes={classes}), but its signature is "
+            f"{attribute}{inspect.signature(factory)}: {fault}"
+        ) from fault
+    built = factory(classes=classes)
+    if not isinstance(built, nn.Module):
+        raise ValueError(f"model {path}: the factory must return a torch.nn.Module; got a {type(built).__name__}")
+    return built
+
+
+def to_group_norm(model: nn.Module, name: str) -> None:
+    """Put GroupNorm in the place of every BatchNorm2d of ``model``; its scale and shift parameters stay.
+
+    Raises:
+        ValueError: there is no BatchNorm2d, or a variant of it (timm joins some with the activation) that would remain.
+    """
+    places = [
+        (parent, key, child)
+        for parent in model.modules()
+        for key, child in parent.named_children()
+        if type(child) is nn.BatchNorm2d
+    ]
+    rest = {type(m).__name__ for m in model.modules() if isinstance(m, _BatchNorm)} - {nn.BatchNorm2d.__name__}
+    if rest or not places:
+        why = f"it normalises with {', '.join(sorted(rest))}" if rest else "it has no BatchNorm2d to replace"
+        raise ValueError(f"--norm group cannot be had for model {name}: {why}; use --norm batch to keep it as it is")
+    for parent, key, old in places:
+        new = nn.GroupNorm(group_count(old.num_features), old.num_features, eps=old.eps, affine=old.affine)
+        new.weight, new.bias = old.weight, old.bias
+        setattr(parent, key, new)
+
+
+def close_matches(name: str, known: Iterable[str]) -> str:
+    """The hint of an error: what ``name`` may have meant."""
+    names = sorted(known)
+    if matches := difflib.get_close_matches(name, names, n=4, cutoff=0.5):
+        return f"did you mean {', '.join(matches)}?"
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"known are {', '.join(names[:SHOWN_NAMES])}{more}"
+
+
+def check_foreign(name: str, *, norm: Norm, in_channels: int, any_channels: bool) -> None:
+    """Refuse what only our own models offer."""
+    if norm == "instance":
+        raise ValueError(f"--norm instance is for MegaTile's own models; model {name} takes batch or group")
+    if in_channels != 3 and not any_channels:
+        raise ValueError(f"model {name} takes 3 channels; got in_channels {in_channels}")

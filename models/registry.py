@@ -1,0 +1,73 @@
+"""Models by name.
+
+Takes what ``--model`` takes: a name of ours, ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``; gives
+a plain ``nn.Module`` from float (n, in_channels, h, w) to logits: (n, classes), or (n, classes, h, w) for U-Nets and
+torchvision's segmentation networks. To add a model, write its file and give it a line in ``OURS``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+
+from torch import nn
+
+from models.blocks import Norm
+from models.external import build_from_factory, build_timm, build_torchvision, check_foreign, to_group_norm
+from models.resnet import BLOCKS_BY_DEPTH, ResNet
+from models.resnet_v2 import ResNetV2
+from models.unet import UNet
+from models.unet_gpipe import UNetGPipe
+
+OURS: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
+    r"resnet(\d+)": (ResNet, tuple(f"resnet{depth}" for depth in BLOCKS_BY_DEPTH)),
+    r"resnet(\d+)_v2": (ResNetV2, ("resnet110_v2", "resnet164_v2", "resnet1001_v2")),
+    r"unet": (UNet, ("unet",)),
+    r"unet_w(\d+)": (lambda base, **common: UNet(base=base, **common), ("unet_w16", "unet_w32")),
+    r"unet\((\d+), *(\d+)\)": (UNetGPipe, ("unet(5,64)",)),
+}
+"""Pattern of the name -> (what its numbers and classes, norm, in_channels are given to, names to show)."""
+
+ELSEWHERE = ("torchvision:NAME", "timm:NAME", "package.module:factory")
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of our own models; numbers in those of ResNet-v2 (9n+2), unet_w and unet(B,C) are free."""
+    return tuple(name for _, shown in OURS.values() for name in shown)
+
+
+def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> nn.Module:
+    """The model called ``name`` with random weights, on the current default device.
+
+    Args:
+        name: one of ``model_names()``, ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
+        classes: of the logits; 1 gives a single logit.
+        norm: ``batch``, ``group`` or ``instance`` in our own models; in others ``batch`` keeps what they have and
+            ``group`` replaces their BatchNorm.
+        in_channels: of the input; 3 for RGB.
+
+    Raises:
+        ValueError: unknown name (close ones are named), or a setting the model does not take.
+    """
+    if classes < 1:
+        raise ValueError(f"a model needs at least one class; got classes {classes}")
+    for pattern, (build, _) in OURS.items():
+        if match := re.fullmatch(pattern, name):
+            numbers = [int(number) for number in match.groups()]
+            return build(*numbers, classes=classes, norm=norm, in_channels=in_channels)
+    if ":" not in name:
+        matches = difflib.get_close_matches(name, model_names(), n=3)
+        hint = f"did you mean {' or '.join(matches)}? " if matches else ""
+        raise ValueError(f"unknown model {name!r}; {hint}known are {', '.join((*model_names(), *ELSEWHERE))}")
+    source, _, rest = name.partition(":")
+    check_foreign(name, norm=norm, in_channels=in_channels, any_channels=source == "timm")
+    if source == "torchvision":
+        model = build_torchvision(rest, classes=classes)
+    elif source == "timm":
+        model = build_timm(rest, classes=classes, in_channels=in_channels)
+    else:
+        model = build_from_factory(name, classes=classes)
+    if norm == "group":
+        to_group_norm(model, name)
+    return model

@@ -1,0 +1,1 @@
+"""Running a model over ranks. Nothing else of MegaTile is imported here."""

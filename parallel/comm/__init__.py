@@ -1,0 +1,1 @@
+"""Communicators: one protocol and its implementations."""
