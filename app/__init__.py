@@ -1,0 +1,1 @@
+"""Command lines and the training loop of MegaTile."""

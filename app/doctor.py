@@ -1,0 +1,94 @@
+"""Is this machine, this folder and are these slides fit for training? ``python -m app.doctor [--slides DIR]``.
+
+Looks at versions, devices, memory, slide backends, launchers and the run folder; with ``--slides`` at every slide.
+Each is really used, not only listed. Exit code 1 when something that training needs is faulty.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from app.cli import FAILED, OK, run_command
+from app.environment import describe_environment
+from app.findings import print_findings, print_table
+from app.host_check import check_devices, check_launchers, check_memory, check_run_folder, check_versions
+from app.machine import usable_cores
+from app.slide_check import SlideCheck, check_backends, check_slides
+from pipelines.catalog import find_slides
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Say whether this machine, the run folder and the slides are fit for training, and what is missing."""
+
+    slides: Path | None = None
+    """Folder of whole-slide images to open and read from, searched with its sub-folders."""
+    out: Path = Path("runs/train")
+    """Run folder whose disk is tried."""
+    slide_mpp: float | None = None
+    """um/px of level 0 for every slide, instead of what the files say."""
+    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
+    """Slide reader; auto takes the fastest that reads the file exactly."""
+
+
+def doctor(command: DoctorCommand) -> int:
+    """Look at everything, print it, and count the faults."""
+    specs = find_slides(command.slides, mpp=command.slide_mpp, backend=command.backend) if command.slides else ()
+    with _busy("looking at the machine"):
+        environment = describe_environment()
+        groups = {
+            "Versions": list(check_versions(environment)),
+            "Devices": list(check_devices(environment)),
+            "Memory and limits": list(check_memory()),
+            "Slide backends": check_backends(),
+            "Launchers": list(check_launchers(environment)),
+            "Run folder": list(check_run_folder(command.out)),
+        }
+    for title, findings in groups.items():
+        print_findings(title, findings)
+    faults = sum(finding.state == "FAULT" for findings in groups.values() for finding in findings)
+    if specs:
+        with _busy(f"opening {len(specs)} slides"):
+            checks = sorted(check_slides(specs, usable_cores()), key=lambda check: check.slide_id)
+        print_table(
+            f"Slides in {command.slides}",
+            ("slide", "backend", "mpp", "size in px", "levels", "faults"),
+            [_row(check) for check in checks],
+        )
+        faults += sum(bool(check.faults) for check in checks)
+    print(f"\n{faults} {'fault' if faults == 1 else 'faults'}")
+    return FAILED if faults else OK
+
+
+def _row(check: SlideCheck) -> tuple[str, ...]:
+    if check.mpp is None:
+        return (check.slide_id, check.backend, "–", "–", "–", "; ".join(check.faults))
+    size = f"{check.width} x {check.height}"
+    told = "; ".join(check.faults) or "none"
+    return (check.slide_id, check.backend, f"{check.mpp:.4g}", size, str(check.levels), told)
+
+
+@contextmanager
+def _busy(what: str) -> Iterator[None]:
+    """A spinner on a terminal, a line elsewhere."""
+    if sys.stdout.isatty():
+        with Console().status(what):
+            yield
+    else:
+        print(f"{what} ...", flush=True)
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(DoctorCommand, doctor, argv, prog="python -m app.doctor")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

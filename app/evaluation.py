@@ -1,0 +1,183 @@
+"""Validation: the model's outputs on held-out tiles, gathered over the ranks, scored per tile and per slide.
+
+Takes an engine and a dataset; gives scores and a table of predictions. Every rank reads and computes its share; sums
+are exchanged, so that the result does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.config import ScoreSettings
+from app.dataset import Dataset
+from app.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, slide_scores
+from app.objective import IGNORE
+from parallel.comm.communicator import Communicator
+from parallel.engine import Engine, Loss
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Result of one validation.
+
+    Attributes:
+        metrics: name -> value, None where the data cannot define it.
+        predictions: one row per slide: slide, split, then scores.
+        criterion: name of the metric that chooses the best checkpoint.
+    """
+
+    metrics: dict[str, float | None]
+    predictions: list[dict[str, Any]] = field(default_factory=list)
+    criterion: str = "loss"
+
+    def better_than(self, best: Mapping[str, Any] | None) -> bool:
+        """True when these scores beat ``best`` (metric, value) or there is nothing to beat."""
+        value = self.metrics[self.criterion]
+        if value is None:
+            return False
+        if best is None or best["metric"] != self.criterion:
+            return True
+        before: float = best["value"]
+        return value < before if self.criterion == "loss" else value > before
+
+
+def spread(dataset: Dataset, rows: NDArray[np.int64], per_slide: int) -> NDArray[np.int64]:
+    """At most ``per_slide`` of ``rows`` for each slide, evenly spread over its tiles; 0 keeps all."""
+    if per_slide == 0 or not len(rows):
+        return rows
+    slide = dataset.tiles.slide[rows]
+    kept = []
+    for number in np.unique(slide):
+        mine = rows[slide == number]
+        kept.append(mine[np.unique(np.linspace(0, len(mine) - 1, min(per_slide, len(mine))).astype(int))])
+    return np.concatenate(kept)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Microbatches of a validation as this rank computes them: images, targets, and the validation rows they are."""
+
+    images: Tensor
+    targets: Tensor
+    rows: NDArray[np.int64]
+
+
+def evaluate(
+    engine: Engine,
+    loss: Loss,
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    microbatches: Callable[[], contextlib.AbstractContextManager[Iterator[Outputs]]],
+    communicator: Communicator,
+    settings: ScoreSettings,
+) -> Scores:
+    """Score the tiles ``rows`` of ``dataset``.
+
+    Args:
+        microbatches: opens this rank's share of them; ``Outputs.rows`` are positions in ``rows``.
+    """
+    classes = len(dataset.classes)
+    losses = torch.zeros(len(rows), dtype=torch.float64)
+    width = classes if dataset.task == "classify" else 2 * classes
+    sums = torch.zeros((len(rows), width), dtype=torch.float64)
+    with microbatches() as stream:
+        for part in stream:
+            output = engine.predict(part.images)
+            where = torch.from_numpy(part.rows)
+            # One tile at a time: the mean over a microbatch cannot be taken apart again.
+            losses[where] = (
+                torch.stack([loss(output[i : i + 1], part.targets[i : i + 1]) for i in range(len(where))])
+                .double()
+                .cpu()
+            )
+            values = output.softmax(1) if dataset.task == "classify" else _overlaps(output, part.targets, classes)
+            sums[where] = values.double().cpu()
+    communicator.all_reduce(losses)
+    communicator.all_reduce(sums)
+    slide = dataset.tiles.slide[rows].astype(np.int64)
+    mean_loss = float(losses.mean())
+    if dataset.task == "classify":
+        return _classification(dataset, rows, slide, sums.numpy(), mean_loss, settings)
+    return _segmentation(dataset, slide, sums.numpy(), mean_loss)
+
+
+def _overlaps(output: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """Per tile: intersections (n, C), then summed sizes (n, C), in px."""
+    predicted = output.argmax(1)
+    counted = targets != IGNORE
+    columns = []
+    for c in range(classes):
+        columns.append(((predicted == c) & (targets == c)).sum((1, 2)))
+    for c in range(classes):
+        columns.append(((predicted == c) & counted).sum((1, 2)) + (targets == c).sum((1, 2)))
+    return torch.stack(columns, 1)
+
+
+def _classification(
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    slide: NDArray[np.int64],
+    probability: NDArray[np.float64],
+    loss: float,
+    settings: ScoreSettings,
+) -> Scores:
+    assert dataset.tile_labels is not None
+    labels = dataset.tile_labels[rows]
+    metrics = {
+        "loss": loss,
+        "tile_auc": auc(probability, labels),
+        "tile_balanced_accuracy": balanced_accuracy(probability, labels),
+        "slide_auc": None,
+        "slide_balanced_accuracy": None,
+    }
+    numbers, scores = slide_scores(probability, slide, settings.slide_score, settings.top_k)
+    ids = [dataset.tiles.slides[number] for number in numbers]
+    if dataset.slide_labels:
+        truth = np.array([dataset.slide_labels[slide_id] for slide_id in ids], np.int64)
+        metrics["slide_auc"] = auc(scores, truth)
+        metrics["slide_balanced_accuracy"] = balanced_accuracy(scores, truth)
+    predictions = [
+        {
+            "slide": slide_id,
+            "split": dataset.splits.split[slide_id],
+            "label": dataset.classes[dataset.slide_labels[slide_id]] if dataset.slide_labels else None,
+            "prediction": dataset.classes[int(score.argmax())],
+            "tiles": int(np.count_nonzero(slide == number)),
+            **{f"score_{name}": float(value) for name, value in zip(dataset.classes, score, strict=True)},
+        }
+        for slide_id, number, score in zip(ids, numbers, scores, strict=True)
+    ]
+    criterion = next((name for name in ("slide_auc", "tile_auc") if metrics[name] is not None), "loss")
+    return Scores(metrics, predictions, criterion)
+
+
+def _segmentation(dataset: Dataset, slide: NDArray[np.int64], sums: NDArray[np.float64], loss: float) -> Scores:
+    classes = len(dataset.classes)
+    numbers = np.unique(slide)
+    by_slide = np.stack([sums[slide == number].sum(0) for number in numbers])
+    dice = dice_by_slide(by_slide[:, :classes], by_slide[:, classes:])
+    metrics: dict[str, float | None] = {"loss": loss}
+    # The background is not what anyone segments for: the mean leaves it out.
+    metrics["dice"] = mean_defined(dice[:, 1:])
+    for c, name in enumerate(dataset.classes):
+        metrics[f"dice_{name}"] = mean_defined(dice[:, c])
+    predictions = [
+        {
+            "slide": dataset.tiles.slides[number],
+            "split": dataset.splits.split[dataset.tiles.slides[number]],
+            **{
+                f"dice_{name}": None if np.isnan(value) else float(value)
+                for name, value in zip(dataset.classes, row, strict=True)
+            },
+        }
+        for number, row in zip(numbers, dice, strict=True)
+    ]
+    return Scores(metrics, predictions, "dice" if metrics["dice"] is not None else "loss")

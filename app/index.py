@@ -1,0 +1,91 @@
+"""``python -m app.index --slides DIR``: the tissue tiles of every slide, with overlay pictures.
+
+Takes a folder of slides; leaves ``tiles.parquet``, ``tissue/<slide>.png`` and, if slides failed, ``failed_slides.csv``
+in ``--out``. A second run reuses what is there and tries failed slides again. No slide library runs in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from app.cli import run_command
+from pipelines.catalog import find_slides
+from pipelines.failures import FailedSlides
+from pipelines.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.index import IndexSettings, build_index
+
+
+@dataclass(frozen=True)
+class IndexCommand:
+    """Find the tissue tiles of every slide in a folder and draw them."""
+
+    slides: Path
+    """Folder of whole-slide images, searched with its sub-folders."""
+    out: Path = Path("index")
+    """Folder for tiles.parquet, tissue/ and failed_slides.csv."""
+    index: IndexSettings = field(default_factory=IndexSettings)
+    slide_mpp: float | None = None
+    """um/px of level 0 for every slide, instead of what the files say."""
+    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
+    """Slide reader; auto takes the fastest that reads the file exactly."""
+    workers: int = 0
+    """Processes, a slide each at a time; 0: one per core."""
+
+    def validate(self) -> list[str]:
+        faults = self.index.validate()
+        if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
+            faults.append(f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp:g}")
+        if self.workers < 0:
+            faults.append(f"--workers is at least 0; got {self.workers}")
+        return faults
+
+
+def index(command: IndexCommand) -> None:
+    """Build the index and say what it holds."""
+    started_s = time.perf_counter()
+    specs = find_slides(command.slides, mpp=command.slide_mpp, backend=command.backend)
+    print(f"{len(specs)} slides in {command.slides}", flush=True)
+    with _lines() as say:
+        table = build_index(specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True)
+    print(
+        f"{len(table)} tiles of {command.index.tile} px at {command.index.mpp:g} um/px on {len(table.slides)} slides, "
+        f"{time.perf_counter() - started_s:.1f} s\n"
+        f"index     {command.out / 'tiles.parquet'}\n"
+        f"pictures  {command.out / 'tissue'}{os.sep}"
+    )
+    failed = FailedSlides(command.out / "failed_slides.csv")
+    if rows := failed.rows():
+        print(f"failed    {failed.path} ({len({slide for slide, _, _ in rows})} slides)")
+
+
+@contextmanager
+def _lines() -> Iterator[Callable[[str], None]]:
+    """What takes lines of progress: below them a spinner on a terminal, nothing else elsewhere."""
+    console = Console()
+    if not console.is_terminal:
+        yield lambda line: print(line, flush=True)
+        return
+    with console.status("indexing") as status:
+
+        def say(line: str) -> None:
+            console.print(line, highlight=False, markup=False)
+            status.update(f"indexing, {line.split(maxsplit=1)[0]} slides done")
+
+        yield say
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(IndexCommand, index, argv, prog="python -m app.index")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

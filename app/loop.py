@@ -1,0 +1,222 @@
+"""The training loop: stream -> engine.step -> metrics -> checkpoint.
+
+Takes a ``Session`` and its run folder; gives an ``Outcome``. Nothing here knows the strategy: another engine is swapped
+in where the session is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from app.checkpoint import keep_as, load_checkpoint, save_checkpoint
+from app.cli import RunError
+from app.evaluation import evaluate
+from app.interrupt import Interrupt
+from app.metricslog import MetricsLog
+from app.progress import RunProgress
+from app.runfolder import RunFolder
+from app.session import Session
+from app.throughput import WARM_UP, Stopwatch, Throughput
+from parallel.engine import NonFiniteLoss, StepResult
+from pipelines.nodes.batch import Batch
+
+
+@dataclass
+class Outcome:
+    """Where a run stands; all but the speed is kept in checkpoints.
+
+    Attributes:
+        images: tiles really trained on, counted on every rank, since the run began.
+        best: step, metric and value of the best validation so far.
+        twin: speed of the same step fed from memory.
+    """
+
+    throughput: Throughput
+    step: int = 0
+    images: int = 0
+    loss: float | None = None
+    status: str = "completed"
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    twin: Throughput | None = None
+
+
+class TrainingLoop:
+    """Trains a session to its last step, or to a signal.
+
+    Args:
+        session: model, data and engine of this rank.
+        folder: receives metrics and checkpoints.
+        interrupt: asked after each step whether to stop.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder, interrupt: Interrupt) -> None:
+        self._session = session
+        self._folder = folder
+        self._interrupt = interrupt
+        self._communicator = session.placement.communicator
+        self._batches = session.feed.ahead_of(iter(session.stream))
+        self.outcome = Outcome(Throughput(session.config.strategy.batch))
+        if session.config.resume:
+            self._restore()
+        self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, writes=self._is_first)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._communicator.rank == 0
+
+    def run(self) -> Outcome:
+        """Train.
+
+        Raises:
+            RunError: a loss that is not finite (names step, slide and tile), or a checkpoint that cannot be written.
+        """
+        outcome, total = self.outcome, self._session.total_steps
+        with self._batches, self._log, RunProgress(total, outcome.step, quiet=not self._is_first) as progress:
+            stop, batch = False, None
+            while outcome.step < total and not stop:
+                if batch is not None:
+                    batch.release()
+                watch = Stopwatch()
+                batch = next(self._batches)
+                wait_s = watch.lap()
+                result = self._step(batch, outcome.step)
+                step_s = wait_s + watch.lap()
+                stop = self._finish_step(result, step_s, wait_s)
+                progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
+                if self._validation_due() and not stop:
+                    progress.say(self._validate())
+                if stop or self._checkpoint_due():
+                    self._save()
+            if outcome.step < total:
+                outcome.status = "interrupted"
+            elif batch is not None:
+                self._measure_twin(batch)
+        return outcome
+
+    def _step(self, batch: Batch, step: int) -> StepResult:
+        session = self._session
+        try:
+            microbatches = session.feed.microbatches(batch, session.sizes)
+            return session.engine.step(microbatches, step, session.learning_rate(step))
+        except NonFiniteLoss as fault:
+            raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
+
+    def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
+        """Which tiles of which slides were in the microbatches whose loss is not finite, on whatever rank."""
+        session = self._session
+        samples = [first_sample + k for i in fault.microbatches for k in session.ranges[i]]
+        tiles = [
+            f"{session.dataset.tiles.slide_id(row)} at level-0 ({session.dataset.tiles.l0_x[row]}, "
+            f"{session.dataset.tiles.l0_y[row]})"
+            for row in session.train_rows_of(samples)
+        ]
+        return (
+            f"loss is {fault.losses[0]} at step {step + 1}; tiles of that microbatch: {'; '.join(tiles)}. Nothing was "
+            f"updated; the last checkpoint is kept. Lower --lr (now {session.learning_rate(step):g}), use --precision "
+            "fp32, or look at these tiles"
+        )
+
+    def _finish_step(self, result: StepResult, step_s: float, wait_s: float) -> bool:
+        """Count the step on all ranks; True when any of them was asked to stop."""
+        outcome = self.outcome
+        votes = torch.tensor([int(self._interrupt.requested), result.tiles])
+        self._communicator.all_reduce(votes)
+        self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result.loss, step_s, wait_s, self._session)
+        outcome.step += 1
+        outcome.images += int(votes[1])
+        outcome.loss = result.loss
+        outcome.throughput.add(step_s, wait_s)
+        return bool(votes[0])
+
+    def _validation_due(self) -> bool:
+        session, step = self._session, self.outcome.step
+        if not len(session.validation_rows):
+            return False
+        every = session.config.score.validate_every
+        epoch_ends = session.epoch_of(step) > session.epoch_of(step - 1)
+        return step == session.total_steps or (step % every == 0 if every else epoch_ends)
+
+    def _checkpoint_due(self) -> bool:
+        step = self.outcome.step
+        return (
+            step == self._session.total_steps
+            or step % self._session.config.checkpoint_every == 0
+            or self._validation_due()
+        )
+
+    def _validate(self) -> str:
+        """Score the validation tiles; a line about it."""
+        session, outcome = self._session, self.outcome
+        scores = evaluate(
+            session.engine,
+            session.loss,
+            session.dataset,
+            session.validation_rows,
+            session.validation,
+            self._communicator,
+            session.config.score,
+        )
+        outcome.metrics = scores.metrics
+        value = scores.metrics[scores.criterion]
+        if scores.better_than(outcome.best):
+            outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
+        self._log.validation(outcome.step, scores)
+        figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in scores.metrics.items())
+        return f"validation at step {outcome.step}: {figures}"
+
+    def _save(self) -> None:
+        """Write the last checkpoint, and name it the best when it is."""
+        if not self._is_first:
+            return
+        outcome = self.outcome
+        save_checkpoint(
+            self._folder.last,
+            {
+                **self._session.engine.state_dict(),
+                "stream": self._batches.get_state(),
+                "random": _random_state(),
+                "step": outcome.step,
+                "images": outcome.images,
+                "loss": outcome.loss,
+                "metrics": outcome.metrics,
+                "best": outcome.best,
+                "classes": list(self._session.dataset.classes),
+                "settings": self._session.settings,
+            },
+        )
+        if outcome.best and outcome.best["step"] == outcome.step:
+            keep_as(self._folder.last, self._folder.best)
+
+    def _restore(self) -> None:
+        state = load_checkpoint(self._folder.last)
+        self._session.engine.load_state_dict(state)
+        self._batches.set_state(state["stream"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if torch.cuda.is_available() and state["random"]["cuda"]:
+            torch.cuda.set_rng_state_all(state["random"]["cuda"])
+        for name in ("step", "images", "loss", "metrics", "best"):
+            setattr(self.outcome, name, state[name])
+
+    def _measure_twin(self, batch: Batch) -> None:
+        """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""
+        steps = self._session.config.twin_steps
+        if not steps:
+            return
+        twin = Throughput(self._session.config.strategy.batch)
+        for k in range(steps + WARM_UP):
+            watch = Stopwatch()
+            self._step(batch, self.outcome.step + k)
+            twin.add(watch.lap(), 0.0)
+        self.outcome.twin = twin
+
+
+def _random_state() -> dict[str, Any]:
+    """Of torch's generators; everything else draws from numbers that follow from the seed and the step."""
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }

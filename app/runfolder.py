@@ -1,0 +1,142 @@
+"""The run folder: where everything a run leaves is, and how it is written so that a resumed run continues it.
+
+``config.yaml env.json run.log tissue/ tiles.parquet splits.csv metrics.csv validation.csv predictions.csv
+checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.cli import RunError, flat
+from app.config import RunConfig
+
+FREE_TO_CHANGE = frozenset(
+    {
+        "resume",
+        "steps",
+        "epochs",
+        "parallel",
+        "ranks",
+        "device",
+        "timeout_s",
+        "read_threads",
+        "read_ahead",
+        "index_workers",
+    }
+    | {"checkpoint_every", "validate_every", "twin_steps", "slides", "out"}
+)
+"""Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
+
+
+class RunFolder:
+    """Paths of one run, and the files that grow while it runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.splits = path / "splits.csv"
+        self.metrics = path / "metrics.csv"
+        self.validation = path / "validation.csv"
+        self.predictions = path / "predictions.csv"
+        self.summary = path / "summary.json"
+        self.failed_slides = path / "failed_slides.csv"
+        self.last = path / "checkpoints" / "last.pt"
+        self.best = path / "checkpoints" / "best.pt"
+
+    def open(self, config: RunConfig) -> None:
+        """Make the folder for a new run, or check that it can be resumed with ``config``.
+
+        Raises:
+            RunError: the folder cannot be written.
+            ValueError: it holds a run and ``--resume`` was not given, or other settings were used for it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".write-test"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as fault:
+            raise RunError(
+                f"run folder {self.path} cannot be written ({fault.strerror}); name another with --out"
+            ) from fault
+        asked = flat(config)
+        if self.last.exists():
+            if not config.resume:
+                raise ValueError(f"{self.path} already holds a run: continue it with --resume, or name another --out")
+            self._check_settings(asked)
+        self.config.write_text(yaml.safe_dump(asked, sort_keys=False))
+
+    def _check_settings(self, asked: Mapping[str, Any]) -> None:
+        found = yaml.safe_load(self.config.read_text())
+        differing = [
+            f"{key}: the run has {found.get(key)!r}, asked is {asked[key]!r}"
+            for key in asked
+            if key not in FREE_TO_CHANGE and found.get(key) != asked[key]
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.path} cannot be resumed with other settings; use the same, or another --out:\n       "
+                + "\n       ".join(differing)
+            )
+
+    def log_to_file(self) -> None:
+        """Send everything logged to ``run.log``, and warnings to the user too."""
+        handler = logging.FileHandler(self.path / "run.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root = logging.getLogger()
+        root.addHandler(handler)
+        shown = logging.StreamHandler()
+        shown.setLevel(logging.WARNING)
+        shown.setFormatter(logging.Formatter("warning: %(message)s"))
+        root.addHandler(shown)
+        root.setLevel(logging.INFO)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write ``value`` atomically; a reader never sees half a file."""
+        path = self.path / name
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        os.replace(temporary, path)
+
+
+class CsvLog:
+    """A CSV file that grows by a row at a time and can be cut back to where a checkpoint was taken.
+
+    Args:
+        path: the file; a header is written when it is new.
+        columns: names, in order; the first is the step.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._path = path
+        self._columns = list(columns)
+        if not path.exists():
+            self._rewrite([])
+
+    def cut_after(self, step: int) -> None:
+        """Drop the rows of steps after ``step``: a resumed run computes them again."""
+        with self._path.open(newline="") as file:
+            rows = list(csv.reader(file))[1:]
+        # A row cut short by a crash has too few cells and no step to trust.
+        self._rewrite([row for row in rows if len(row) == len(self._columns) and int(row[0]) <= step])
+
+    def add(self, row: Mapping[str, float | int | None]) -> None:
+        """Append one row; None is an empty cell."""
+        cells = [row.get(name) for name in self._columns]
+        with self._path.open("a", newline="") as file:
+            csv.writer(file).writerow(["" if cell is None else cell for cell in cells])
+
+    def _rewrite(self, rows: list[list[str]]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        with temporary.open("w", newline="") as file:
+            csv.writer(file).writerows([self._columns, *rows])
+        os.replace(temporary, self._path)

@@ -1,0 +1,244 @@
+"""All the parts of a training run, put together: what the loop needs and nothing about how it came to be.
+
+Takes settings, dataset and placement; gives a ``Session``. Everything that depends on the strategy is in the engine;
+the rest asks it only for ``step``, ``predict`` and its state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from app.cli import flat
+from app.config import OptimizerSettings, RunConfig
+from app.dataset import Dataset, class_counts
+from app.evaluation import Outputs, spread
+from app.launch import Placement, rank_cores
+from app.objective import PixelClassLoss, TileClassLoss, balanced_weights
+from models.registry import build_model
+from models.weights import load_weights
+from parallel.data_parallel import DataParallelEngine
+from parallel.engine import Engine
+from parallel.microbatch import share_of, split_batch
+from pipelines.annotations import SlideAnnotations
+from pipelines.augment import AugmentSettings
+from pipelines.device import DeviceFeed, allocate_pinned
+from pipelines.failures import FailedSlides
+from pipelines.geometry import Region
+from pipelines.handles import SlidePool
+from pipelines.nodes.batch import Batch
+from pipelines.nodes.read import OnFault
+from pipelines.stream import TileStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """One run on one rank.
+
+    Attributes:
+        stream: training tiles of this rank.
+        feed: turns uint8 tiles into the model's input on the device.
+        sizes: tiles of each of this rank's microbatches.
+        ranges: tiles of the global batch in each microbatch, over all ranks.
+        train_rows, validation_rows: rows of the dataset's tiles.
+        notes: what the user should know about how the model was made.
+    """
+
+    config: RunConfig
+    dataset: Dataset
+    placement: Placement
+    engine: Engine
+    loss: nn.Module
+    stream: TileStream
+    feed: DeviceFeed
+    validation_feed: DeviceFeed
+    pool: SlidePool
+    sizes: tuple[int, ...]
+    ranges: tuple[range, ...]
+    train_rows: NDArray[np.int64]
+    validation_rows: NDArray[np.int64]
+    notes: tuple[str, ...]
+
+    @functools.cached_property
+    def _epoch_length(self) -> int:
+        """Samples of one pass; with --balance rounded up to a multiple of the classes."""
+        return self.stream.order.length
+
+    @property
+    def total_steps(self) -> int:
+        if self.config.steps is not None:
+            return self.config.steps
+        epochs = 10.0 if self.config.epochs is None else self.config.epochs
+        return max(1, math.ceil(epochs * self._epoch_length / self.config.strategy.batch))
+
+    def epoch_of(self, step: int) -> int:
+        """Passes over the training tiles begun before ``step`` steps were done, from 0."""
+        return step * self.config.strategy.batch // self._epoch_length
+
+    def learning_rate(self, step: int) -> float:
+        """Of the update number ``step``, from 0: a linear rise, then a cosine to 0 (Loshchilov and Hutter 2017)."""
+        settings = self.config.optimization
+        if step < settings.warmup:
+            return settings.lr * (step + 1) / settings.warmup
+        done = (step - settings.warmup) / max(1, self.total_steps - settings.warmup)
+        return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+    def close(self) -> None:
+        """Close slides and leave the other ranks. The engine lets go of them first: a process group that something
+        still holds when the interpreter ends takes the process down with it."""
+        self.pool.close()
+        self.engine.close()
+        self.placement.communicator.close()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run was asked for, as the checkpoint keeps it."""
+        return flat(self.config)
+
+    def train_rows_of(self, samples: Sequence[int]) -> list[int]:
+        """Rows of the dataset's tiles that training samples are drawn from, on whatever rank."""
+        order = self.stream.order
+        return [int(self.train_rows[order.epoch(i // order.length)[i % order.length]]) for i in samples]
+
+    @contextlib.contextmanager
+    def validation(self) -> Iterator[Iterator[Outputs]]:
+        """This rank's share of the validation tiles, each exactly once over all ranks."""
+        stream = _sharded(
+            self.config,
+            _tiles(self.config, self.dataset, self.validation_rows, self.pool, None, epochs=1),
+            self.placement,
+        )
+        with iter(stream) as batches:
+            yield self._outputs(batches)
+
+    def _outputs(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
+        for batch in batches:
+            starts = range(0, len(batch), max(self.sizes))
+            sizes = [min(max(self.sizes), len(batch) - start) for start in starts]
+            microbatches = self.validation_feed.microbatches(batch, sizes)
+            for start, (images, targets) in zip(starts, microbatches, strict=True):
+                yield Outputs(images, targets, batch.samples[start : start + len(images)])
+            batch.release()
+
+
+def build_session(config: RunConfig, dataset: Dataset, placement: Placement, failed: FailedSlides) -> Session:
+    """Model, optimizer, engine and streams for this rank.
+
+    Raises:
+        ValueError: a model, weights file or batch that does not fit the task or the ranks.
+    """
+    strategy = config.strategy
+    torch.manual_seed(config.seed)
+    model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm)
+    notes = tuple(load_weights(model, config.net.weights)) if config.net.weights else ()
+    model.to(placement.device)
+    if strategy.channels_last:
+        model.to(memory_format=torch.channels_last)
+    train_rows = dataset.rows("train")
+    weights = (
+        balanced_weights(class_counts(dataset, train_rows)) if config.optimization.class_weights == "balanced" else None
+    )
+    loss = (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights).to(placement.device)
+    world = placement.communicator.world
+    m = strategy.microbatches or world
+    ranges = split_batch(strategy.batch, m)
+    engine = DataParallelEngine(
+        model,
+        loss,
+        _optimizer(config.optimization, model),
+        placement.communicator,
+        batch=strategy.batch,
+        m=m,
+        seed=config.seed,
+        autocast=placement.autocast,
+    )
+    feed = functools.partial(DeviceFeed, placement.device, seed=config.seed, channels_last=strategy.channels_last)
+    pool = dataset.pool(config.stream.open_slides + 2)
+    mine = share_of(placement.communicator.rank, world, m)
+    stream = _training_tiles(config, dataset, train_rows, pool, failed)
+    return Session(
+        config,
+        dataset,
+        placement,
+        engine,
+        loss,
+        _sharded(config, stream, placement),
+        feed(config.augmentation),
+        feed(AugmentSettings(augment="none")),
+        pool,
+        tuple(len(ranges[i]) for i in mine),
+        ranges,
+        train_rows,
+        spread(dataset, dataset.rows("val"), config.score.validation_tiles),
+        notes,
+    )
+
+
+def _tiles(
+    config: RunConfig,
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    pool: SlidePool,
+    on_fault: OnFault | None,
+    epochs: int | None = None,
+) -> TileStream:
+    """Tiles ``rows`` of the dataset with their targets, in index order."""
+    stream = TileStream.over(dataset.tiles.select(rows), seed=config.seed, epochs=epochs).read(pool, on_fault)
+    if dataset.tile_labels is not None:
+        return stream.label(dataset.tile_labels[rows])
+    assert isinstance(dataset.truth, SlideAnnotations)
+    return stream.mask(dataset.truth)
+
+
+def _training_tiles(
+    config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], pool: SlidePool, failed: FailedSlides
+) -> TileStream:
+    """Shuffled, balanced if asked, augmented; a tile that cannot be read is replaced and written down."""
+
+    def on_fault(slide_id: str, region: Region | None, error: Exception) -> None:
+        log.warning("%s: a tile was replaced: %s", slide_id, error)
+        failed.add(slide_id, "open" if region is None else "read", error)
+
+    stream = _tiles(config, dataset, rows, pool, on_fault).shuffle(config.stream.open_slides)
+    if config.stream.balance:
+        if dataset.tile_labels is None:
+            raise ValueError("--balance draws classes of tiles equally often; segmentation has classes of pixels")
+        stream = stream.balance(dataset.tile_labels[rows])
+    return stream.augment(config.augmentation)
+
+
+def _sharded(config: RunConfig, stream: TileStream, placement: Placement) -> TileStream:
+    """This rank's rows of each global batch, read ahead within the budget."""
+    strategy, world = config.strategy, placement.communicator.world
+    ranges = split_batch(strategy.batch, strategy.microbatches or world)
+    mine = share_of(placement.communicator.rank, world, len(ranges))
+    rows = range(ranges[mine[0]].start, ranges[mine[-1]].stop)
+    return (
+        stream.batch(strategy.batch)
+        .shard(rows)
+        .prefetch(
+            config.stream.read_ahead_bytes,
+            config.stream.read_threads or rank_cores(),
+            allocate_pinned if placement.device.type == "cuda" else np.empty,
+        )
+    )
+
+
+def _optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(
+            model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+        )
+    return torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)

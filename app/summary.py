@@ -1,0 +1,101 @@
+"""The end of a run: ``summary.json``, the report page, and the lines a user reads.
+
+Takes the session and where it stands; every figure is counted or measured in this run, none is assumed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from app.loop import Outcome
+from app.report import write_report
+from app.runfolder import RunFolder
+from app.session import Session
+from app.throughput import peak_resident_bytes
+
+
+class RunSummary:
+    """Writes what is left of a run; silent on all ranks but the first.
+
+    Args:
+        session: the run's parts.
+        folder: where it goes.
+        outcome: kept up to date by the loop.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder, outcome: Outcome) -> None:
+        self._session = session
+        self._folder = folder
+        self._outcome = outcome
+        self._started_s = time.monotonic()
+        self._communicator = session.placement.communicator
+
+    def say(self, line: str) -> None:
+        if self._communicator.rank == 0:
+            print(line, flush=True)
+
+    def finished(self, peak_bytes: int) -> None:
+        """The run came to its end, or was interrupted and saved. Called by all ranks."""
+        peaks = torch.zeros((2, self._communicator.world), dtype=torch.int64)
+        peaks[:, self._communicator.rank] = torch.tensor([peak_bytes, peak_resident_bytes()])
+        self._communicator.all_reduce(peaks)
+        if self._communicator.rank == 0:
+            self._write(self._outcome.status, peaks.tolist(), None)
+
+    def failed(self, error: str, peak_bytes: int) -> None:
+        """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
+        if self._communicator.rank == 0:
+            self._write("failed", [[peak_bytes], [peak_resident_bytes()]], error)
+
+    def _write(self, status: str, peaks: list[list[int]], error: str | None) -> None:
+        summary = self._figures(status, peaks, error)
+        self._folder.write_json("summary.json", summary)
+        page = write_report(self._folder.path)
+        speed, twin = summary["images_per_second"], summary["images_per_second_no_data"]
+        self.say(
+            f"{status}: {summary['steps']} steps, {summary['images']} tiles, "
+            f"{_number(speed)} images/s ({_number(twin)} fed from memory)"
+        )
+        if status != "failed":
+            self.say(f"checkpoint {summary['checkpoint']}")
+        self.say(f"report {page}")
+
+    def _figures(self, status: str, peaks: list[list[int]], error: str | None) -> dict[str, Any]:
+        session, outcome, config = self._session, self._outcome, self._session.config
+        speed = outcome.throughput.images_per_second
+        return {
+            "status": status,
+            "error": error,
+            "task": session.dataset.task,
+            "classes": list(session.dataset.classes),
+            "model": config.net.model,
+            "parameters": sum(p.numel() for p in session.engine.module.parameters()),
+            "strategy": session.placement.strategy,
+            "ranks": self._communicator.world,
+            "device": str(session.placement.device),
+            "precision": "bf16" if session.placement.autocast else "fp32",
+            "global_batch": config.strategy.batch,
+            "microbatches": len(session.ranges),
+            "tile_px": config.index.tile,
+            "mpp": config.index.mpp,
+            "steps": outcome.step,
+            "images": outcome.images,
+            "images_per_second": speed,
+            "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,
+            "pixels_per_second": None if speed is None else speed * config.index.tile**2,
+            "data_wait_fraction": outcome.throughput.data_wait_fraction,
+            "peak_memory_bytes": peaks[0],
+            "peak_resident_bytes": peaks[1],
+            "final_loss": outcome.loss,
+            "metrics": outcome.metrics,
+            "best": outcome.best,
+            "checkpoint": str(self._folder.last) if self._folder.last.exists() else None,
+            "wall_s": time.monotonic() - self._started_s,
+        }
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
