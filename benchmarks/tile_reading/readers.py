@@ -1,0 +1,144 @@
+"""The readers under comparison: each takes a square of level 0 and gives the seconds it took.
+
+Everyone opens the file once and keeps it open, uses one thread, and ends with RGB pixels in an array. The bare decoder
+is the bound: libjpeg-turbo on the compressed tiles that the square touches, already in memory, into one reused buffer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import openslide
+import simplejpeg
+import tifffile
+import zarr
+
+from benchmarks.tile_reading.slide import TILE
+from pipelines.geometry import Region
+from pipelines.slide import open_slide
+
+
+class Took(NamedTuple):
+    """Seconds by the clock on the wall, and seconds that the process computed: other processes do not count there."""
+
+    wall: float
+    cpu: float
+
+
+Reader: TypeAlias = Callable[[int, int, int], Took]
+"""(l0_x, l0_y, side) in px to seconds."""
+
+CUCIM_WORKER = """
+import sys, time
+import numpy as np
+from cucim import CuImage
+image = CuImage(sys.argv[1])
+for line in sys.stdin:
+    x, y, side = map(int, line.split())
+    wall, cpu = time.perf_counter(), time.process_time()
+    pixels = np.asarray(image.read_region((x, y), (side, side), level=0, num_workers=1))
+    took = time.perf_counter() - wall, time.process_time() - cpu
+    assert pixels.shape == (side, side, 3), pixels.shape
+    print(*took, flush=True)
+"""
+
+
+def readers(path: Path, largest: int, cucim_python: str | None) -> dict[str, Reader]:
+    """All readers by name; cuCIM runs in an interpreter of its own, when one that has it is given."""
+    found = {
+        "megatile": megatile(path),
+        "megatile into a given array": megatile_into(path, largest),
+        "bare decoder": bare_decoder(path),
+        "openslide": openslide_rgb(path),
+        "tifffile + zarr": tifffile_zarr(path),
+    }
+    if cucim_python:
+        found["cucim"] = cucim(path, cucim_python)
+    return found
+
+
+def megatile(path: Path) -> Reader:
+    slide = open_slide(path, backend="tiled")
+    return _timed(lambda x, y, side: slide.read(Region(x, y, side, side, slide.mpp)))
+
+
+def megatile_into(path: Path, largest: int) -> Reader:
+    """As the stream does it: pixels go into memory that is used again."""
+    slide = open_slide(path, backend="tiled")
+    memory = np.ones(3 * largest * largest, np.uint8)
+    return _timed(
+        lambda x, y, side: slide.read(
+            Region(x, y, side, side, slide.mpp), memory[: 3 * side * side].reshape(side, side, 3)
+        )
+    )
+
+
+def openslide_rgb(path: Path) -> Reader:
+    slide = openslide.OpenSlide(path)
+    return _timed(lambda x, y, side: np.asarray(slide.read_region((x, y), 0, (side, side)).convert("RGB")))
+
+
+def tifffile_zarr(path: Path) -> Reader:
+    array = zarr.open(tifffile.imread(path, aszarr=True), mode="r")
+    assert isinstance(array, zarr.Array)
+    return _timed(lambda x, y, side: array[y : y + side, x : x + side])
+
+
+def bare_decoder(path: Path) -> Reader:
+    with tifffile.TiffFile(path) as tiff:
+        page = tiff.pages.first
+        columns, extents = -(-page.imagewidth // TILE), list(zip(page.dataoffsets, page.databytecounts, strict=True))
+        assert page.jpegtables is None, "the benchmark's slide has its tables in each tile"
+    descriptor = os.open(path, os.O_RDONLY)
+    pixels = np.empty((TILE, TILE, 3), np.uint8)
+
+    def compressed(x: int, y: int, side: int) -> list[bytes]:
+        tiles = [
+            row * columns + column
+            for row in range(y // TILE, -(-(y + side) // TILE))
+            for column in range(x // TILE, -(-(x + side) // TILE))
+        ]
+        return [os.pread(descriptor, extents[tile][1], extents[tile][0]) for tile in tiles]
+
+    def decode(tiles: list[bytes]) -> None:
+        for tile in tiles:
+            simplejpeg.decode_jpeg(tile, "RGB", buffer=pixels)
+
+    return lambda x, y, side: clocked(decode, compressed(x, y, side))
+
+
+def cucim(path: Path, python: str) -> Reader:
+    worker = subprocess.Popen(
+        [python, "-c", CUCIM_WORKER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=sys.stderr,
+        text=True,
+    )
+    questions, answers = worker.stdin, worker.stdout
+    assert questions is not None
+    assert answers is not None
+
+    def read(x: int, y: int, side: int) -> Took:
+        questions.write(f"{x} {y} {side}\n")
+        questions.flush()
+        return Took(*map(float, answers.readline().split()))
+
+    return read
+
+
+def _timed(read: Callable[[int, int, int], object]) -> Reader:
+    return lambda x, y, side: clocked(read, x, y, side)
+
+
+def clocked(call: Callable[..., object], *arguments: object) -> Took:
+    wall, cpu = time.perf_counter(), time.process_time()
+    call(*arguments)
+    return Took(time.perf_counter() - wall, time.process_time() - cpu)
