@@ -1,0 +1,68 @@
+"""Small synthetic slides, made once, and a way to run ``app.train`` as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import synth
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "256", "--batch", "4", "--microbatches", "2")
+QUICK += ("--validation-tiles", "3", "--twin-steps", "0", "--lr", "0.01", "--validate-every", "1000")
+
+
+@pytest.fixture(scope="session")
+def classify_slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six slides of 1536 px with labels, two per patient."""
+    folder = tmp_path_factory.mktemp("classify")
+    assert synth.main([str(folder), "--slides", "6", "--size", "1536", "--task", "classify"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def segment_slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four slides of 1536 px with masks of their glands."""
+    folder = tmp_path_factory.mktemp("segment")
+    assert synth.main([str(folder), "--slides", "4", "--size", "1536", "--task", "segment"]) == 0
+    return folder
+
+
+Train = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def train_command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "app.train", *map(str, arguments)]
+
+
+def train_environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
+
+
+@pytest.fixture(scope="session")
+def train() -> Train:
+    """``python -m app.train`` in a process of its own; a hang is a failure."""
+
+    def run(*arguments: str | Path, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            train_command(*arguments),
+            cwd=ROOT,
+            env=train_environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    return run
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.app.bad_inputs import CASES, Case, carry_out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_wrong_input_has_one_clear_message_and_its_exit_code(case: Case, tmp_path: Path) -> None:
+    done = carry_out(case, tmp_path)
+    said = done.stdout + done.stderr
+    assert case.says in said
+    assert done.returncode == case.code, said
+    assert "Traceback" not in said

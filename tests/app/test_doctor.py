@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from app import host_check, slide_check
+from app.doctor import main
+from app.host_check import check_run_folder, check_versions
+from app.slide_check import check_backends, check_slide, check_slides
+from pipelines.backends.registry import BACKENDS
+from pipelines.catalog import SlideSpec
+from tests.helpers.dying_slide import DyingSpec
+from tests.helpers.real import SVS
+
+
+def states(findings) -> dict[str, str]:
+    return {finding.name: finding.state for finding in findings}
+
+
+def found(findings, name: str) -> str:
+    return next(finding.found for finding in findings if finding.name == name)
+
+
+def test_every_backend_reads_its_sample():
+    assert states(check_backends()) == dict.fromkeys(BACKENDS, "ok")
+
+
+def test_a_backend_that_gives_other_pixels_is_a_fault(tmp_path, monkeypatch):
+    samples = slide_check.write_samples(tmp_path)
+    assert slide_check._sample_fault(("tiled", samples["tiled"])) == ""
+    monkeypatch.setattr(slide_check, "sample_picture", lambda: 0)
+    assert "pixels differ" in slide_check._sample_fault(("tiled", samples["tiled"]))
+
+
+def test_a_backend_that_does_not_open_its_sample_is_a_fault(tmp_path):
+    samples = slide_check.write_samples(tmp_path)
+    assert slide_check._sample_fault(("zarr", samples["tiled"])).startswith("SlideError: ")
+
+
+def test_a_good_slide():
+    check = check_slide(SlideSpec("cmu", SVS))
+    assert (check.backend, check.width, check.height, check.levels, check.faults) == ("tiled", 2220, 2967, 1, ())
+    assert check.mpp == pytest.approx(0.499)
+
+
+def test_a_damaged_tile_is_found(tmp_path):
+    data = bytearray(SVS.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 4000] = bytes(4000)
+    path = tmp_path / "damaged.svs"
+    path.write_bytes(data)
+    (fault,) = check_slide(SlideSpec("damaged", path)).faults
+    assert "cannot be read" in fault
+    assert "\n" not in fault
+
+
+def test_a_slide_that_ends_its_process_costs_only_itself():
+    dying = DyingSpec("dying", SVS)
+    checks = {check.slide_id: check for check in check_slides([dying, SlideSpec("cmu", SVS)], workers=1)}
+    assert checks["cmu"].faults == ()
+    assert "SIGABRT" in checks["dying"].faults[0]
+
+
+def test_regions_of_a_large_slide_reach_its_ends():
+    starts = slide_check._spread(1000, 100_000)
+    assert len(starts) == slide_check.GRID
+    assert starts[0] == 1000
+    assert 101_000 - slide_check.PROBE_PX <= starts[-1] < 101_000
+    assert slide_check._spread(0, 1100) == [0, 512, 1024]
+
+
+def test_run_folder_is_tried_where_it_would_be_made(tmp_path):
+    findings = list(check_run_folder(tmp_path / "a" / "b"))
+    assert [finding.name for finding in findings] == ["run folder", "write speed", "free space"]
+    assert "FAULT" not in states(findings).values()
+    assert str(tmp_path) in found(findings, "run folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    (finding,) = check_run_folder(tmp_path / "file" / "run")
+    assert finding.state == "FAULT"
+    assert "is a file" in finding.found
+
+
+def test_run_folder_on_a_full_disk(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    (finding,) = check_run_folder(tmp_path)
+    assert finding.state == "FAULT"
+    assert "No space left" in finding.found
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=2.0", "no-such>=1", "x; extra == 'dev'"])
+    environment = {
+        "megatile": {"version": "0.1.0", "commit": None, "changed": None},
+        "python": "3.11.7",
+        "os": "Linux",
+        "packages": {"numpy": "2.4.0"},
+        "openslide_library": None,
+    }
+    findings = list(check_versions(environment))
+    assert found(findings, "missing") == "no-such: pip install no-such"
+    assert states(findings)["openslide"] == "FAULT"
+
+
+def test_without_mpi_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(host_check, "output_of", lambda command: None)
+    monkeypatch.setattr(host_check, "package_version", lambda name: None)
+    launcher = {"found": {"torchrun": True, "mpirun": False, "srun": False}, "started_by": None, "variables": {}}
+    findings = list(host_check.check_launchers({"launcher": launcher}))
+    assert states(findings)["mpi4py"] == states(findings)["mpirun"] == "note"
+    assert "megatile[mpi]" in found(findings, "mpi4py")
+
+
+def test_command_with_good_and_bad_slides(tmp_path, capsys):
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    shutil.copy(SVS, slides / "good.svs")
+    (slides / "page.svs").write_text("<!DOCTYPE html><title>404</title>")
+    (slides / "empty.svs").write_bytes(b"")
+    assert main(["--slides", str(slides), "--out", str(tmp_path / "run")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines[lines.index(f"Slides in {slides}") + 2 :] if line.strip()}
+    assert rows["good"].split()[1:] == ["tiled", "0.499", "2220", "x", "2967", "1", "none"]
+    assert "text file" in rows["page"]
+    assert "empty" in rows["empty"]
+    assert lines[-1] == "2 faults"
+    assert not any(set(line) & set("│─┃━╭╰") for line in lines)
+
+
+def test_command_without_slides(tmp_path, capsys):
+    assert main(["--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("\n0 faults\n")
+
+
+def test_empty_folder_of_slides_is_wrong_usage(tmp_path: Path, capsys):
+    assert main(["--slides", str(tmp_path)]) == 2
+    assert "holds no slide" in capsys.readouterr().err

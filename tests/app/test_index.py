@@ -1,0 +1,65 @@
+import sys
+
+import pytest
+
+from app.index import main
+from pipelines.index import TileTable
+from tests.helpers.real import SVS
+
+
+@pytest.fixture
+def slides(tmp_path):
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    (folder / "a.svs").hardlink_to(SVS)
+    (folder / "text.svs").write_text("not a slide")
+    return folder
+
+
+def test_a_folder_is_indexed(slides, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--slides", str(slides), "--out", str(out), "--tile", "512", "--stride", "256", "--workers", "1"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    table = TileTable.load(out / "tiles.parquet")
+    assert (table.settings.tile, table.settings.stride) == (512, 256)
+    assert printed.startswith(f"2 slides in {slides}\n1/2  ")
+    assert f"{len(table)} tiles of 512 px at 0.5 um/px on 1 slides" in printed
+    assert f"index     {out / 'tiles.parquet'}\npictures  {out / 'tissue'}/\n" in printed
+    assert f"failed    {out / 'failed_slides.csv'} (1 slides)" in printed
+    assert main(arguments) == 0
+    assert f"1 slides are in {out / 'tiles.parquet'} already" in capsys.readouterr().out
+    assert main([*arguments, "--min-tissue", "0.5"]) == 2
+    assert "min_tissue is 0.25 there, 0.5 was asked for" in capsys.readouterr().err
+
+
+def test_faults_of_the_settings_are_told_at_once(slides, tmp_path, capsys):
+    assert main(["--slides", str(slides), "--tile", "0", "--slide-mpp", "500", "--workers", "-1"]) == 2
+    said = capsys.readouterr().err
+    assert all(
+        text in said for text in ("--tile is at least 1 px; got 0", "got 500", "--workers is at least 0; got -1")
+    )
+
+
+def test_an_empty_folder_is_a_wrong_call(tmp_path, capsys):
+    assert main(["--slides", str(tmp_path)]) == 2
+    assert "holds no slide" in capsys.readouterr().err
+
+
+def test_a_folder_of_bad_slides_fails(slides, tmp_path, capsys):
+    (slides / "a.svs").unlink()
+    assert main(["--slides", str(slides), "--out", str(tmp_path / "out")]) == 1
+    assert "none of the 1 slides can be used:\n  text: open: " in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_fails(slides, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["--slides", str(slides), "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "file" in capsys.readouterr().err
+
+
+def test_no_deep_learning_library_is_loaded(slides, tmp_path):
+    import subprocess
+
+    code = "import sys, app.index, pipelines.slide_index; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from app.report import main, write_report
+from tests.helpers.run_folder import write_csv, write_run, write_summary
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def page(run: Path) -> ElementTree.Element:
+    return ElementTree.fromstring(write_report(run).read_text().removeprefix("<!DOCTYPE html>"))
+
+
+def text(run: Path) -> str:
+    return " ".join(" ".join(page(run).itertext()).split())
+
+
+def headings(run: Path) -> list[str]:
+    return ["".join(heading.itertext()) for heading in page(run).iter("h2")]
+
+
+def titles(run: Path) -> list[str]:
+    return ["".join(heading.itertext()) for heading in page(run).iter("h3")]
+
+
+def test_page_needs_nothing_but_itself(run):
+    html = write_report(run).read_text()
+    assert "http" not in html
+    assert not re.search(r"<(script|link|iframe|object)\b|@import|url\(", html)
+    sources = re.findall(r'src="([^"]*)"', html)
+    assert len(sources) == 2
+    assert all(source.startswith("data:image/jpeg;base64,") for source in sources)
+
+
+def test_page_is_light_and_dark(run):
+    html = write_report(run).read_text()
+    assert "prefers-color-scheme: dark" in html
+    assert '<meta name="color-scheme" content="light dark"/>' in html
+    used = set(re.findall(r"var\((--\w+)\)", html)) - {"--series"}
+    light, dark = html.split("prefers-color-scheme: dark", 1)
+    for colour in used:
+        assert f"{colour}:" in light
+        assert f"{colour}:" in dark
+
+
+def test_page_says_what_the_run_was_and_gave(run):
+    told = text(run)
+    for part in (
+        "completed",
+        "resnet18 · classification · 1024 px tiles · 0.5 µm/px · ddp on 2 ranks",
+        "Tile AUC 0.9123 best 0.9456 at step 20",
+        "15.9 images/s 16 fed from memory",
+        "Data wait 1.23 %",
+        "3 GiB largest rank",
+        "Peak memory, by rank 3 GiB, 2 GiB",
+        "Pixels trained on 16.64 Mpx/s",
+        "Duration 1 h 06 min",
+        "Slide AUC undefined",
+        "broken-7 open cut short, at 50 %",
+        "python -m app.train --config runs/demo/config.yaml --out runs/demo-again",
+        "packages torch 2.15.0",
+        "the last line of the log",
+    ):
+        assert part in told, part
+
+
+def test_classes_and_slides_are_counted_from_the_predictions(run):
+    told = text(run)
+    assert "tumour <3> 2 1 50 % 1 1" in told  # 2 slides, 1 right, 1 said normal, 1 said tumour
+    assert told.index("slide-b") < told.index("slide-a")  # the wrong one first
+    assert "train 8 4 4 4" in told  # slides, patients, of each class
+
+
+def test_segmentation_shows_dice_of_classes_and_slides(run):
+    rows = [("slide-a", "val", 0.9, 0.8), ("slide-b", "val", 0.7, 0.4), ("slide-c", "val", 0.5, "")]
+    write_csv(run / "predictions.csv", ("slide", "split", "dice_background", "dice_gland"), rows)
+    told = text(run)
+    assert "gland 2 0.600 0.600 0.400 0.800" in told
+    assert "slide-c val 0.500 –" in told
+
+
+def test_curves_of_a_whole_run(run):
+    assert titles(run) == ["Loss", "Validation scores", "Throughput", "Time of a step", "Learning rate"]
+    drawn = [svg.get("aria-label") for svg in page(run).iter("svg")]
+    assert drawn == titles(run)
+
+
+def test_undefined_scores_are_left_out_of_the_curves(run):
+    legend = " ".join("".join(entry.itertext()) for entry in page(run).iter("li"))
+    assert "Tile AUC" in legend
+    assert "Slide AUC" not in legend
+    assert "Dice" not in legend
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "env.json",
+        "run.log",
+        "tissue",
+        "splits.csv",
+        "failed_slides.csv",
+        "summary.json",
+        "metrics.csv",
+        "validation.csv",
+        "predictions.csv",
+    ],
+)
+def test_each_file_but_the_settings_may_be_missing(run, missing):
+    path = run / missing
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert "Settings" in headings(run)
+
+
+def test_only_the_settings(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: resnet18\n")
+    assert headings(tmp_path) == ["Run it again", "Settings"]
+    assert "no summary" in text(tmp_path)
+
+
+def test_one_step_without_validation(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, validations=1, pictures=0)
+    (run / "validation.csv").unlink()
+    assert titles(run) == ["Loss", "Throughput", "Time of a step", "Learning rate"]
+    assert "nan" not in write_report(run).read_text().lower().replace("name", "")
+
+
+def test_values_that_are_no_numbers_leave_gaps(run):
+    lines = (run / "metrics.csv").read_text().splitlines()
+    lines[3] = lines[3].replace(lines[3].split(",")[3], "nan", 1)
+    lines[5] = "5,0.5,40,inf,0.001,0.5,,16"
+    lines[-1] = lines[-1][:7]  # cut while it was written
+    (run / "metrics.csv").write_text("\n".join(lines))
+    paths = [path.get("d", "") for path in page(run).iter("path")]
+    assert not any("nan" in path or "inf" in path for path in paths)
+    assert max(path.count("M") for path in paths) >= 2
+
+
+def test_an_end_with_an_error_shows_it_and_how_to_go_on(run):
+    write_summary(run, status="failed", error="step 17: the loss is nan & void")
+    told = text(run)
+    assert "step 17: the loss is nan & void" in told
+    assert "python -m app.train --config runs/demo/config.yaml --resume" in told
+
+
+def test_rerun_under_torchrun_names_it(run):
+    (run / "env.json").write_text('{"launcher": {"started_by": "torchrun"}}')
+    assert "torchrun --nproc-per-node 2 -m app.train --config" in text(run)
+
+
+def test_at_most_twelve_small_pictures(tmp_path):
+    run = write_run(tmp_path / "run", pictures=31)
+    (run / "tissue" / "slide-00.png").write_bytes(b"not a picture")
+    images = list(page(run).iter("img"))
+    assert len(images) == 11  # of twelve, one cannot be decoded
+    assert (run / "report.html").stat().st_size < 2_000_000
+
+
+def test_a_long_run_stays_small(tmp_path):
+    run = write_run(tmp_path / "run", steps=20_000, validations=200)
+    assert write_report(run).stat().st_size < 500_000
+
+
+def test_same_files_same_page(run):
+    assert write_report(run).read_bytes() == write_report(run).read_bytes()
+
+
+def test_command_prints_the_path(run, capsys):
+    (run / "report.html").unlink(missing_ok=True)
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert (run / "report.html").exists()
+
+
+def test_command_refuses_what_is_no_run_folder(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "config.yaml is missing" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_command_names_the_file_it_cannot_read(run, capsys):
+    (run / "summary.json").write_text('{"status": ')
+    assert main([str(run)]) == 1
+    assert str(run / "summary.json") in capsys.readouterr().err
+
+
+def test_report_needs_no_torch(run):
+    code = f"import sys; from app.report import main; main([{str(run)!r}]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,97 @@
+"""``make golden``: write anew what is kept to be compared, from the code as it stands.
+
+``flags.txt`` is the command-line surface, one line per flag with its default; the README's folder tree has the first
+line of each module's docstring as its caption. Look at the diff before committing it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import subprocess
+from pathlib import Path
+
+from app.cli import _flags
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ROOT / "tests" / "golden" / "flags.txt"
+README = ROOT / "README.md"
+COMMANDS = {
+    "app.doctor": "DoctorCommand",
+    "app.index": "IndexCommand",
+    "app.report": "ReportCommand",
+    "app.synth": "SynthCommand",
+    "app.train": "RunConfig",
+}
+SHOWN = ("app", "pipelines", "models", "parallel", "benchmarks", "configs", "demo", "data")
+TREE_START, TREE_END = "<!-- tree: made by `make golden` -->\n```\n", "```\n<!-- end of tree -->"
+
+
+def flags() -> str:
+    """Every flag of every command with its default."""
+    lines = []
+    for module, name in COMMANDS.items():
+        config_type = getattr(importlib.import_module(module), name)
+        defaults = _defaults(config_type)
+        lines += [f"{module} --{flag.replace('_', '-')} {defaults[flag]}" for flag, _ in _flags(config_type)]
+    return "\n".join(lines) + "\n"
+
+
+def _defaults(config_type: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(config_type):
+        if field.default_factory is not dataclasses.MISSING:
+            found |= _defaults(field.default_factory)  # type: ignore[arg-type]  # each factory is a dataclass
+        elif field.default is dataclasses.MISSING:
+            found[field.name] = "(required)"
+            if field.name == "data" and config_type.__name__ == "RunConfig":
+                found |= _defaults(importlib.import_module("app.config").DataSettings)
+        else:
+            found[field.name] = str(field.default)
+    return found
+
+
+def tracked() -> list[Path]:
+    """Files of the checkout that git tracks."""
+    listed = subprocess.run(["git", "ls-files", *SHOWN], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [Path(line) for line in listed.stdout.splitlines()]
+
+
+def caption(path: Path) -> str:
+    """First sentence of a module's docstring, or first comment of a YAML file."""
+    text = (ROOT / path).read_text()
+    if path.suffix == ".py":
+        doc = ast.get_docstring(ast.parse(text)) or ""
+        return doc.split("\n\n")[0].replace("\n", " ").replace("``", "").strip()
+    return text.splitlines()[0].removeprefix("# ").strip()
+
+
+def tree() -> str:
+    """The folders, one line per file that has a caption."""
+    lines: list[str] = []
+    folder = None
+    for path in sorted(p for p in tracked() if p.suffix in (".py", ".yaml")):
+        if path.parent != folder:
+            folder = path.parent
+            init = ROOT / folder / "__init__.py"
+            lines.append(f"{folder}/".ljust(34) + (caption(folder / "__init__.py") if init.exists() else ""))
+        if path.name != "__init__.py":
+            lines.append(f"  {path.name}".ljust(34) + caption(path))
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def readme_with_tree(text: str) -> str:
+    """``text`` with its folder tree replaced by today's."""
+    head, _, rest = text.partition(TREE_START)
+    _, _, tail = rest.partition(TREE_END)
+    return head + TREE_START + tree() + TREE_END + tail
+
+
+def main() -> None:
+    FLAGS.write_text(flags())
+    README.write_text(readme_with_tree(README.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Models small enough that a test is about everything else: given to ``--model`` as a user's own factory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def classifier(classes: int) -> nn.Module:
+    """BatchNorm and dropout included, because they are what resume and ranks get wrong."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 5, stride=4, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(8, classes),
+    )
+
+
+def segmenter(classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, classes, 1)
+    )
+
+
+class Overflowing(nn.Module):
+    """A classifier whose loss is NaN once it has seen four microbatches."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.inner = classifier(classes)
+        self.seen = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.seen += self.training
+        output: Tensor = self.inner(images)
+        return output if self.seen <= 4 else output * torch.nan
+
+
+def overflowing(classes: int) -> nn.Module:
+    return Overflowing(classes)

@@ -1,0 +1,157 @@
+"""Transparency: every number of ranks gives the loss, gradients and running statistics of the plain step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from parallel.data_parallel import DataParallelEngine
+from parallel.engine import NonFiniteLoss
+from parallel.microbatch import microbatch_seed, share_of, split_batch
+from tests.helpers.ranks import run_on_ranks
+
+BATCH, M, SEED, STEPS = 7, 3, 11, 3
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def small_model(momentum: float | None = 0.1) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),  # a bias before a norm has no gradient but rounding
+        nn.BatchNorm2d(8, momentum=momentum),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Conv2d(8, 6, 3, stride=2, bias=False),
+        nn.BatchNorm2d(6, momentum=momentum),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 3),
+    )
+
+
+def data(dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return (
+        torch.randn(BATCH, 3, 12, 12, generator=generator, dtype=dtype),
+        torch.randint(0, 3, (BATCH,), generator=generator),
+    )
+
+
+def plain_run(dtype: torch.dtype, momentum: float | None) -> dict[str, Any]:
+    """The step written out: forward, backward, gradients accumulated per microbatch; nothing of ours but the seeds."""
+    model = small_model(momentum).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        images, labels = data(dtype, step)
+        optimizer.zero_grad()
+        total = 0.0
+        for i, part in enumerate(split_batch(BATCH, M)):
+            torch.manual_seed(microbatch_seed(SEED, step, i))
+            loss = F.cross_entropy(model(images[list(part)]), labels[list(part)]) * (len(part) / BATCH)
+            loss.backward()
+            total += loss.item()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        losses.append(total)
+    return {"losses": losses, "gradients": gradients, "state": model.state_dict()}
+
+
+def engine_run(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
+    dtype, momentum = getattr(torch, argument["dtype"]), argument["momentum"]
+    model = small_model(momentum).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = DataParallelEngine(model, F.cross_entropy, optimizer, communicator, batch=BATCH, m=M, seed=SEED)
+    parts = split_batch(BATCH, M)
+    losses = []
+    for step in range(STEPS):
+        images, labels = data(dtype, step)
+        mine = [parts[i] for i in share_of(communicator.rank, communicator.world, M)]
+        result = engine.step(((images[list(p)], labels[list(p)]) for p in mine), step, 0.1)
+        assert result.tiles == sum(map(len, mine))
+        losses.append(result.loss)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return {"losses": losses, "gradients": gradients, "state": model.state_dict()}
+
+
+def all_runs(communicator: Communicator, argument: Any) -> dict[str, Any]:
+    """Every case in one start of the ranks, because importing torch is what a start costs."""
+    return {
+        f"{dtype}-{momentum}": engine_run(communicator, {"dtype": dtype, "momentum": momentum})
+        for dtype in ("float64", "float32")
+        for momentum in (0.1, None)
+    } | {"nan": nan_step(communicator)}
+
+
+def nan_step(communicator: Communicator) -> dict[str, Any]:
+    """Microbatch 2 holds a NaN; only the last rank computes it, all must refuse."""
+    model = small_model()
+    before = [p.clone() for p in model.parameters()]
+    engine = DataParallelEngine(
+        model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), communicator, batch=BATCH, m=M, seed=SEED
+    )
+    images, labels = data(torch.float32, 0)
+    parts = split_batch(BATCH, M)
+    images[parts[2][0], 0, 0, 0] = float("nan")
+    mine = [parts[i] for i in share_of(communicator.rank, communicator.world, M)]
+    with pytest.raises(NonFiniteLoss) as caught:
+        engine.step(((images[list(p)], labels[list(p)]) for p in mine), 0, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return {"microbatches": caught.value.microbatches}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    target = "tests.parallel.test_data_parallel:all_runs"
+    return {
+        1: [all_runs(LocalCommunicator(), None)],
+        2: run_on_ranks(2, target, tmp_path_factory.mktemp("two")),
+        3: run_on_ranks(3, target, tmp_path_factory.mktemp("three")),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_ranks_equal_the_plain_step(
+    runs: dict[int, list[dict[str, Any]]], dtype: torch.dtype, momentum: float | None, world: int
+) -> None:
+    plain = plain_run(dtype, momentum)
+    tolerance = TOLERANCE[dtype]
+    for rank in runs[world]:
+        ours = rank[f"{str(dtype).removeprefix('torch.')}-{momentum}"]
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=tolerance)
+        for expected, found in zip(plain["gradients"], ours["gradients"], strict=True):
+            assert (expected - found).abs().max() <= tolerance * expected.abs().max()
+        for name, expected in plain["state"].items():
+            difference = (expected - ours["state"][name]).abs().max()
+            assert difference <= tolerance * max(1, expected.abs().max()), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_hold_equal_parameters(runs: dict[int, list[dict[str, Any]]], world: int) -> None:
+    first, *others = (rank["float32-0.1"]["state"] for rank in runs[world])
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_nan_in_one_microbatch_stops_every_rank_before_the_update(
+    runs: dict[int, list[dict[str, Any]]], world: int
+) -> None:
+    assert [rank["nan"]["microbatches"] for rank in runs[world]] == [[2]] * world
+
+
+def test_more_ranks_than_microbatches_is_refused() -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match="cannot be cut into 9 microbatches"):
+        DataParallelEngine(
+            model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), LocalCommunicator(), batch=7, m=9
+        )

@@ -1,0 +1,94 @@
+"""Pictures as slides: modes, limits and damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipelines.backends import image as image_backend
+from pipelines.geometry import Region
+from pipelines.slide import SlideError, TileReadError, open_slide
+from tests.helpers.real import NUCLEI
+
+PIXELS = np.random.default_rng(3).integers(0, 256, (40, 60, 3), np.uint8)
+
+
+def read_all(path: Path) -> np.ndarray:
+    with open_slide(path, mpp=0.5) as slide:
+        assert slide.backend == "image"
+        return slide.read(Region(0, 0, slide.levels[0].width, slide.levels[0].height, 0.5))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif", ".bmp"])
+def test_lossless_pictures(tmp_path: Path, suffix: str) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / f"a{suffix}")
+    np.testing.assert_array_equal(read_all(tmp_path / f"a{suffix}"), PIXELS)
+
+
+def test_jpeg(tmp_path: Path) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / "a.jpg")
+    np.testing.assert_array_equal(read_all(tmp_path / "a.jpg"), np.asarray(Image.open(tmp_path / "a.jpg")))
+
+
+def test_grey_and_palette(tmp_path: Path) -> None:
+    Image.fromarray(PIXELS[..., 0]).save(tmp_path / "grey.png")
+    np.testing.assert_array_equal(read_all(tmp_path / "grey.png"), np.stack([PIXELS[..., 0]] * 3, axis=-1))
+    palette = Image.fromarray(PIXELS).quantize(16)
+    palette.save(tmp_path / "palette.png")
+    np.testing.assert_array_equal(read_all(tmp_path / "palette.png"), np.asarray(palette.convert("RGB")))
+
+
+def test_transparent_pixels_are_blended_onto_white(tmp_path: Path) -> None:
+    alpha = np.full((40, 60, 1), 255, np.uint8)
+    alpha[:10], alpha[10:20] = 0, 128
+    Image.fromarray(np.concatenate([PIXELS, alpha], axis=2)).save(tmp_path / "a.png")
+    share = alpha / 255
+    np.testing.assert_allclose(read_all(tmp_path / "a.png"), PIXELS * share + 255 * (1 - share), atol=1)
+
+
+def test_sixteen_bits_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.arange(2400, dtype=np.uint16).reshape(40, 60)).save(tmp_path / "a.png")
+    with pytest.raises(SlideError, match="8 bits per channel"):
+        read_all(tmp_path / "a.png")
+
+
+def test_the_mpp_must_be_given(tmp_path: Path) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / "a.png", dpi=(25_400, 25_400))
+    with pytest.raises(SlideError, match=r"does not record its um/px.*--slide-mpp"):
+        open_slide(tmp_path / "a.png")
+
+
+def test_the_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / "a.png")
+    monkeypatch.setattr(image_backend, "LIMIT_PIXELS", 40 * 60 - 1)
+    with pytest.raises(SlideError, match=r"at most 2,399 px; it has 60 x 40 px; convert it to a tiled pyramid"):
+        open_slide(tmp_path / "a.png", mpp=0.5)
+
+
+def test_a_picture_that_claims_to_be_huge_is_refused_undecoded(tmp_path: Path) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / "a.bmp")
+    data = bytearray((tmp_path / "a.bmp").read_bytes())
+    data[18:26] = (100_000).to_bytes(4, "little") * 2
+    (tmp_path / "a.bmp").write_bytes(data)
+    with pytest.raises(SlideError, match="must have at most 80,000,000 px"):
+        open_slide(tmp_path / "a.bmp", mpp=0.5)
+
+
+def test_a_picture_cut_short_fails_when_read(tmp_path: Path) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(data[: len(data) // 2])
+    with open_slide(tmp_path / "a.png", mpp=0.5) as slide, pytest.raises(TileReadError, match="cannot be decoded"):
+        slide.read(Region(0, 0, 10, 10, 0.5))
+
+
+def test_the_shipped_nuclei_open_and_have_masks_of_their_size() -> None:
+    images = sorted((NUCLEI / "images").glob("*.png"))
+    assert len(images) == 28
+    for path in images:
+        mask = np.asarray(Image.open(NUCLEI / "masks" / path.name))
+        assert mask.shape == read_all(path).shape[:2]
+        assert set(np.unique(mask)) == {0, 255}

@@ -1,0 +1,86 @@
+"""The streaming TIFF writer: OpenSlide, tifffile and our reader find what it writes, and faults leave nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import openslide
+import pytest
+import tifffile
+
+from pipelines.backends.tiff_writer import DEFLATE_MASK, JPEG, TILE, TiffWriter, encode_jpeg, encode_mask
+from pipelines.geometry import Region, Size
+from pipelines.slide import open_slide
+
+LEVELS = [Size(700, 530), Size(350, 265)]
+
+
+def _tile(seed: int) -> np.ndarray:
+    coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
+    return coarse.repeat(TILE // 8, 0).repeat(TILE // 8, 1)
+
+
+def _write(path: Path) -> None:
+    with TiffWriter(path, LEVELS, JPEG, 0.25, "for a test") as writer:
+        for level in (1, 0):  # any order
+            grid = writer.grid(level)
+            for row in range(grid.height):
+                for column in range(grid.width):
+                    writer.write_tile(level, column, row, encode_jpeg(_tile(100 * level + 10 * row + column)))
+
+
+def test_three_readers_see_the_same_pyramid(tmp_path: Path) -> None:
+    path = tmp_path / "s.tif"
+    _write(path)
+    with tifffile.TiffFile(path) as pages:
+        arrays = [page.asarray() for page in pages.pages]
+        assert pages.pages[0].description == "for a test"
+    slide = openslide.OpenSlide(path)
+    assert slide.level_dimensions == ((700, 530), (350, 265))
+    assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.25)
+    for level, array in enumerate(arrays):
+        seen = np.asarray(slide.read_region((0, 0), level, slide.level_dimensions[level]))[..., :3]
+        assert np.array_equal(seen, array)
+    slide.close()
+    with open_slide(path) as ours:
+        assert ours.mpp == pytest.approx(0.25)
+        assert np.array_equal(ours.read(Region(0, 0, 700, 530, 0.25)), arrays[0])
+    assert np.abs(arrays[0][:TILE, :TILE].astype(int) - _tile(0)).mean() < 6
+
+
+def test_equal_short_tiles_are_stored_once(tmp_path: Path) -> None:
+    path = tmp_path / "m.tif"
+    blank, full = np.zeros((TILE, TILE), np.uint8), np.ones((TILE, TILE), np.uint8)
+    with TiffWriter(path, [Size(64 * TILE, TILE)], DEFLATE_MASK, 1.0, "") as writer:
+        for column in range(64):
+            writer.write_tile(0, column, 0, encode_mask(full if column == 7 else blank))
+    with tifffile.TiffFile(path) as pages:
+        offsets = pages.pages[0].dataoffsets
+        mask = pages.pages[0].asarray()
+    assert len(set(offsets)) == 2
+    assert mask.sum() == TILE * TILE
+    assert mask[:, 7 * TILE : 8 * TILE].all()
+
+
+def test_nothing_is_left_of_a_file_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="drawing failed"), TiffWriter(tmp_path / "s.tif", LEVELS, JPEG, 1.0, ""):
+        raise RuntimeError("drawing failed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_appears_only_when_the_file_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "s.tif"
+    path.write_bytes(b"an older file")
+    with TiffWriter(path, [Size(10, 10)], JPEG, 1.0, "") as writer:
+        writer.write_tile(0, 0, 0, encode_jpeg(_tile(0)))
+        assert path.read_bytes() == b"an older file"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s.tif"]
+    assert tifffile.imread(path).shape == (10, 10, 3)
+
+
+def test_a_forgotten_tile_is_our_fault(tmp_path: Path) -> None:
+    writer = TiffWriter(tmp_path / "s.tif", LEVELS, JPEG, 1.0, "")
+    with pytest.raises(AssertionError, match="never written"):
+        writer.publish()
+    writer.discard()

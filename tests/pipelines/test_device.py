@@ -1,0 +1,144 @@
+"""The device feed on the CPU: values, orientation, and independence of how a batch is cut."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines import stain
+from pipelines.augment import AugmentSettings, draw
+from pipelines.device import NORMALISATION, DeviceFeed, allocate_pinned
+from pipelines.nodes.batch import Batch
+from pipelines.stream import TileStream
+from tests.helpers.tiles import pool_of, tile_table
+
+CPU = torch.device("cpu")
+NONE = AugmentSettings(augment="none")
+
+
+def batch_of(n: int, size: int = 16, first: int = 100, *, masks: bool = False) -> Batch:
+    images = np.random.default_rng(0).integers(0, 256, (n, size, size, 3)).astype(np.uint8)
+    targets = images[..., 0] // 64 if masks else np.arange(n)
+    samples = np.arange(first, first + n)
+    return Batch(images, targets, samples, samples, first, lambda: None)
+
+
+def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    images, targets = zip(*feed.microbatches(batch, sizes), strict=True)
+    assert [len(i) for i in images] == sizes
+    return torch.cat(images), torch.cat(targets)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", ["imagenet", "he"])
+def test_pixels_are_normalised(name: str, channels_last: bool) -> None:
+    batch = batch_of(3)
+    feed = DeviceFeed(CPU, NONE, seed=0, normalisation=name, channels_last=channels_last)  # type: ignore[arg-type]
+    images, targets = next(feed.microbatches(batch, [3]))
+    mean, std = (np.array(v) for v in NORMALISATION[name])
+    expected = ((batch.images / 255 - mean) / std).transpose(0, 3, 1, 2)
+    assert images.dtype == torch.float32
+    assert np.abs(images.numpy() - expected).max() < 1e-5
+    assert images.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    assert targets.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [[7], [1] * 7, [3, 4]])
+def test_the_cut_into_microbatches_changes_no_bit(sizes: list[int]) -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
+    whole = made(feed, batch_of(7, masks=True), [2, 2, 3])
+    parts = made(feed, batch_of(7, masks=True), sizes)
+    assert torch.equal(whole[0], parts[0])
+    assert torch.equal(whole[1], parts[1])
+
+
+def test_ranks_draw_what_one_process_draws() -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
+    batch = batch_of(6)
+    whole = made(feed, batch, [6])[0]
+    half = Batch(
+        batch.images[3:], batch.targets[3:], batch.rows[3:], batch.samples[3:], batch.first_sample, lambda: None
+    )
+    assert torch.equal(whole[3:], made(feed, half, [3])[0])
+
+
+def test_tile_and_mask_turn_together() -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(stain=0, brightness=0), seed=2)
+    batch = batch_of(16, masks=True)
+    images, masks = made(feed, batch, [16])
+    mean, std = NORMALISATION["imagenet"]
+    red = torch.round((images[:, 0] * std[0] + mean[0]) * 255)
+    assert torch.equal(red // 64, masks.float())
+    assert masks.dtype == torch.uint8
+    changed = [not np.array_equal(masks[k].numpy(), batch.targets[k]) for k in range(16)]
+    assert sum(changed) > 8
+    assert torch.equal(masks.flatten(1).long().sum(1), torch.from_numpy(batch.targets.astype(int).sum((1, 2))))
+
+
+def test_stains_change_as_the_numpy_version_changes_them() -> None:
+    settings = AugmentSettings(flip=False, stain=0.1, brightness=0.2)
+    batch = batch_of(4)
+    images, _ = made(DeviceFeed(CPU, settings, seed=9), batch, [4])
+    drawn = draw(settings, 9, batch.samples)
+    assert drawn.matrix is not None
+    assert drawn.shift is not None
+    mean, std = (np.array(v)[:, None, None] for v in NORMALISATION["imagenet"])
+    for k in range(4):
+        expected = batch.images[k].copy()
+        stain.apply(expected, drawn.matrix[k], drawn.shift[k])
+        found = (images[k].numpy() * std + mean) * 255
+        assert np.abs(found - expected.transpose(2, 0, 1)).max() <= 0.51  # that one rounds to uint8
+        assert (expected != batch.images[k]).mean() > 0.5
+
+
+def test_the_batch_is_left_as_it_is_and_targets_outlive_it() -> None:
+    batch = batch_of(4, masks=True)
+    before = batch.images.copy()
+    _, targets = made(DeviceFeed(CPU, NONE, seed=0), batch, [4])
+    assert (batch.images == before).all()
+    kept = targets.clone()
+    batch.targets[...] = 77
+    assert torch.equal(targets, kept)
+
+
+def test_sizes_must_make_up_the_batch() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 1\] tiles do not make up a batch of 4"):
+        next(DeviceFeed(CPU, NONE, seed=0).microbatches(batch_of(4), [2, 1]))
+
+
+def test_the_iterator_ahead_gives_the_same_batches_and_state() -> None:
+    table = tile_table([9])
+    stream = TileStream.over(table, epochs=1).read(pool_of(table)).batch(2)
+    plain = [b.rows.tolist() for b in iter(stream)]
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=0)
+    found, states, early = [], [], False
+    with feed.ahead_of(iter(stream)) as batches:
+        for batch in batches:
+            found.append(batch.rows.tolist())
+            for _ in feed.microbatches(batch, [1] * len(batch)):
+                time.sleep(0.01)  # as computing does: the next batch is read, and sent between two microbatches
+            early = early or batches._next is not None
+            batch.release()
+            states.append(batches.get_state()["batch"])
+        assert batches.wait_s > 0
+        batches.set_state({**batches.get_state(), "batch": 2})
+        assert [b.rows.tolist() for b in batches] == plain[2:]
+    assert found == plain
+    assert states == [1, 2, 3, 4, 5]
+    assert early
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_device_is_fed_what_the_cpu_is_fed() -> None:
+    table = tile_table([40])
+    stream = TileStream.over(table, epochs=1).read(pool_of(table)).batch(8)
+    on_cpu, on_cuda = (DeviceFeed(torch.device(d), AugmentSettings(), seed=3) for d in ("cpu", "cuda"))
+    plain = [made(on_cpu, batch, [3, 5])[0] for batch in iter(stream)]
+    with on_cuda.ahead_of(iter(stream.prefetch(allocate=allocate_pinned))) as batches:
+        for batch, expected in zip(batches, plain, strict=True):
+            found = made(on_cuda, batch, [3, 5])[0]
+            batch.release()
+            assert torch.allclose(found.cpu(), expected, atol=1e-4)

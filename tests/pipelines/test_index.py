@@ -1,0 +1,215 @@
+"""Whole indexes over real and damaged slides, in processes of their own."""
+
+import logging
+import os
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+
+from pipelines.catalog import SlideSpec, find_slides
+from pipelines.failures import FailedSlides
+from pipelines.index import IndexSettings, TileTable, build_index
+from pipelines.processes import ProcessDied
+from pipelines.slide import SlideError
+from tests.helpers.real import DICOM, NDPI, SVS
+
+SETTINGS = IndexSettings(tile=512)
+
+
+def specs_of(**paths):
+    return [SlideSpec(slide_id, path) for slide_id, path in paths.items()]
+
+
+def blank(path):
+    cv2.imwrite(str(path), np.full((1500, 1500, 3), 240, np.uint8))
+    return SlideSpec(path.stem, path, mpp=0.5)
+
+
+def contents(table):
+    return [(table.slide_id(i), table.region(i), float(table.tissue[i])) for i in range(len(table))]
+
+
+def test_real_slides_are_indexed(tmp_path):
+    lines = []
+    table = build_index(specs_of(dapi=NDPI, svs=SVS), SETTINGS, tmp_path, workers=2, progress=lines.append)
+    assert table.slides == ("dapi", "svs")
+    assert sorted(lines)[0].startswith("1/2  ")
+    assert any("svs: " in line and "37% tissue, 2220 x 2967 px at 0.499 um/px, " in line for line in lines)
+    assert (table.tissue >= SETTINGS.min_tissue).all()
+    for spec in specs_of(dapi=NDPI, svs=SVS):
+        with spec.open() as slide:
+            for i in np.flatnonzero([table.slide_id(i) == spec.slide_id for i in range(len(table))]):
+                mean = slide.read(table.region(i)).mean()
+                assert mean > 5 if spec.slide_id == "dapi" else mean < 240
+    assert contents(TileTable.load(tmp_path / "tiles.parquet")) == contents(table)
+    assert {p.name for p in tmp_path.rglob("*.*")} == {"tiles.parquet", "dapi.png", "svs.png"}
+    assert cv2.imread(str(tmp_path / "tissue" / "svs.png")).shape[1] > 900
+
+
+def test_a_bad_slide_is_named_and_the_others_go_on(tmp_path):
+    (tmp_path / "text.svs").write_text("not a slide")
+    (tmp_path / "cut.svs").write_bytes(SVS.read_bytes()[:900_000])
+    (tmp_path / "empty.svs").write_bytes(b"")
+    specs = [
+        *specs_of(cut=tmp_path / "cut.svs", empty=tmp_path / "empty.svs", gone=tmp_path / "gone.svs", small=DICOM),
+        *specs_of(svs=SVS, text=tmp_path / "text.svs"),
+        blank(tmp_path / "blank.png"),
+    ]
+    table = build_index(specs, SETTINGS, tmp_path / "out", workers=2)
+    assert table.slides == ("svs",)
+    failed = {slide: (step, error) for slide, step, error in FailedSlides(tmp_path / "out/failed_slides.csv").rows()}
+    assert {slide: step for slide, (step, _) in failed.items()} == {
+        "blank": "tiles", "cut": "open", "empty": "open", "gone": "open", "small": "tiles", "text": "open",
+    }  # fmt: skip
+    assert "no tissue" in failed["blank"][1]
+    assert "larger than the slide (50 x 50 px" in failed["small"][1]
+    assert (tmp_path / "out/tissue/blank.png").exists(), "the picture shows why"
+
+
+def test_a_slide_that_kills_its_process_is_named(tmp_path, monkeypatch):
+    # A library that aborts cannot be had on purpose; processes that die for good are in test_processes.py.
+    from pipelines import index as module
+
+    def each(task, specs, workers):
+        for spec in specs:
+            yield spec, ProcessDied("SIGABRT") if spec.slide_id == "killer" else task(spec)
+
+    monkeypatch.setattr(module, "each_in_process", each)
+    table = build_index(specs_of(killer=NDPI, svs=SVS), SETTINGS, tmp_path)
+    assert table.slides == ("svs",)
+    assert FailedSlides(tmp_path / "failed_slides.csv").rows() == [
+        ("killer", "process", "the process working on it died (SIGABRT)")
+    ]
+
+
+def test_all_bad_is_an_error_that_lists_them(tmp_path):
+    (tmp_path / "text.svs").write_text("not a slide")
+    specs = [*specs_of(text=tmp_path / "text.svs"), blank(tmp_path / "blank.png")]
+    for _ in range(2):  # from the index that remembers it as well
+        with pytest.raises(
+            SlideError, match=r"none of the 2 slides can be used:\n  text: open: .* a text file.*\n  blank: tiles"
+        ):
+            build_index(specs, SETTINGS, tmp_path / "out", workers=1)
+
+
+def test_no_slides_and_bad_settings_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="got none"):
+        build_index([], SETTINGS, tmp_path)
+    with pytest.raises(ValueError, match="--tile is at least 1 px; got 0; --min-tissue"):
+        build_index(specs_of(svs=SVS), replace(SETTINGS, tile=0, min_tissue=2), tmp_path)
+
+
+def test_an_index_is_reused_and_other_settings_are_refused(tmp_path):
+    specs = specs_of(svs=SVS)
+    first = build_index(specs, SETTINGS, tmp_path, workers=1)
+    written = (tmp_path / "tiles.parquet").stat().st_mtime_ns
+    lines = []
+    again = build_index(specs, SETTINGS, tmp_path, progress=lines.append)
+    assert contents(again) == contents(first)
+    assert (tmp_path / "tiles.parquet").stat().st_mtime_ns == written
+    assert lines == [f"1 slides are in {tmp_path / 'tiles.parquet'} already"]
+    with pytest.raises(ValueError, match=r"tiles.parquet .* tile is 512 there, 1024 was asked for"):
+        build_index(specs, IndexSettings(), tmp_path)
+    with pytest.raises(ValueError, match=r"slide-mpp of svs is that of the file there, 0.25 was asked for"):
+        build_index([replace(specs[0], mpp=0.25)], SETTINGS, tmp_path)
+
+
+def test_new_slides_are_added_as_if_indexed_in_one_go(tmp_path):
+    specs = specs_of(b=SVS, a=NDPI, c=SVS)
+    build_index(specs[:1], SETTINGS, tmp_path / "grown", workers=1)
+    grown = build_index(specs, SETTINGS, tmp_path / "grown", workers=1)
+    whole = build_index(specs, SETTINGS, tmp_path / "whole", workers=2)
+    assert contents(grown) == contents(whole)
+    assert grown.slides == ("b", "a", "c"), "the order asked for"
+    saved = [TileTable.load(tmp_path / name / "tiles.parquet") for name in ("grown", "whole")]
+    assert contents(saved[0]) == contents(saved[1])
+    assert saved[0].slides == ("a", "b", "c")
+
+
+def test_a_slide_that_is_not_asked_for_stays_in_the_file_only(tmp_path, caplog):
+    specs = specs_of(a=SVS, b=NDPI)
+    build_index(specs, SETTINGS, tmp_path, workers=1)
+    with caplog.at_level(logging.INFO):
+        assert build_index(specs[1:], SETTINGS, tmp_path).slides == ("b",)
+    assert "also holds 1 slides that are not asked for, e.g. a" in caplog.text
+    assert TileTable.load(tmp_path / "tiles.parquet").slides == ("a", "b")
+
+
+def test_a_changed_slide_is_indexed_anew(tmp_path):
+    path = tmp_path / "s.svs"
+    os.link(SVS, path)
+    first = build_index(specs_of(s=path), SETTINGS, tmp_path / "out", workers=1)
+    path.unlink()
+    os.link(NDPI, path)
+    assert contents(build_index(specs_of(s=path), SETTINGS, tmp_path / "out", workers=1)) != contents(first)
+
+
+def test_failed_slides_are_remembered_until_a_retry_or_a_change(tmp_path):
+    path = tmp_path / "s.svs"
+    path.write_text("not a slide")
+    specs = specs_of(ok=SVS, s=path)
+    out = tmp_path / "out"
+
+    def lines_of(**options):
+        lines = []
+        table = build_index(specs, SETTINGS, out, workers=1, progress=lines.append, **options)
+        return table.slides, lines
+
+    assert lines_of()[0] == ("ok",)
+    slides, lines = lines_of()
+    assert (slides, len(lines)) == (("ok",), 1)
+    slides, lines = lines_of(retry_failed=True)
+    assert lines[1].startswith("1/1  s: failed at open")
+    assert len(FailedSlides(out / "failed_slides.csv").rows()) == 1, "a retry replaces its row"
+    path.unlink()
+    os.link(NDPI, path)
+    assert lines_of()[0] == ("ok", "s")
+    assert not (out / "failed_slides.csv").exists()
+
+
+def test_an_interrupted_index_keeps_what_was_found(tmp_path):
+    def stop(line):
+        raise KeyboardInterrupt
+
+    specs = specs_of(a=SVS, b=NDPI)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(specs, SETTINGS, tmp_path, workers=1, progress=stop)
+    lines = []
+    build_index(specs, SETTINGS, tmp_path, workers=1, progress=lines.append)
+    assert [line.split(":")[0] for line in lines[1:]] == ["1/1  b"]
+
+
+def test_no_minimum_keeps_every_tile_of_a_blank_slide(tmp_path):
+    spec = blank(tmp_path / "blank.png")
+    table = build_index([spec], replace(SETTINGS, min_tissue=0.0), tmp_path / "out", workers=1)
+    assert len(table) == 9
+    assert (table.tissue == 0).all()
+
+
+def test_too_little_tissue_says_how_much_there_is(tmp_path):
+    with pytest.raises(SlideError, match=r"no tile has 100% tissue: the fullest has \d\d.\d%, the slide 37.\d%"):
+        build_index(specs_of(svs=SVS), IndexSettings(tile=2048, min_tissue=1.0), tmp_path, workers=1)
+
+
+def test_an_mpp_that_no_level_has_is_a_fault_of_the_slide(tmp_path):
+    table = build_index(specs_of(dapi=NDPI, svs=SVS), replace(SETTINGS, mpp=0.25), tmp_path, workers=1)
+    assert table.slides == ("dapi",)
+    ((slide, step, error),) = FailedSlides(tmp_path / "failed_slides.csv").rows()
+    assert (slide, step) == ("svs", "tiles")
+    assert "mpp 0.25 cannot be had: the finest level of this slide has 0.499" in error
+
+
+def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        build_index(specs_of(svs=SVS), SETTINGS, tmp_path / "file" / "out")
+
+
+def test_every_shipped_slide_is_indexed_or_named(tmp_path):
+    specs = find_slides(SVS.parent)
+    table = build_index(specs, SETTINGS, tmp_path, workers=2)
+    named = {slide for slide, _, _ in FailedSlides(tmp_path / "failed_slides.csv").rows()}
+    assert named == {"highdicom_sm_image"}
+    assert set(table.slides) | named == {spec.slide_id for spec in specs}

@@ -1,0 +1,38 @@
+"""The benchmarks' commands still run: shortened, and only to their end; what they measure is not judged here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("benchmarks.engine.run --tile 64 --steps 1", "engine_over_plain"),
+        ("benchmarks.data_wait.run --tile 256 --steps 1", "data_wait_fraction"),
+        ("benchmarks.big_slide.run --size 3000 --tile 512 --steps 1", "1 tiles trained on"),
+        ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
+        ("benchmarks.stream.run --side 9000 --rounds 0.02", "2048 px, one thread"),
+        ("benchmarks.tile_reading.exactness data/real", "largest difference 0"),
+    ],
+)
+def test_benchmark_runs(command: str, says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    # 1: a target was missed, which a busy machine does.
+    assert done.returncode in (0, 1), done.stderr
+    assert says in done.stdout, done.stdout + done.stderr

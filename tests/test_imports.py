@@ -1,0 +1,70 @@
+"""Import rules that import-linter cannot see: those about parts of a package, and where ours come from."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("app", "pipelines", "models", "parallel")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules that ``path`` imports anywhere, with what is taken from them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def importers(prefix: str) -> set[str]:
+    """Files of ours that import ``prefix`` or something below it."""
+    return {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if any(name == prefix or name.startswith(prefix + ".") for name in imports(path))
+    }
+
+
+@pytest.mark.parametrize(
+    ("library", "allowed"),
+    [
+        ("torch.distributed", ("parallel/comm/torch_",)),
+        ("torch.nn.parallel", ("parallel/comm/torch_",)),
+        ("openslide", ("pipelines/backends/", "app/environment.py", "app/host_check.py")),
+        ("imagecodecs", ("pipelines/backends/", "app/environment.py", "app/host_check.py")),
+        ("tifffile", ("pipelines/backends/", "app/environment.py", "app/host_check.py", "app/sample_slides.py")),
+        ("zarr", ("pipelines/backends/", "app/environment.py", "app/host_check.py", "app/sample_slides.py")),
+    ],
+)
+def test_library_is_imported_only_where_it_belongs(library: str, allowed: tuple[str, ...]) -> None:
+    found = importers(library)
+    assert {path for path in found if not path.startswith(allowed)} == set()
+    assert found, f"nothing imports {library}: the rule is about nothing"
+
+
+def test_only_the_device_feed_lets_torch_into_the_data_side() -> None:
+    assert {path for path in importers("torch") if path.startswith("pipelines/")} == {"pipelines/device.py"}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_our_packages_are_the_ones_imported(name: str) -> None:
+    module = __import__(name)
+    assert module.__file__ is not None
+    assert Path(module.__file__).parent == ROOT / name
+
+
+def test_commands_that_need_no_torch_do_not_load_it() -> None:
+    import subprocess
+    import sys
+
+    for module in ("app.train", "app.index", "app.synth", "app.report"):
+        code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{module} loads torch before it knows what to do: {done.stderr}"
