@@ -21,7 +21,7 @@ from app.dataset import Dataset
 from app.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, slide_scores
 from app.objective import IGNORE
 from parallel.comm.communicator import Communicator
-from parallel.engine import Engine, Loss
+from parallel.step import Loss, TrainingEngine
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Outputs:
 
 
 def evaluate(
-    engine: Engine,
+    engine: TrainingEngine,
     loss: Loss,
     dataset: Dataset,
     rows: NDArray[np.int64],

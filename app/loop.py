@@ -20,7 +20,7 @@ from app.progress import RunProgress
 from app.runfolder import RunFolder
 from app.session import Session
 from app.throughput import WARM_UP, Stopwatch, Throughput
-from parallel.engine import NonFiniteLoss, StepResult
+from parallel.step import NonFiniteLoss, StepResult
 from pipelines.nodes.batch import Batch
 
 

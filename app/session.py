@@ -28,7 +28,7 @@ from app.objective import PixelClassLoss, TileClassLoss, balanced_weights
 from models.registry import build_model
 from models.weights import load_weights
 from parallel.data_parallel import DataParallelEngine
-from parallel.engine import Engine
+from parallel.step import TrainingEngine
 from parallel.microbatch import share_of, split_batch
 from pipelines.annotations import SlideAnnotations
 from pipelines.augment import AugmentSettings
@@ -59,7 +59,7 @@ class Session:
     config: RunConfig
     dataset: Dataset
     placement: Placement
-    engine: Engine
+    engine: TrainingEngine
     loss: nn.Module
     stream: TileStream
     feed: DeviceFeed

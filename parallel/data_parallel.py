@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from parallel.batchnorm import OrderedStatistics
 from parallel.comm.communicator import Communicator
-from parallel.engine import Loss, NonFiniteLoss, StepResult, set_learning_rate
+from parallel.step import Loss, NonFiniteLoss, StepResult, set_learning_rate
 from parallel.microbatch import microbatch_seed, share_of, split_batch
 
 

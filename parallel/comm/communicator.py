@@ -1,11 +1,13 @@
 """What the ranks of a run can say to each other.
 
-One protocol; ``local`` (one process) and ``torch_comm`` (torch.distributed: Gloo, NCCL) implement it. Ranks are
-0..world-1. Tensors are changed in place.
+One protocol; ``local`` (one process), ``torch_comm`` (torch.distributed: Gloo, NCCL), ``mpi_comm`` (mpi4py) and
+``thread_comm`` (ranks as threads of one process) implement it. Ranks are 0..world-1. There is no blocking send: a
+schedule that is right with sends that return at once stays free of deadlock on every implementation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,13 +18,50 @@ class CommunicationError(RuntimeError):
     """A rank that cannot be reached, or that stopped answering: says which operation on which rank."""
 
 
+class Work(Protocol):
+    """An operation under way. The tensor it was given belongs to it until it is done."""
+
+    def wait(self) -> None:
+        """Return when the operation is done here: data received or summed, or the sent tensor free for reuse.
+
+        Raises:
+            CommunicationError: another rank is gone or did not answer in time.
+        """
+        ...
+
+    def done(self) -> bool:
+        """True once ``wait`` would return at once; never blocks. May stay False until ``wait`` where the library
+        underneath does not tell."""
+        ...
+
+
 class Communicator(Protocol):
-    """A fixed group of ranks. Every rank calls the collective operations in the same order."""
+    """A fixed group of ranks. Every rank calls the collective operations in the same order.
+
+    Tensors of sends, receives and sums are dense (contiguous in some order of dims is enough) and on the CPU or the
+    rank's device; receives and sums write in place.
+    """
 
     rank: int
     world: int
     local_rank: int
     """Number of this rank on its machine; chooses the device."""
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Begin to send ``tensor`` to rank ``peer``. Messages of one tag to one peer arrive in the order sent.
+
+        Args:
+            tag: 0 to 32767.
+        """
+        ...
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Begin to receive into ``tensor`` what rank ``peer`` sends with ``tag``; number of bytes and dtype agree."""
+        ...
+
+    def iall_reduce(self, tensor: Tensor) -> Work:
+        """Begin to sum ``tensor`` over all ranks, in place; the result has the same bits on every rank."""
+        ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place on every rank.
@@ -40,8 +79,22 @@ class Communicator(Protocol):
         """Return once every rank has called it."""
         ...
 
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of ``ranks`` alone, renumbered 0..len-1 in the order given; None on ranks not among them.
+
+        Every rank of this communicator calls it, all with the same arguments in the same order.
+        """
+        ...
+
     def replicate(self, module: nn.Module) -> nn.Module:
-        """``module`` with its gradients averaged over the ranks during backward, or itself when there is one rank."""
+        """``module`` with its gradients averaged over the ranks during backward, or itself when there is one rank.
+
+        The replica has ``no_sync()``, a context in which gradients only add up locally.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Bring the other ranks down now; returns where a launcher will do it when this process ends."""
         ...
 
     def close(self) -> None: ...

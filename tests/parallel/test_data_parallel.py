@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.data_parallel import DataParallelEngine
-from parallel.engine import NonFiniteLoss
+from parallel.step import NonFiniteLoss
 from parallel.microbatch import microbatch_seed, share_of, split_batch
 from tests.helpers.ranks import run_on_ranks
 

@@ -1,0 +1,64 @@
+"""The layers of a model and what passes between them: plain data that splitting works on.
+
+Made by ``trace``; no torch here. A layer's name is also the name of the value it gives. Layers stand in the order in
+which the model runs them, which is a topological order. Skip connections are ordinary edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+INPUT = "input"
+OUTPUT = "output"
+"""Kinds of the layers that stand for the model's arguments and for what it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One operation or one module that is not looked into.
+
+    Attributes:
+        name: unique; the name of its value.
+        kind: ``input``, ``output``, the class of a module (``Conv2d``) or the name of a function (``add``).
+        inputs: names of the values it uses, each once.
+        module: path of the module in the model ("layer1.0.conv1"), "" for a function.
+        output_bytes: of the value it gives, for the traced shapes; 0 for what is not a tensor.
+        param_bytes: of the parameters it uses.
+        flops: multiply-adds times two of its forward pass, for the traced shapes.
+        differentiable: a gradient flows back through its value in training.
+        random: it may draw random numbers in training.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    module: str = ""
+    output_bytes: int = 0
+    param_bytes: int = 0
+    flops: int = 0
+    differentiable: bool = True
+    random: bool = False
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A model as ``trace`` found it.
+
+    Attributes:
+        layers: in the order they run.
+        inseparable: pairs (first, last) of positions in ``layers`` between which no cut may fall: a value changed in
+            place, or parameters or buffers used several times. Disjoint and sorted.
+    """
+
+    layers: tuple[Layer, ...]
+    inseparable: tuple[tuple[int, int], ...] = ()
+    by_name: Mapping[str, Layer] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
+        assert len(self.by_name) == len(self.layers), "layer names are unique"
+
+    def can_cut(self, position: int) -> bool:
+        """True when a stage may end before ``layers[position]``."""
+        return not any(first < position <= last for first, last in self.inseparable)

@@ -1,0 +1,122 @@
+"""What the training loop asks of whoever computes a step: the seam between a strategy and everything else.
+
+Takes the microbatches of this rank's group; gives the loss of the whole global batch. The loop does not know how many
+ranks, stages or replicas stand behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(output of the model, targets) -> scalar: the mean over the tiles of a microbatch, so that losses add up by size."""
+
+
+class NonFiniteLoss(ArithmeticError):
+    """A loss that is NaN or infinite. Parameters and optimizer are as they were before the step.
+
+    Attributes:
+        microbatches: which of the step's microbatches, over all ranks, were not finite.
+        losses: their values.
+    """
+
+    def __init__(self, microbatches: list[int], losses: list[float]) -> None:
+        super().__init__(f"loss {losses} in microbatches {microbatches}")
+        self.microbatches = microbatches
+        self.losses = losses
+
+
+class Wants(NamedTuple):
+    """What a rank needs of a microbatch; the rest is not read for it."""
+
+    images: bool
+    targets: bool
+
+
+class Microbatch(NamedTuple):
+    """The tiles that go through a stage at once, as one rank holds them.
+
+    Attributes:
+        images: (n, 3, h, w) on the device; None where this rank does not want them.
+        targets: what the loss takes; None where this rank does not want them.
+        shape: (n, 3, h, w) of the images, on every rank alike.
+    """
+
+    images: Tensor | None
+    targets: Tensor | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step leaves to report.
+
+    Attributes:
+        loss: mean over the global batch, the same on every rank.
+        tiles: those this rank accounts for; summed over the ranks every tile trained on counts once.
+    """
+
+    loss: float
+    tiles: int
+
+
+class TrainingEngine(Protocol):
+    """One optimiser step of a model over a fixed group of ranks."""
+
+    share: range
+    """Microbatches of the global batch that this rank's group of ranks computes."""
+
+    def wants(self, i: int) -> Wants:
+        """What this rank needs of microbatch ``i`` of its share when training."""
+        ...
+
+    @property
+    def predict_wants(self) -> Wants:
+        """What this rank needs of every microbatch when predicting: images to feed, targets to hold against outputs."""
+        ...
+
+    def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
+        """Forward, backward and update on one global batch.
+
+        Args:
+            microbatches: those of ``share``, in order; drawn lazily. Sizes and tile shapes may differ from step to step
+                and from microbatch to microbatch.
+            step: number of the step, from 0; seeds the random numbers of each microbatch.
+            learning_rate: for this update.
+
+        Raises:
+            NonFiniteLoss: on every rank alike, before anything was updated.
+        """
+        ...
+
+    def predict(self, microbatch: Microbatch) -> Any:
+        """Output of the model in evaluation mode, float32, without gradients; every rank of the group takes part.
+
+        Returns:
+            The output on ranks whose ``predict_wants`` has targets, None on the others.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters, buffers and optimizer state: ``model`` and ``optimizer`` as the plain module and a plain optimizer
+        over its parameters give them, whatever the strategy. Every rank takes part; only rank 0 gets it, others get {}.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` of any strategy gave; every rank is given the whole of it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the communicator. No step can follow."""
+        ...
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
