@@ -7,6 +7,7 @@ several, torch's DistributedDataParallel averages the gradients in buckets while
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.optim import Optimizer
 
 from parallel.batchnorm import OrderedStatistics
 from parallel.comm.communicator import Communicator
-from parallel.step import Loss, NonFiniteLoss, StepResult, set_learning_rate
-from parallel.microbatch import microbatch_seed, share_of, split_batch
+from parallel.microbatch import microbatch_seed, share_of
+from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, set_learning_rate
 
 
 class DataParallelEngine:
@@ -49,67 +50,83 @@ class DataParallelEngine:
         seed: int = 0,
         autocast: torch.dtype | None = None,
     ) -> None:
+        if batch < m:
+            raise ValueError(
+                f"{m} microbatches need a batch of at least {m} tiles, got {batch}: raise --batch or lower "
+                "--microbatches"
+            )
         self.module = module
         self.optimizer = optimizer
+        self.share = share_of(communicator.rank, communicator.world, m)
         self._loss = loss
         self._communicator = communicator
-        self._sizes = [len(tiles) for tiles in split_batch(batch, m)]
-        self._mine = share_of(communicator.rank, communicator.world, m)
         self._batch = batch
+        self._m = m
         self._seed = seed
         self._autocast = autocast
         self._device = next(module.parameters()).device
         self._replica: nn.Module | None = communicator.replicate(module)
         self._statistics = OrderedStatistics(module, communicator, m) if communicator.world > 1 else None
 
-    def step(self, microbatches: Iterable[tuple[Tensor, Tensor]], step: int, learning_rate: float) -> StepResult:
+    def wants(self, i: int) -> Wants:
+        return Wants(images=True, targets=True)
+
+    @property
+    def predict_wants(self) -> Wants:
+        return Wants(images=True, targets=True)
+
+    def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
-        losses = torch.zeros(len(self._sizes), dtype=torch.float64)
+        measured = torch.zeros((2, self._m), dtype=torch.float64)
+        losses, sizes = measured
         if self._statistics:
             self._statistics.begin_step()
-        tiles = 0
-        for i, (images, targets) in zip(self._mine, microbatches, strict=True):
-            assert len(images) == self._sizes[i]
+        for i, microbatch in zip(self.share, microbatches, strict=True):
             torch.manual_seed(microbatch_seed(self._seed, step, i))
-            losses[i] = self._accumulate(i, images, targets)
-            tiles += len(images)
+            losses[i], sizes[i] = self._accumulate(i, microbatch), microbatch.shape[0]
         if self._statistics:
             self._statistics.end_step()
-        self._communicator.all_reduce(losses)
-        faulty = [i for i, value in enumerate(losses.tolist()) if not torch.isfinite(torch.tensor(value))]
+        tiles = int(sizes.sum())
+        self._communicator.all_reduce(measured)
+        assert sizes.sum() == self._batch, "the microbatches of all ranks together are the batch"
+        faulty = [i for i, value in enumerate(losses.tolist()) if not math.isfinite(value)]
         if faulty:
             raise NonFiniteLoss(faulty, [losses[i].item() for i in faulty])
         set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
-        weights = torch.tensor(self._sizes, dtype=torch.float64) / self._batch
-        return StepResult(loss=float(losses @ weights), tiles=tiles)
+        return StepResult(loss=float(losses @ (sizes / self._batch)), tiles=tiles)
 
-    def _accumulate(self, i: int, images: Tensor, targets: Tensor) -> Tensor:
+    def _accumulate(self, i: int, microbatch: Microbatch) -> Tensor:
         """Forward and backward of microbatch ``i``; its own mean loss is returned, on the CPU."""
         if self._statistics:
             self._statistics.begin_microbatch(i)
         assert self._replica is not None, "step after close"
-        last = i == self._mine[-1]
+        assert microbatch.images is not None
+        assert microbatch.targets is not None
+        last = i == self.share[-1]
         # Gradients are exchanged once a step, by the last backward; the others only add up locally.
         waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[operator]
         with waits:
             with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-                loss = self._loss(self._replica(images), targets)
+                loss = self._loss(self._replica(microbatch.images), microbatch.targets)
             # DistributedDataParallel divides by the number of ranks; the global mean weighs every tile alike.
-            (loss * (self._sizes[i] * self._communicator.world / self._batch)).backward()  # type: ignore[no-untyped-call]
+            weight = microbatch.shape[0] * self._communicator.world / self._batch
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
         if self._statistics:
             self._statistics.end_microbatch(i)
         return loss.detach().cpu()
 
     @torch.no_grad()
-    def predict(self, images: Tensor) -> Tensor:
+    def predict(self, microbatch: Microbatch) -> Tensor:
         self.module.eval()
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            output: Tensor = self.module(images)
+            output: Tensor = self.module(microbatch.images)
         return output.float()
 
     def state_dict(self) -> dict[str, Any]:
+        if self._communicator.rank > 0:
+            return {}
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def close(self) -> None:

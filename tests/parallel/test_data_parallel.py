@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.data_parallel import DataParallelEngine
-from parallel.step import NonFiniteLoss
-from parallel.microbatch import microbatch_seed, share_of, split_batch
+from parallel.microbatch import microbatch_seed, split_batch
+from parallel.step import Microbatch, NonFiniteLoss
 from tests.helpers.ranks import run_on_ranks
 
 BATCH, M, SEED, STEPS = 7, 3, 11, 3
@@ -38,8 +39,9 @@ def small_model(momentum: float | None = 0.1) -> nn.Module:
 
 def data(dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
+    size = 12 + 4 * (step % 2)  # tile shapes may change between steps
     return (
-        torch.randn(BATCH, 3, 12, 12, generator=generator, dtype=dtype),
+        torch.randn(BATCH, 3, size, size, generator=generator, dtype=dtype),
         torch.randint(0, 3, (BATCH,), generator=generator),
     )
 
@@ -53,7 +55,7 @@ def plain_run(dtype: torch.dtype, momentum: float | None) -> dict[str, Any]:
         images, labels = data(dtype, step)
         optimizer.zero_grad()
         total = 0.0
-        for i, part in enumerate(split_batch(BATCH, M)):
+        for i, part in enumerate(cut(step)):
             torch.manual_seed(microbatch_seed(SEED, step, i))
             loss = F.cross_entropy(model(images[list(part)]), labels[list(part)]) * (len(part) / BATCH)
             loss.backward()
@@ -64,20 +66,32 @@ def plain_run(dtype: torch.dtype, momentum: float | None) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "state": model.state_dict()}
 
 
+def cut(step: int) -> list[range]:
+    """Tiles of each microbatch: near equal at first, then as uneven as they can be."""
+    return list(split_batch(BATCH, M)) if step == 0 else [range(1), range(1, 6), range(6, 7)]
+
+
+def parts_of(engine: DataParallelEngine, images: Tensor, labels: Tensor, step: int) -> Iterator[Microbatch]:
+    """The microbatches that ``engine`` computes."""
+    for i in engine.share:
+        part = cut(step)[i]
+        tiles = images[part.start : part.stop]
+        yield Microbatch(tiles, labels[part.start : part.stop], tuple(tiles.shape))
+
+
 def engine_run(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
     dtype, momentum = getattr(torch, argument["dtype"]), argument["momentum"]
     model = small_model(momentum).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine = DataParallelEngine(model, F.cross_entropy, optimizer, communicator, batch=BATCH, m=M, seed=SEED)
-    parts = split_batch(BATCH, M)
     losses = []
     for step in range(STEPS):
         images, labels = data(dtype, step)
-        mine = [parts[i] for i in share_of(communicator.rank, communicator.world, M)]
-        result = engine.step(((images[list(p)], labels[list(p)]) for p in mine), step, 0.1)
-        assert result.tiles == sum(map(len, mine))
+        result = engine.step(parts_of(engine, images, labels, step), step, 0.1)
+        assert result.tiles == sum(len(cut(step)[i]) for i in engine.share)
         losses.append(result.loss)
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert bool(engine.state_dict()) == (communicator.rank == 0)
     return {"losses": losses, "gradients": gradients, "state": model.state_dict()}
 
 
@@ -98,11 +112,9 @@ def nan_step(communicator: Communicator) -> dict[str, Any]:
         model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), communicator, batch=BATCH, m=M, seed=SEED
     )
     images, labels = data(torch.float32, 0)
-    parts = split_batch(BATCH, M)
-    images[parts[2][0], 0, 0, 0] = float("nan")
-    mine = [parts[i] for i in share_of(communicator.rank, communicator.world, M)]
+    images[cut(0)[2][0], 0, 0, 0] = float("nan")
     with pytest.raises(NonFiniteLoss) as caught:
-        engine.step(((images[list(p)], labels[list(p)]) for p in mine), 0, 0.1)
+        engine.step(parts_of(engine, images, labels, 0), 0, 0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return {"microbatches": caught.value.microbatches}
 
@@ -151,7 +163,7 @@ def test_nan_in_one_microbatch_stops_every_rank_before_the_update(
 
 def test_more_ranks_than_microbatches_is_refused() -> None:
     model = small_model()
-    with pytest.raises(ValueError, match="cannot be cut into 9 microbatches"):
+    with pytest.raises(ValueError, match="9 microbatches need a batch of at least 9 tiles, got 7"):
         DataParallelEngine(
             model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), LocalCommunicator(), batch=7, m=9
         )
