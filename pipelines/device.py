@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pipelines.augment import AugmentSettings, draw
 from pipelines.iterator import TileIterator
 from pipelines.nodes.batch import Batch
+from pipelines.nodes.order import Rows
 
 NORMALISATION = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -93,7 +94,9 @@ class DeviceFeed:
             self._early.copied.synchronize()
         self._early = None
 
-    def microbatches(self, batch: Batch, sizes: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def microbatches(
+        self, batch: Batch, sizes: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
         """The batch in parts, made one at a time, when asked for.
 
         Args:
@@ -101,7 +104,8 @@ class DeviceFeed:
             sizes: tiles in each part; together the batch.
 
         Yields:
-            images float32 (m, 3, h, w), and targets int64 (m,), or uint8 (m, h, w) with 255 for "ignore".
+            images float32 (m, 3, h, w), and targets int64 (m,), or uint8 (m, h, w) with 255 for "ignore"; None for
+            what the batch has of none of the part's tiles.
 
         Raises:
             ValueError: ``sizes`` do not add up to the batch.
@@ -137,19 +141,25 @@ class DeviceFeed:
             copied.record(self._side)
         return _Sent(batch, images, targets, copied)
 
-    def _make(self, sent: _Sent, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        images, targets = sent.images[part], sent.targets[part].clone()  # the batch's own memory may be released
-        if self._augment.augment == "device":
-            drawn = draw(self._augment, self._seed, sent.batch.samples[part])
-            orientation = list(zip(drawn.quarter_turns.tolist(), drawn.flip.tolist(), strict=True))
-            images = _oriented(images, orientation)
-            if targets.ndim > 1:
-                targets = _oriented(targets, orientation)
-            if drawn.matrix is not None and drawn.shift is not None:
-                pixels = self._planes(images)
-                _jitter(pixels, self._to_device(drawn.matrix), self._to_device(drawn.shift))
-                return self._normalised(pixels), targets
-        return self._normalised(self._planes(images)), targets
+    def _make(self, sent: _Sent, part: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        images = _of_part(sent.images, sent.batch.has_image, part)
+        targets = _of_part(sent.targets, sent.batch.has_target, part)
+        if self._augment.augment != "device":
+            # the batch's own memory may be released before the targets are used
+            return (
+                None if images is None else self._normalised(self._planes(images)),
+                None if targets is None else targets.clone(),
+            )
+        drawn = draw(self._augment, self._seed, sent.batch.samples[part])
+        orientation = list(zip(drawn.quarter_turns.tolist(), drawn.flip.tolist(), strict=True))
+        if targets is not None:
+            targets = _oriented(targets, orientation) if targets.ndim > 1 else targets.clone()
+        if images is None:
+            return None, targets
+        pixels = self._planes(_oriented(images, orientation))
+        if drawn.matrix is not None and drawn.shift is not None:
+            _jitter(pixels, self._to_device(drawn.matrix), self._to_device(drawn.shift))
+        return self._normalised(pixels), targets
 
     def _planes(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 (m, h, w, 3) as float32 (m, 3, h, w), 0 to 255; new memory."""
@@ -188,6 +198,11 @@ class AheadIterator:
             self._next = next(self._source)
             self._feed.send(self._next)
 
+    def follow(self, batch: Batch, rows: Rows) -> None:
+        """As of ``TileIterator``, before the ``microbatches`` of ``batch`` are asked for."""
+        if self._source.follow(batch, rows):
+            self._feed.forget()  # the copy of this batch that was sent early has the targets as they were
+
     def get_state(self) -> dict[str, Any]:
         """As of ``TileIterator``: a batch that was sent early but not asked for yet does not count as given."""
         state = self._source.get_state()
@@ -214,6 +229,14 @@ class AheadIterator:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], part: slice) -> torch.Tensor | None:
+    """What is stored of the tiles ``part`` of a batch: all or, None, nothing."""
+    count = int(np.count_nonzero(has[part]))
+    assert count in (0, part.stop - part.start), "a microbatch is wanted as a whole"
+    start = int(np.count_nonzero(has[: part.start]))
+    return stored[start : start + count] if count else None
 
 
 def _oriented(images: torch.Tensor, orientation: Sequence[tuple[int, bool]]) -> torch.Tensor:

@@ -6,9 +6,10 @@ Takes the stream's description; gives batches in order, read ahead by threads. `
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -18,11 +19,11 @@ from numpy.typing import NDArray
 
 from pipelines.nodes.augment import CpuAugment
 from pipelines.nodes.batch import Batch, BufferPool
-from pipelines.nodes.order import Order, Rows
-from pipelines.nodes.prefetch import BuffersHeldError, Fill, Readahead, Wanted
-from pipelines.nodes.read import FaultLog, Read
+from pipelines.nodes.order import Rows
+from pipelines.nodes.prefetch import BuffersHeldError, Readahead, Wanted
+from pipelines.nodes.read import UNREAD, FaultLog, Read
 from pipelines.nodes.target import Labels, Target
-from pipelines.slide import Pixels
+from pipelines.slide import Pixels, SlideError
 
 if TYPE_CHECKING:
     from pipelines.stream import TileStream
@@ -43,11 +44,12 @@ class TileIterator:
         self.wait_s = 0.0
         self._batch = 0
         target: Target = stream.target or Labels(np.broadcast_to(np.int64(-1), len(stream.tiles)))
-        self._fill = _filler(stream, stream.reading, target, FaultLog(stream.reading.on_fault))
-        tile, count = stream.tiles.settings.tile, len(stream.rows)
+        augment = CpuAugment(stream.augmentation, stream.seed) if stream.augmentation.augment == "cpu" else None
+        self._filler = _Filler(stream.reading, target, augment, FaultLog(stream.reading.on_fault))
+        tile = stream.tiles.settings.tile
         self._buffers = BufferPool(
-            (count, tile, tile, 3),
-            (count, *target.shape(tile)),
+            (len(stream.image_rows), tile, tile, 3),
+            (len(stream.target_rows), *target.shape(tile)),
             target.dtype,
             stream.max_bytes,
             stream.allocate,
@@ -87,6 +89,24 @@ class TileIterator:
     def ready(self) -> bool:
         """Whether the next batch could be had without waiting."""
         return not self._closed and self._running().ready()
+
+    def follow(self, batch: Batch, rows: Rows) -> bool:
+        """Make the targets of ``batch`` those of the tiles whose pixels were read, on whatever rank.
+
+        Args:
+            rows: int64 (n,), rows of the table that were read for ``batch.samples``.
+
+        Returns:
+            whether any target had to be filled again, because its tile was replaced.
+
+        Raises:
+            SlideError: the target of a row cannot be read.
+        """
+        late = np.flatnonzero(batch.has_target & (batch.rows != rows)).tolist()
+        for position in late:
+            self._filler.fill_target(int(batch.samples[position]), int(rows[position]), batch.target(position))
+        batch.rows[...] = rows
+        return bool(late)
 
     def get_state(self) -> dict[str, Any]:
         """Where the iterator is, to be saved as JSON: batches given so far, and the stream's fingerprint."""
@@ -129,8 +149,8 @@ class TileIterator:
 
     def _running(self) -> Readahead:
         if self._readahead is None:
-            plan = _Plan(self.stream.order, self.stream.global_batch, self.stream.rows, self.stream.epochs, self._batch)
-            self._readahead = Readahead(self.stream.threads, self._buffers, plan.next, self._fill)
+            plan = _Plan(self.stream, self._batch)
+            self._readahead = Readahead(self.stream.threads, self._buffers, plan.next, self._filler.fill)
             # Neither the threads nor `close` know this iterator, so they end with it, and at exit at the latest.
             self._stop = weakref.finalize(self, self._readahead.close)
         return self._readahead
@@ -142,49 +162,76 @@ class TileIterator:
 
 @dataclass
 class _Plan:
-    """Cuts the endless sequence of epochs into this rank's part of global batches, from batch number ``batch`` on."""
+    """Cuts the endless sequence of epochs into this rank's part of global batches, from batch number ``batch`` on.
 
-    order: Order
-    global_batch: int
-    shard: range
-    epochs: int | None
+    Holds the description only: the iterator must not be kept alive by its threads.
+    """
+
+    stream: TileStream
     batch: int
     _known: dict[int, Rows] = field(default_factory=dict)
 
     def next(self) -> Wanted | None:
-        first = self.batch * self.global_batch
-        samples = first + np.asarray(self.shard, np.int64)
-        if self.epochs is not None:
-            end = self.epochs * self.order.length
+        stream = self.stream
+        first = self.batch * stream.global_batch
+        rows = np.asarray(stream.rows, np.int64)
+        if stream.epochs is not None:
+            end = stream.epochs * stream.order.length
             if first >= end:
                 return None
-            samples = samples[samples < end]
+            rows = rows[first + rows < end]
         self.batch += 1
-        return Wanted(samples, self._rows_of(samples), first)
+        samples = first + rows
+        image, target = np.isin(rows, stream.image_rows), np.isin(rows, stream.target_rows)
+        return Wanted(samples, self._rows_of(samples), first, image, target)
 
     def _rows_of(self, samples: Rows) -> Rows:
-        epoch, position = np.divmod(samples, self.order.length)
+        order = self.stream.order
+        epoch, position = np.divmod(samples, order.length)
         numbers = np.unique(epoch)
-        self._known = {int(e): self._known[e] if e in self._known else self.order.epoch(int(e)) for e in numbers}
+        self._known = {int(e): self._known[e] if e in self._known else order.epoch(int(e)) for e in numbers}
         rows = np.empty(len(samples), np.int64)
         for e, known in self._known.items():
             rows[epoch == e] = known[position[epoch == e]]
         return rows
 
 
-def _filler(stream: TileStream, reading: Read, target: Target, faults: FaultLog) -> Fill:
-    """Reads and augments one sample. Not a method: the reading threads must not keep the iterator alive."""
-    augment = CpuAugment(stream.augmentation, stream.seed) if stream.augmentation.augment == "cpu" else None
+@dataclass(frozen=True, eq=False)
+class _Filler:
+    """Reads and augments one sample. Knows nothing of the iterator: the reading threads must not keep it alive."""
 
-    def fill(sample: int, row: int, image: Pixels, out: NDArray[Any]) -> int:
-        try:
-            used = reading.fill(row, target, image, out, faults)
-            if augment is not None:
-                augment.apply(sample, image, out)
-        except BaseException as error:
-            tiles = reading.tiles
-            error.add_note(f"while reading sample {sample}: slide {tiles.slide_id(row)}, {tiles.region(row)}")
-            raise
+    reading: Read
+    target: Target
+    augment: CpuAugment | None
+    faults: FaultLog
+
+    def fill(self, sample: int, row: int, image: Pixels | None, out: NDArray[Any] | None) -> int:
+        """As ``prefetch.Fill``; a target without its pixels may stay ``UNREAD``: another rank decides what is read."""
+        if image is None:
+            assert out is not None
+            try:
+                return self.fill_target(sample, row, out)
+            except (SlideError, OSError):
+                return UNREAD
+        with self._naming(sample, row):
+            used = self.reading.fill(row, self.target, image, out, self.faults)
+            if self.augment is not None:
+                self.augment.apply(sample, image, out)
         return used
 
-    return fill
+    def fill_target(self, sample: int, row: int, out: NDArray[Any]) -> int:
+        """Write the target of exactly ``row``, varied as its pixels are."""
+        with self._naming(sample, row):
+            self.reading.fill_target(row, self.target, out)
+            if self.augment is not None:
+                self.augment.apply(sample, None, out)
+        return row
+
+    @contextlib.contextmanager
+    def _naming(self, sample: int, row: int) -> Iterator[None]:
+        tiles = self.reading.tiles
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"while reading sample {sample}: slide {tiles.slide_id(row)}, {tiles.region(row)}")
+            raise

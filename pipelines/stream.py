@@ -12,6 +12,7 @@ number.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -52,6 +53,8 @@ class TileStream:
     augmentation: AugmentSettings = NO_AUGMENTATION
     global_batch: int = 1
     rows: range = range(1)
+    image_rows: Sequence[int] = (0,)
+    target_rows: Sequence[int] = (0,)
     max_bytes: int = 1 << 30
     threads: int = 4
     allocate: Allocate = np.empty
@@ -119,13 +122,23 @@ class TileStream:
         """Tiles per batch over all ranks; a following ``shard`` says which of them are this rank's."""
         if global_batch < 1:
             raise ValueError(f"the global batch is at least 1 tile; got {global_batch}")
-        return replace(self, global_batch=global_batch, rows=range(global_batch))
+        return replace(self, global_batch=global_batch).shard(range(global_batch))
 
-    def shard(self, rows: range) -> Self:
-        """The rows of each global batch that this rank reads; all by default."""
+    def shard(self, rows: range, images: Sequence[int] | None = None, targets: Sequence[int] | None = None) -> Self:
+        """The rows of each global batch that are this rank's; all by default.
+
+        Args:
+            rows: named in its batches.
+            images: those of ``rows`` whose pixels it reads; None for all.
+            targets: those whose targets it has. Where it does not read the pixels too, ``TileIterator.follow`` has to
+                be told which tile another rank has read.
+        """
         if not rows or min(rows) < 0 or max(rows) >= self.global_batch:
             raise ValueError(f"a shard is one or more rows out of range({self.global_batch}); got {rows}")
-        return replace(self, rows=rows)
+        images, targets = (rows if some is None else some for some in (images, targets))
+        if not set(rows).issuperset({*images, *targets}):
+            raise ValueError(f"images and targets are of rows in {rows}; got {list(images)} and {list(targets)}")
+        return replace(self, rows=rows, image_rows=tuple(images), target_rows=tuple(targets))
 
     def prefetch(self, max_bytes: int = 1 << 30, threads: int = 4, allocate: Allocate = np.empty) -> Self:
         """Read ahead with ``threads`` threads, batches of up to ``max_bytes`` together, one at least.

@@ -40,16 +40,23 @@ class CpuAugment:
     settings: AugmentSettings
     seed: int
 
-    def apply(self, sample: int, image: Pixels, target: NDArray[Any]) -> None:
-        """Vary ``image``, uint8 (h, h, 3), and ``target`` with it when that is a mask, uint8 (h, h)."""
+    def apply(self, sample: int, image: Pixels | None, target: NDArray[Any] | None) -> None:
+        """Vary ``image``, uint8 (h, h, 3), and ``target`` with it when that is a mask, uint8 (h, h); either alone is
+        varied as both together."""
+        is_mask = target is not None and target.ndim == 2
+        if image is None and not is_mask:
+            return
         numbers = sample_rng(self.seed, sample, ALBUMENTATIONS)
         compose = self._compose()
         compose.set_random_state(numbers, random.Random(int(numbers.integers(1 << 62))))
-        if target.ndim == 2:
-            varied = compose(image=image, mask=target)
+        if target is not None and is_mask:
+            # The library draws for an image only; the pixels of a blank one are of no account.
+            varied = compose(image=np.zeros((*target.shape, 1), np.uint8) if image is None else image, mask=target)
             target[...] = varied["mask"]
         else:
             varied = compose(image=image)
+        if image is None:
+            return
         image[...] = varied["image"]
         drawn = draw(self.settings, self.seed, np.array([sample]))
         if drawn.matrix is not None and drawn.shift is not None:

@@ -27,12 +27,14 @@ class Batch:
     """This rank's part of one global batch; n may be less than its share at the end of a finite stream, even 0.
 
     Attributes:
-        images: uint8 (n, h, w, 3), RGB.
-        targets: int64 (n,), or uint8 (n, h, w) with 255 for "ignore".
-        rows: int64 (n,), rows of the ``TileTable`` that were read, replacements included.
+        images: uint8 (a, h, w, 3), RGB: those of the tiles whose pixels are read here, in order; usually all n.
+        targets: int64 (b,), or uint8 (b, h, w) with 255 for "ignore": those that are read here, in order.
+        rows: int64 (n,), rows of the ``TileTable`` that were read, replacements included; where no pixels are read
+            here, the rows that were to be read.
         samples: int64 (n,), global sample numbers; all randomness of a sample follows from its number.
         first_sample: the first sample number of the **global** batch.
         release: gives the arrays back; call it once their contents are no longer needed, more calls do nothing.
+        has_image, has_target: bool (n,), which tiles have a place in ``images`` and ``targets``.
     """
 
     images: Pixels
@@ -41,6 +43,18 @@ class Batch:
     samples: Rows
     first_sample: int
     release: Callable[[], None]
+    has_image: NDArray[np.bool_]
+    has_target: NDArray[np.bool_]
+
+    def image(self, position: int) -> Pixels:
+        """Where the pixels of tile ``position`` are written."""
+        pixels: Pixels = self.images[np.count_nonzero(self.has_image[:position])]
+        return pixels
+
+    def target(self, position: int) -> NDArray[Any]:
+        """Where the target of tile ``position`` is written."""
+        k = int(np.count_nonzero(self.has_target[:position]))
+        return self.targets[k : k + 1].reshape(self.targets.shape[1:])
 
     def __len__(self) -> int:
         return len(self.samples)

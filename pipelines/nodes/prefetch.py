@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.nodes.batch import Batch, Buffer, BufferPool
@@ -24,8 +25,8 @@ from pipelines.slide import Pixels
 MAX_BATCHES_AHEAD = 64
 """More than these smooth no delay; without a limit small tiles would be read ahead by the hundred thousand."""
 
-Fill = Callable[[int, int, Pixels, NDArray[Any]], int]
-"""(sample, row, image, target) -> row used."""
+Fill = Callable[[int, int, Pixels | None, NDArray[Any] | None], int]
+"""(sample, row, image, target) -> row used; None for what is not wanted here."""
 
 
 class BuffersHeldError(RuntimeError):
@@ -34,11 +35,14 @@ class BuffersHeldError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """One batch to be read: its global sample numbers and rows, both int64 (n,)."""
+    """One batch to be read: its global sample numbers and rows, both int64 (n,), and, bool (n,), whose pixels and
+    whose targets are wanted."""
 
     samples: Rows
     rows: Rows
     first_sample: int
+    image: NDArray[np.bool_]
+    target: NDArray[np.bool_]
 
 
 @dataclass(eq=False)
@@ -134,18 +138,20 @@ class Readahead:
                 self._pool.give(buffer)
                 self._ended = True
                 return
-            n = len(wanted.samples)
             batch = Batch(
-                buffer.images[:n],
-                buffer.targets[:n],
+                buffer.images[: np.count_nonzero(wanted.image)],
+                buffer.targets[: np.count_nonzero(wanted.target)],
                 wanted.rows.copy(),
                 wanted.samples,
                 wanted.first_sample,
                 _Once(partial(self._released, buffer)),
+                wanted.image,
+                wanted.target,
             )
-            job = _Job(batch, buffer, n)
+            read = np.flatnonzero(wanted.image | wanted.target).tolist()
+            job = _Job(batch, buffer, len(read))
             self._jobs.append(job)
-            for position in range(n):
+            for position in read:
                 self._tasks.put(partial(self._read, job, position))
 
     def _read(self, job: _Job, position: int) -> None:
@@ -153,8 +159,9 @@ class Readahead:
         batch, fault = job.batch, None
         sample, row = int(batch.samples[position]), int(batch.rows[position])
         try:
-            target = batch.targets[position : position + 1].reshape(batch.targets.shape[1:])
-            batch.rows[position] = self._fill(sample, row, batch.images[position], target)
+            image = batch.image(position) if batch.has_image[position] else None
+            target = batch.target(position) if batch.has_target[position] else None
+            batch.rows[position] = self._fill(sample, row, image, target)
         except BaseException as error:
             fault = error
         with self._changed:

@@ -31,6 +31,10 @@ MAX_FAULTS = 100
 MAX_FAULTS_PER_SLIDE = 10
 """Tiles tried of one slide: the rest of a truncated file is bad, so the next slide comes long before its last tile."""
 
+UNREAD = -1
+"""In place of a row: its target could not be read, and whether it is replaced is for the rank to say that has the
+pixels."""
+
 OnFault = Callable[[str, Region | None, Exception], None]
 """Told (slide_id, region, error), once per tile; region is None for a slide that does not open."""
 
@@ -64,8 +68,11 @@ class Read:
     pool: SlidePool
     on_fault: OnFault | None
 
-    def fill(self, row: int, target: Target, image: Pixels, out: NDArray[Any], report: FaultLog) -> int:
+    def fill(self, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: FaultLog) -> int:
         """Write the pixels of ``row``, or of its replacement, into ``image`` and its target into ``out``.
+
+        Args:
+            out: None where another rank has the target; a slide whose targets cannot be read is replaced all the same.
 
         Returns:
             the row that was used.
@@ -81,7 +88,10 @@ class Read:
                     with self.pool.lease(slide_id) as slide:
                         opened = True
                         slide.read(region, out=image)
-                        target.fill(used, slide_id, slide, region, out)
+                        if out is None:
+                            target.check(slide_id, slide)
+                        else:
+                            target.fill(used, slide_id, slide, region, out)
                     return used
                 except (SlideError, OSError) as error:
                     # OSError: the network share under an open slide went away; to training that is the same fault.
@@ -93,6 +103,16 @@ class Read:
                     if not isinstance(error, TileReadError):
                         break  # the slide is lost, not the tile
         raise self._given_up(row, faults)
+
+    def fill_target(self, row: int, target: Target, out: NDArray[Any]) -> None:
+        """Write the target of exactly ``row`` into ``out``, without reading pixels.
+
+        Raises:
+            SlideError, OSError: the slide does not open, or its annotation is damaged.
+        """
+        slide_id = self.tiles.slide_id(row)
+        with self.pool.lease(slide_id) as slide:
+            target.fill(row, slide_id, slide, self.tiles.region(row), out)
 
     def _slides_from(self, row: int) -> Iterator[Iterator[int]]:
         """Rows to try, slide by slide: first those of the slide of ``row``, from ``row`` on and around."""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.geometry import Region
+
 if TYPE_CHECKING:
     from pipelines.annotations import SlideAnnotations
-    from pipelines.geometry import Region
     from pipelines.slide import Slide
 
 Targets = NDArray[np.int64] | NDArray[np.uint8]
@@ -39,6 +40,10 @@ class Target(Protocol):
         """
         ...
 
+    def check(self, slide_id: str, slide: Slide) -> None:
+        """Raise the SlideError that ``fill`` would raise for every tile of the slide."""
+        ...
+
     def fingerprint(self) -> str:
         """Says whether two targets are the same."""
         ...
@@ -61,6 +66,9 @@ class Labels:
     def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
         out[...] = self.by_row[row]
 
+    def check(self, slide_id: str, slide: Slide) -> None:
+        """A class is always there."""
+
     def fingerprint(self) -> str:
         return "labels " + blake2b(np.ascontiguousarray(self.by_row).data, digest_size=16).hexdigest()
 
@@ -77,6 +85,9 @@ class Masks:
 
     def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
         self.annotations.read_mask(slide_id, slide, region, out)
+
+    def check(self, slide_id: str, slide: Slide) -> None:
+        self.annotations.read_mask(slide_id, slide, Region(0, 0, 1, 1, slide.mpp), np.empty((1, 1), np.uint8))
 
     def fingerprint(self) -> str:
         return "masks of " + ", ".join(self.annotations.classes)

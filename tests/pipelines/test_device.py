@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,11 +24,18 @@ def batch_of(n: int, size: int = 16, first: int = 100, *, masks: bool = False) -
     images = np.random.default_rng(0).integers(0, 256, (n, size, size, 3)).astype(np.uint8)
     targets = images[..., 0] // 64 if masks else np.arange(n)
     samples = np.arange(first, first + n)
-    return Batch(images, targets, samples, samples, first, lambda: None)
+    every = np.ones(n, bool)
+    return Batch(images, targets, samples, samples, first, lambda: None, every, every)
 
 
 def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    images, targets = zip(*feed.microbatches(batch, sizes), strict=True)
+    images: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    for image, target in feed.microbatches(batch, sizes):
+        assert image is not None
+        assert target is not None
+        images.append(image)
+        targets.append(target)
     assert [len(i) for i in images] == sizes
     return torch.cat(images), torch.cat(targets)
 
@@ -38,6 +46,8 @@ def test_pixels_are_normalised(name: str, channels_last: bool) -> None:
     batch = batch_of(3)
     feed = DeviceFeed(CPU, NONE, seed=0, normalisation=name, channels_last=channels_last)  # type: ignore[arg-type]
     images, targets = next(feed.microbatches(batch, [3]))
+    assert images is not None
+    assert targets is not None
     mean, std = (np.array(v) for v in NORMALISATION[name])
     expected = ((batch.images / 255 - mean) / std).transpose(0, 3, 1, 2)
     assert images.dtype == torch.float32
@@ -60,7 +70,14 @@ def test_ranks_draw_what_one_process_draws() -> None:
     batch = batch_of(6)
     whole = made(feed, batch, [6])[0]
     half = Batch(
-        batch.images[3:], batch.targets[3:], batch.rows[3:], batch.samples[3:], batch.first_sample, lambda: None
+        batch.images[3:],
+        batch.targets[3:],
+        batch.rows[3:],
+        batch.samples[3:],
+        batch.first_sample,
+        lambda: None,
+        batch.has_image[3:],
+        batch.has_target[3:],
     )
     assert torch.equal(whole[3:], made(feed, half, [3])[0])
 
@@ -76,6 +93,20 @@ def test_tile_and_mask_turn_together() -> None:
     changed = [not np.array_equal(masks[k].numpy(), batch.targets[k]) for k in range(16)]
     assert sum(changed) > 8
     assert torch.equal(masks.flatten(1).long().sum(1), torch.from_numpy(batch.targets.astype(int).sum((1, 2))))
+
+
+def test_a_part_of_a_batch_is_made_as_in_the_whole() -> None:
+    batch = batch_of(6, masks=True)
+    images, masks = made(DeviceFeed(CPU, AugmentSettings(), seed=2), batch, [6])
+    some = np.arange(6) < 2
+    half = replace(batch, images=batch.images[:2], targets=batch.targets[2:], has_image=some, has_target=~some)
+    first, second, third = DeviceFeed(CPU, AugmentSettings(), seed=2).microbatches(half, [2, 1, 3])
+    assert first[0] is not None
+    assert torch.equal(first[0], images[:2])
+    assert (first[1], second[0], third[0]) == (None, None, None)
+    assert second[1] is not None
+    assert third[1] is not None
+    assert torch.equal(torch.cat([second[1], third[1]]), masks[2:])
 
 
 def test_stains_change_as_the_numpy_version_changes_them() -> None:

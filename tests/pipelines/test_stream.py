@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from pipelines.annotations import SlideAnnotations
 from pipelines.augment import AugmentSettings
 from pipelines.catalog import SlideSpec
+from pipelines.geometry import Region
 from pipelines.handles import SlidePool
 from pipelines.index import IndexSettings, TileTable
 from pipelines.nodes.batch import Batch
+from pipelines.nodes.read import UNREAD
 from pipelines.slide import SlideError
 from pipelines.stream import TileStream
 from tests.helpers.real import PYRAMID_TIFF, SVS
@@ -239,6 +241,85 @@ def test_damage_is_replaced_alike_on_every_rank_and_told_once() -> None:
     for share in (range(0, 4, 2), range(1, 4, 2)):
         for batch in _all(stream.shard(share)):
             assert [whole[int(s)] for s in batch.samples] == batch.rows.tolist() == batch.targets.tolist()
+
+
+class Turning:
+    """Masks whose pixels all differ, so that every change of place shows."""
+
+    classes = ("background", "gland")
+
+    def read_mask(self, slide_id: str, slide: object, region: Region, out: np.ndarray) -> None:
+        out[...] = (np.arange(out.size).reshape(out.shape) + 7 * (region.l0_x // TILE)) % 251
+
+
+@pytest.mark.parametrize("augment", ["none", "cpu"])
+def test_pixels_and_masks_read_apart_are_those_read_together(augment: str) -> None:
+    settings = AugmentSettings(augment="cpu") if augment == "cpu" else AugmentSettings(augment="none")
+    annotations: SlideAnnotations = Turning()  # type: ignore[assignment]
+    stream = stream_of(epochs=1).mask(annotations).augment(settings)
+    images, targets = stream.shard(range(4), targets=()), stream.shard(range(4), images=())
+    for whole, pixels, masks in zip(_all(stream), _all(images), _all(targets), strict=True):
+        assert (whole.images == pixels.images).all()
+        assert (whole.targets == masks.targets).all()
+        assert pixels.targets.shape == (0, TILE, TILE)
+        assert masks.images.shape == (0, TILE, TILE, 3)
+        assert whole.rows.tolist() == pixels.rows.tolist() == masks.rows.tolist()
+
+
+def test_rows_of_pixels_and_targets_may_have_gaps() -> None:
+    stream = stream_of(epochs=1)
+    for whole, part in zip(_all(stream), _all(stream.shard(range(4), (0, 3), (1, 3))), strict=True):
+        places = [k for k in (0, 3) if k < len(whole)]
+        assert part.samples.tolist() == whole.samples.tolist()
+        assert part.has_image.tolist() == [k in (0, 3) for k in range(len(whole))]
+        assert (part.images == whole.images[places]).all()
+        assert part.targets.tolist() == [whole.targets[k] for k in (1, 3) if k < len(whole)]
+
+
+def test_a_rank_that_wants_nothing_opens_no_slide_and_keeps_the_position() -> None:
+    table = tile_table([3, 3, 3])
+    specs = memory_specs(table)
+    whole = TileStream.over(table, epochs=1).shuffle(2).read(SlidePool(specs, 3)).batch(4)
+    with iter(whole.shard(range(4), (), ())) as batches:
+        taken = [next(batches).samples.tolist() for _ in range(2)]
+        assert taken == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert specs[0].opened == []
+        state = batches.get_state()
+    reading = iter(whole)
+    reading.set_state(state)
+    assert next(reading).samples.tolist() == [8]
+
+
+def masks_over(specs: tuple[MemorySpec, ...]) -> TileStream:
+    annotations: SlideAnnotations = Turning()  # type: ignore[assignment]
+    table = tile_table([6, 6])
+    return TileStream.over(table, epochs=1).shuffle(2).read(SlidePool(specs, 3)).mask(annotations).batch(4)
+
+
+def test_targets_follow_the_tile_that_another_rank_read_instead() -> None:
+    specs = memory_specs(tile_table([6, 6]))
+    damaged = tuple(replace(s, bad=frozenset({2, 3}) if s.slide_id == "s0" else frozenset()) for s in specs)
+    replaced = 0
+    with iter(masks_over(damaged)) as pixels, iter(masks_over(specs).shard(range(4), images=())) as masks:
+        for whole, part in zip(pixels, masks, strict=True):
+            differing = int((part.rows != whole.rows).sum())
+            assert masks.follow(part, whole.rows) == bool(differing)
+            assert (part.targets == whole.targets).all()
+            assert part.rows.tolist() == whole.rows.tolist()
+            replaced += differing
+            whole.release()
+            part.release()
+    assert replaced == 2
+
+
+def test_a_target_that_cannot_be_read_raises_only_if_its_tile_is_used() -> None:
+    specs = memory_specs(tile_table([6, 6]), lambda spec: replace(spec, opens=spec.slide_id != "s0"))
+    with iter(masks_over(specs).shard(range(4), images=())) as masks:
+        batch = next(masks)
+        assert UNREAD in batch.rows
+        assert masks.follow(batch, np.full(4, 7, np.int64))  # as the rank decides that has the pixels
+        with pytest.raises(SlideError, match="s0 does not open"):
+            masks.follow(batch, np.zeros(4, np.int64))
 
 
 def _all(stream: TileStream) -> Iterator[Batch]:

@@ -93,7 +93,8 @@ def run(fill: Any, batches: int = 4, threads: int = 3) -> tuple[Readahead, Buffe
     def wanted() -> Wanted | None:
         k = next(left, None)
         samples = None if k is None else np.arange(5 * k, 5 * k + 5)
-        return None if samples is None else Wanted(samples, samples * 2, int(samples[0]))
+        every = np.ones(5, bool)
+        return None if samples is None else Wanted(samples, samples * 2, int(samples[0]), every, every)
 
     def fill_one(sample: int, row: int, image: NDArray[np.uint8], target: NDArray[Any]) -> int:
         fill(sample)
