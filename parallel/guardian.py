@@ -1,0 +1,131 @@
+"""A rank's side of its guardian, the process that tells what became of the rank when the rank cannot.
+
+Takes the rank's number, the schedule and how long an action may take; the engine tells it every action, the loop every
+step. A rank that is killed, crashes, is stopped or stuck is named once, with action, stage, shapes and the grid of
+actions; whatever launched the run then ends the others. A rank that ends in order is let go in silence.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel.action import Schedule
+from parallel.fault import say_first
+from parallel.whereabouts import AT_REST, CLOSED, LOST, SPOKEN, Whereabouts
+
+STOPPED_S = 20.0
+ENDED_BY_OTHERS_S = 35.0
+"""How long a rank that lost another waits to be ended: longer than a guardian takes to name a rank that is stuck."""
+AFTER_MESSAGE_S = 3.0
+"""The launcher should see the rank that failed before those that merely lost it."""
+GOODBYE_S = 5.0
+
+
+class Guardian:
+    """Watches over this process, which is ``rank``.
+
+    Args:
+        schedule: the actions of all ranks in a step, as the engine walks them; None where it has no actions.
+        stuck_s: how long one action may take before the rank is given up; 30 s more while it waits for others, and for
+            a step without actions.
+        stopped_s: how long the rank may be stopped by a signal; ``stuck_s`` if that is less.
+        fault_file: not there yet, the same for all ranks of the run: the first to fail writes the message there, the
+            others keep silent and end within 20 s. Without it every rank speaks for itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule | None,
+        *,
+        stuck_s: float,
+        stopped_s: float = STOPPED_S,
+        fault_file: Path | None = None,
+    ) -> None:
+        self._where = Whereabouts()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._fault_file = fault_file
+        self._settings = {
+            "pid": os.getpid(),
+            "rank": rank,
+            "descriptor": self._where.descriptor,
+            "schedule": None
+            if schedule is None
+            else {number: [str(action) for action in actions] for number, actions in schedule.items()},
+            "stuck_s": stuck_s,
+            "stopped_s": min(stopped_s, stuck_s),
+            "fault_file": str(fault_file) if fault_file else None,
+        }
+        self.at = self._where.at
+        """``at(position, waiting=False, shapes="")`` before every action; position in this rank's list."""
+        self.step = self._where.step
+        """``step(number)`` at the beginning of every step, from 0, before its data are waited for."""
+
+    def start(self) -> None:
+        """Begin to watch. Returns at once; what happens before the guardian is up is told all the same."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "parallel.guardian_process"],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(self._where.descriptor,),
+            start_new_session=True,  # launchers end ranks by their process group
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+        self._process.stdin.flush()
+        # Python ends in order: whatever made it end has been said.
+        atexit.register(self.close)
+
+    def rest(self) -> None:
+        """The step is over. Until the next begins, the rank may take as long as it likes."""
+        self._where.at(AT_REST)
+
+    def speak(self, message: str) -> bool:
+        """This rank fails and knows why: the guardian only sees to it that the process ends.
+
+        Returns:
+            False when another rank has spoken before: keep silent.
+        """
+        self._where.turn(SPOKEN)
+        atexit.unregister(self.close)  # it stays until the process is gone, however long that takes
+        return say_first(message, self._fault_file)
+
+    def await_end(self, asked: Callable[[], bool]) -> bool:
+        """This rank has lost another, which is named elsewhere: wait to be ended.
+
+        Args:
+            asked: True once the launcher has asked this process to end.
+
+        Returns:
+            True when the message has been said elsewhere: end in silence. False when nobody seems to know.
+        """
+        self._where.turn(LOST)
+        deadline_s, said = time.monotonic() + ENDED_BY_OTHERS_S, False
+        while time.monotonic() < deadline_s and not asked():
+            if not said and self._fault_file and self._fault_file.exists():
+                deadline_s, said = time.monotonic() + AFTER_MESSAGE_S, True
+            time.sleep(0.05)
+        return said or asked()
+
+    def close(self) -> None:
+        """The rank ends in order; the guardian goes. Does nothing after ``speak`` or when called again."""
+        if self._process is None or self._where.read().phase == SPOKEN:
+            return
+        atexit.unregister(self.close)
+        self._where.turn(CLOSED)
+        process, self._process = self._process, None
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(GOODBYE_S)
+        except subprocess.TimeoutExpired:  # stopped, or the machine is out of memory
+            process.kill()
+            process.wait()
