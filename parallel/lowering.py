@@ -1,0 +1,169 @@
+"""From what a schedule computes to everything a rank does: recomputation, messages, and the summing of gradients.
+
+Takes a compute-only schedule, the placement and the links between stages; gives the schedule that the engine walks.
+Three passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
+2024). They take it that ``check`` found nothing wrong with the schedule.
+
+A receive only announces that a message is awaited; the compute action that needs it waits. Receives are announced one
+compute action ahead, so that messages travel while ranks compute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from parallel.action import COMPUTE, Action, Kind, Schedule
+from parallel.placement import Placement
+
+Links = Mapping[tuple[int, int], bool]
+"""(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""
+
+BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""Actions that need the gradients of a stage's outputs and give those of its inputs."""
+
+
+def lower(schedule: Schedule, placement: Placement, links: Links, *, recompute: bool = False) -> Schedule:
+    """Everything that each rank does in a step.
+
+    Args:
+        schedule: compute-only, of all ranks.
+        recompute: keep no activations between the forward pass of a microbatch and its backward pass.
+    """
+    if recompute:
+        schedule = add_recompute(schedule)
+    return add_reduction(add_communication(schedule, placement, links), placement)
+
+
+def add_recompute(schedule: Schedule) -> Schedule:
+    """A RECOMPUTE right before each B or I, unless the rank has just computed that very forward pass."""
+    return {rank: list(_with_recompute(actions)) for rank, actions in schedule.items()}
+
+
+def _with_recompute(actions: list[Action]) -> Iterator[Action]:
+    previous = None
+    for action in actions:
+        if action.kind in BEGINS_BACKWARD:
+            place = (action.stage, action.microbatch, action.replica)
+            if previous != Action(Kind.FORWARD, *place):
+                yield Action(Kind.RECOMPUTE, *place)
+        yield action
+        previous = action
+
+
+def add_communication(schedule: Schedule, placement: Placement, links: Links) -> Schedule:
+    """Sends after the compute action that makes what they send, receives one compute action before the one in need.
+
+    The receives of a rank from another stand in the order in which that one sends, so that a channel between two ranks
+    needs no tags; where that order asks for it, a receive is announced further ahead. The gradient of a message is
+    never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
+    """
+    positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
+    sends = {action: list(_sends(action, placement, links)) for action in positions}
+    channels: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, actions in schedule.items():
+        for action in actions:
+            for send in sends[action]:
+                assert send.peer is not None
+                target = placement.rank_of(send.peer, send.replica, placement.group_of(rank))
+                channels[rank, target].append(_receive(send))
+
+    receives: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
+    for (_, target), channel in sorted(channels.items()):
+        for receive, position in zip(channel, _announced(channel, positions), strict=True):
+            receives[target][position].append(receive)
+    return {
+        rank: [
+            each
+            for position, action in enumerate(actions)
+            for each in (*receives[rank][position], action, *sends[action])
+        ]
+        for rank, actions in schedule.items()
+    }
+
+
+def _sends(action: Action, placement: Placement, links: Links) -> Iterator[Action]:
+    """What ``action`` makes for stages on other ranks, the nearest stage first: it is the one that waits for it."""
+    # Groups are alike, so whether two stages share a rank can be asked of the first.
+    rank = placement.rank_of(action.stage, action.replica)
+    if action.kind is Kind.FORWARD:
+        kind, peers = Kind.SEND_FORWARD, sorted(target for source, target in links if source == action.stage)
+    elif action.kind in BEGINS_BACKWARD:
+        kind = Kind.SEND_BACKWARD
+        peers = sorted(
+            (source for (source, target), back in links.items() if target == action.stage and back), reverse=True
+        )
+    else:
+        return
+    for peer in peers:
+        if placement.rank_of(peer, action.replica) != rank:
+            yield Action(kind, action.stage, action.microbatch, action.replica, peer)
+
+
+def _receive(send: Action) -> Action:
+    """The other end of ``send``."""
+    assert send.peer is not None
+    kind = Kind.RECEIVE_FORWARD if send.kind is Kind.SEND_FORWARD else Kind.RECEIVE_BACKWARD
+    return Action(kind, send.peer, send.microbatch, send.replica, send.stage)
+
+
+def _announced(channel: list[Action], positions: Mapping[Action, int]) -> list[int]:
+    """Positions of the compute actions before which the receives of a channel are announced, in ascending order."""
+    found = []
+    latest = len(positions)
+    for receive in reversed(channel):
+        latest = min(latest, max(0, _needed_by(receive, positions) - 1))
+        found.append(latest)
+    found.reverse()
+    earliest = 0
+    for n, receive in enumerate(channel):
+        if receive.kind is Kind.RECEIVE_BACKWARD:
+            forward = Action(Kind.FORWARD, receive.stage, receive.microbatch, receive.replica)
+            earliest = max(earliest, positions[forward] + 1)
+        found[n] = max(found[n], earliest)
+    return found
+
+
+def _needed_by(receive: Action, positions: Mapping[Action, int]) -> int:
+    kinds = (Kind.FORWARD,) if receive.kind is Kind.RECEIVE_FORWARD else BEGINS_BACKWARD
+    actions = (Action(kind, receive.stage, receive.microbatch, receive.replica) for kind in kinds)
+    return next(positions[action] for action in actions if action in positions)
+
+
+def add_reduction(schedule: Schedule, placement: Placement) -> Schedule:
+    """A REDUCE of each stage that several ranks hold, on each of them, as early as its last B or W allows.
+
+    Sums are collective: ranks that hold the same stages begin them in the same order, which is that of the number of
+    compute actions that the slowest of them has done by then. A rank with both replicas of a stage sums them once.
+    """
+    last: dict[tuple[int, int], int] = {}  # (rank, stage) -> position of its last backward action
+    done: dict[int, int] = defaultdict(int)  # stage -> compute actions
+    for rank, actions in schedule.items():
+        computed = 0
+        for position, action in enumerate(actions):
+            computed += action.kind in COMPUTE
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                last[rank, action.stage] = position
+                done[action.stage] = max(done[action.stage], computed)
+    order = [stage for stage in sorted(done, key=lambda s: (done[s], s)) if len(placement.holders(stage)) > 1]
+    lowered: Schedule = {}
+    for rank, actions in schedule.items():
+        replicas: dict[int, int] = {}
+        for stage, replica in placement.held_by(rank):
+            replicas.setdefault(stage, replica)
+        after: dict[int, list[Action]] = defaultdict(list)
+        position = -1  # a copy that no microbatch went through is summed all the same
+        for stage in order:
+            if stage in replicas:
+                if (rank, stage) in last:
+                    position = max(position, _end_of_sends(actions, last[rank, stage]))
+                after[position].append(Action(Kind.REDUCE, stage, None, replicas[stage]))
+        lowered[rank] = after[-1] + [each for n, action in enumerate(actions) for each in (action, *after[n])]
+    return lowered
+
+
+def _end_of_sends(actions: list[Action], position: int) -> int:
+    """Last position of the sends that follow the compute action at ``position``: other ranks wait for them."""
+    while position + 1 < len(actions) and actions[position + 1].kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+        position += 1
+    return position
