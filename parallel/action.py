@@ -35,9 +35,7 @@ class Kind(Enum):
     """Begin to sum the stage's gradients over all ranks that hold a copy of it; the update waits for the sum."""
 
 
-COMPUTE = frozenset(
-    {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE}
-)
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
 """Actions that take the rank's time."""
 
 PER_PEER = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD})
@@ -86,7 +84,9 @@ class Action:
         """
         found = _TEXT.fullmatch(text.strip())
         if found:
-            number = {key: None if value is None else int(value) for key, value in found.groupdict().items() if key != "kind"}
+            number = {
+                key: None if value is None else int(value) for key, value in found.groupdict().items() if key != "kind"
+            }
             kind, stage = Kind(found["kind"]), number["stage"]
             assert stage is not None
             action = (number["microbatch"] is None) == (kind is Kind.REDUCE) and (number["peer"] is not None) == (
@@ -95,7 +95,7 @@ class Action:
             if action:
                 return cls(kind, stage, number["microbatch"], number["replica"] or 0, number["peer"])
         raise ValueError(
-            f"{text!r} is no action: write stage, kind and microbatch as in 2F0 (F forward, B backward, I and W its two "
+            f"{text!r} is no action: write stage, kind and microbatch as in 2F0 (F forward, B backward, I and W its "
             "halves, R recompute), with the replica before a colon as in 1:2F0"
         )
 

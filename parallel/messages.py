@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import pickle
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel.comm.communicator import Communicator, Work
 
-TAGS = 1 << 15
+TAGS = 32767
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ class Form:
         remaining = iter(tensors)
         leaves = [next(remaining) if constant is TensorForm else constant for constant in self.constants]
         return tree_unflatten(leaves, self.spec)
+
+    def gradient(self) -> Form:
+        """Of the list of gradients that comes back: one for each tensor that needs it."""
+        tensors = tuple(replace(tensor, needs_grad=False) for tensor in self.tensors if tensor.needs_grad)
+        _, spec = tree_flatten(list(tensors))
+        return Form(spec, tensors, (TensorForm,) * len(tensors))
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors)) or "no tensor"

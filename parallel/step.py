@@ -103,8 +103,9 @@ class TrainingEngine(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state: ``model`` and ``optimizer`` as the plain module and a plain optimizer
-        over its parameters give them, whatever the strategy. Every rank takes part; only rank 0 gets it, others get {}.
+        """Parameters, buffers and optimizer state: ``model`` and ``optimizer`` as the plain module and a plain
+        optimizer over its parameters give them, whatever the strategy. Every rank takes part; only rank 0 gets it,
+        the others get {}.
         """
         ...
 

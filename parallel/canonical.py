@@ -1,0 +1,117 @@
+"""One state dict for every strategy: what the plain module and a plain optimizer over its parameters would save.
+
+Takes the parts that ranks hold; gives the whole, and takes it apart again. A checkpoint written under one strategy is
+loaded under any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.objects import gather_objects
+from parallel.placement import Placement
+from parallel.stage import Stage
+from parallel.update import Update
+
+
+@dataclass(frozen=True)
+class CanonicalState:
+    """The state of a model whose stages are spread over ranks.
+
+    Attributes:
+        keys: of the whole model's state dict, in order.
+        parameters: names of the whole model's parameters, in order; an optimizer numbers them so.
+        rest: what no stage uses, by key; it never changes.
+    """
+
+    keys: Sequence[str]
+    parameters: Sequence[str]
+    rest: dict[str, Tensor]
+    stages: Mapping[int, Stage]
+    update: Update
+    placement: Placement
+    communicator: Communicator
+
+    def gather(self) -> dict[str, Any]:
+        """``model`` and ``optimizer`` on rank 0, {} on the others; every rank takes part."""
+        rank = self.communicator.rank
+        mine = {number: stage for number, stage in self.stages.items() if self.placement.rank_of(number) == rank}
+        parts = gather_objects(
+            self.communicator,
+            {
+                "model": {key: value for stage in mine.values() for key, value in stage.module.state_dict().items()},
+                "optimizer": self._optimizer_part({name for stage in mine.values() for name in stage.parameters}),
+            },
+        )
+        if parts is None:
+            return {}
+        values = dict(self.rest)
+        states: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        for part in parts:
+            values |= part["model"]
+            states |= part["optimizer"]["state"]
+            options = options or part["optimizer"]["options"]
+        numbers = range(len(self.parameters))
+        return {
+            "model": {key: values[key] for key in self.keys},
+            "optimizer": {
+                "state": {n: states[self.parameters[n]] for n in numbers if self.parameters[n] in states},
+                "param_groups": [{**options, "params": list(numbers)}],
+            },
+        }
+
+    def scatter(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of what ``gather`` gave.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        model: dict[str, Tensor] = state["model"]
+        strange = sorted(set(model) ^ set(self.keys))
+        if strange:
+            raise ValueError(
+                f"the checkpoint is of another model: {len(strange)} names are in one of the two only, such as "
+                f"{', '.join(strange[:3])}; use the --model it was made with"
+            )
+        for key in self.rest:
+            self.rest[key].copy_(model[key])
+        for stage in self.stages.values():
+            stage.module.load_state_dict({key: model[key] for key in stage.module.state_dict()})
+        optimizer = self.update.optimizer
+        if optimizer is None:
+            return
+        numbers = {name: number for number, name in enumerate(self.parameters)}
+        saved = state["optimizer"]
+        mine = [numbers[name] for name in self.update.owned]
+        optimizer.load_state_dict(
+            {
+                "state": {k: saved["state"][number] for k, number in enumerate(mine) if number in saved["state"]},
+                "param_groups": [{**saved["param_groups"][0], "params": list(range(len(mine)))}],
+            }
+        )
+
+    def _optimizer_part(self, names: set[str]) -> dict[str, Any]:
+        """State by name of parameter, and the options of the optimizer."""
+        optimizer = self.update.optimizer
+        if optimizer is None:
+            return {"state": {}, "options": {}}
+        return {
+            "state": {
+                name: optimizer.state[parameter]
+                for name, parameter in self.update.owned.items()
+                if name in names and parameter in optimizer.state
+            },
+            "options": _options(optimizer),
+        }
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    (group,) = optimizer.param_groups
+    return {key: value for key, value in group.items() if key != "params"}

@@ -1,0 +1,274 @@
+"""The engine: walks its rank's actions, whatever schedule they come from.
+
+Takes the lowered schedule, this rank's stages and a communicator; gives optimiser steps. Every strategy is data to it:
+replicas, chunks, skips and groups appear only as actions, routes and holders. Letters: i microbatch, m microbatches of
+the global batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.action import Action, Kind, Schedule
+from parallel.canonical import CanonicalState
+from parallel.comm.communicator import CommunicationError, Communicator
+from parallel.exchange import GradientExchange
+from parallel.fault import describe_fault
+from parallel.feed import Feed
+from parallel.handover import Handover, describe
+from parallel.messages import Messenger
+from parallel.microbatch import microbatch_seed
+from parallel.partition import RANDOM_STATE
+from parallel.placement import Placement
+from parallel.prediction import Prediction
+from parallel.stage import LOSS, Stage
+from parallel.step import Microbatch, NonFiniteLoss, StepResult, Wants
+from parallel.timeline import Span
+from parallel.update import Update
+
+
+class EngineFault(RuntimeError):
+    """An action that failed. Says rank, action, stage and shapes, and shows the schedule with the action marked."""
+
+
+class Observer(Protocol):
+    """Is told where the engine stands, so that somebody can say so when the engine no longer can."""
+
+    def step(self, number: int) -> None: ...
+
+    def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
+        """Before the action at ``position`` of this rank's list; ``waiting``: for other ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one rank computes, with what.
+
+    Attributes:
+        schedule: lowered, of all ranks; this rank's list is walked, the others are shown when something fails.
+        stages: those this rank holds, by number; two replicas of one stage share it.
+        exchanges: of the stages that other ranks hold too.
+        inputs: name of the model's input.
+        share: microbatches of this rank's group.
+        batch: tiles of a usual step over all ranks; where a step has another number it is made good afterwards.
+        m: microbatches of a step over all ranks.
+    """
+
+    schedule: Schedule
+    placement: Placement
+    stages: Mapping[int, Stage]
+    handover: Handover
+    exchanges: Mapping[int, GradientExchange]
+    update: Update
+    messenger: Messenger
+    prediction: Prediction
+    canonical: CanonicalState
+    inputs: str
+    share: range
+    batch: int
+    m: int
+
+
+class Engine:
+    """Optimiser steps of a model whose stages are spread over ranks; satisfies ``step.TrainingEngine``.
+
+    Args:
+        work: of this rank.
+        communicator: all ranks.
+        seed: of dropout and every other random number the model draws.
+        observer: is told of every action.
+    """
+
+    def __init__(
+        self, work: RankWork, communicator: Communicator, *, seed: int = 0, observer: Observer | None = None
+    ) -> None:
+        self.schedule, self.placement, self.share = work.schedule, work.placement, work.share
+        self._work = work
+        self._communicator = communicator
+        self._actions = tuple(work.schedule[communicator.rank])
+        self._seed = seed
+        self._observer = observer
+        self._last = work.placement.stages - 1
+        forwards = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.FORWARD}
+        self._wants = {i: Wants((0, i) in forwards, (self._last, i) in forwards) for i in work.share}
+        self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
+        self._completing = frozenset(_completing_backwards(self._actions))
+        self._spans: list[Span] = []
+        self._shapes = ""
+
+    def wants(self, i: int) -> Wants:
+        return self._wants[i]
+
+    @property
+    def predict_wants(self) -> Wants:
+        return self._work.prediction.wants
+
+    def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
+        work = self._work
+        if self._observer:
+            self._observer.step(step)
+        for stage in work.stages.values():
+            stage.module.train()
+            stage.statistics.begin_step(work.m)
+        work.update.begin_step()
+        for exchange in work.exchanges.values():
+            exchange.begin_step()
+        self._spans = []
+        losses = self._walk(Feed(microbatches, self.share), step)
+        tiles = int(losses[1].sum())
+        work.messenger.finish()
+        for exchange in work.exchanges.values():
+            exchange.finish()
+        for number in sorted(work.stages):
+            work.stages[number].statistics.end_step()
+        self._communicator.all_reduce(losses)
+        means, sizes = losses
+        faulty = [i for i, mean in enumerate(means.tolist()) if not math.isfinite(mean)]
+        if faulty:
+            raise NonFiniteLoss(faulty, [float(means[i]) for i in faulty])
+        total = int(sizes.sum())
+        work.update.apply(learning_rate, scale=work.batch / total)
+        return StepResult(loss=float(means @ sizes) / total, tiles=tiles)
+
+    def predict(self, microbatch: Microbatch) -> Any:
+        return self._work.prediction.run(microbatch)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the global batch's mean loss, by name of the parameter, for the stages this rank holds; after a step."""
+        return {
+            name: parameter.grad
+            for stage in self._work.stages.values()
+            for name, parameter in stage.parameters.items()
+            if parameter.grad is not None
+        }
+
+    def spans(self) -> tuple[Span, ...]:
+        """When this rank computed what in the last step, in ``time.perf_counter`` seconds."""
+        return tuple(self._spans)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._work.canonical.gather()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._work.canonical.scatter(state)
+
+    def close(self) -> None:
+        for stage in self._work.stages.values():
+            stage.forget()
+        self._work.handover.clear()
+
+    def _walk(self, feed: Feed, step: int) -> Tensor:
+        """All actions of this rank; mean losses and sizes (2, m) of the microbatches whose loss it computed."""
+        losses = torch.zeros(2, self._work.m, dtype=torch.float64)
+        for position, action in enumerate(self._actions):
+            self._shapes = ""
+            try:
+                self._perform(position, action, feed, step, losses)
+            except CommunicationError:
+                raise
+            except Exception as fault:
+                raise self._fault(position, step, fault) from fault
+        if self._observer:
+            self._observer.at(-1)
+        return losses
+
+    def _perform(self, position: int, action: Action, feed: Feed, step: int, losses: Tensor) -> None:
+        handover = self._work.handover
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(position, action, feed, step, losses)
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                self._backward(position, action, feed)
+            case Kind.BACKWARD_WEIGHT:
+                with self._computing(position, action) as i:
+                    self._work.stages[action.stage].backward_weight(i)
+            case Kind.RECOMPUTE:
+                with self._computing(position, action) as i:
+                    self._work.stages[action.stage].recompute(i)
+            case Kind.REDUCE:
+                self._work.exchanges[action.stage].begin()
+            case Kind.SEND_FORWARD:
+                handover.send(action, feed.shape(_i(action)))
+            case Kind.SEND_BACKWARD:
+                handover.send_back(action)
+            case Kind.RECEIVE_FORWARD:
+                handover.post(action, feed.shape(_i(action)))
+            case Kind.RECEIVE_BACKWARD:
+                handover.post_back(action)
+
+    def _forward(self, position: int, action: Action, feed: Feed, step: int, losses: Tensor) -> None:
+        i, work = _i(action), self._work
+        self._tell(position, waiting=True)
+        values = work.handover.take(action)
+        if action.stage == 0:
+            values[work.inputs] = feed.images(i)
+        tiles = feed.shape(i)[0]
+        random = values.pop(RANDOM_STATE, None)
+        self._shapes = f"inputs {describe(values)}"
+        with self._computing(position, action):
+            outputs = work.stages[action.stage].forward(
+                i,
+                tiles,
+                values,
+                microbatch_seed(self._seed, step, i) if random is None else random,
+                targets=feed.targets(i) if action.stage == self._last else None,
+                recomputed=(action.stage, i) in self._recomputed,
+            )
+        if action.stage == self._last:
+            losses[:, i] = torch.tensor([float(outputs[LOSS].detach()), tiles])
+        work.handover.give(action, outputs)
+
+    def _backward(self, position: int, action: Action, feed: Feed) -> None:
+        i, work = _i(action), self._work
+        self._tell(position, waiting=True)
+        gradients = work.handover.take_back(action)
+        self._shapes = f"gradients {describe(gradients)}" if gradients else ""
+        if position in self._completing:
+            work.exchanges[action.stage].arm()
+        with self._computing(position, action):
+            incoming = work.stages[action.stage].backward(i, gradients, weight=feed.shape(i)[0] / work.batch)
+        work.handover.give_back(action, incoming)
+
+    @contextlib.contextmanager
+    def _computing(self, position: int, action: Action) -> Iterator[int]:
+        self._tell(position)
+        begun = time.perf_counter()
+        yield _i(action)
+        self._spans.append(Span(action, begun, time.perf_counter()))
+
+    def _tell(self, position: int, waiting: bool = False) -> None:
+        if self._observer:
+            self._observer.at(position, waiting, self._shapes)
+
+    def _fault(self, position: int, step: int, fault: Exception) -> EngineFault:
+        reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"
+        return EngineFault(describe_fault(self.schedule, self._communicator.rank, position, step, self._shapes, reason))
+
+
+def _completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
+    """Positions of the backward passes after which nothing but messages comes before the stage's REDUCE: its gradients
+    can be summed while it still runs, without overtaking the sum of another stage."""
+    computing: int | None = None
+    for position, action in enumerate(actions):
+        if action.kind is Kind.REDUCE:
+            if computing is not None and actions[computing].stage == action.stage:
+                yield computing
+            computing = None
+        elif action.kind is Kind.BACKWARD:
+            computing = position
+        elif action.kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE):
+            computing = None
+
+
+def _i(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch

@@ -1,0 +1,124 @@
+"""Summing a stage's gradients over all ranks that hold a copy of it: in flat buckets, begun as early as they are ready.
+
+Gradients are views into the buckets, so that backward adds into them in place and a bucket is summed without copying.
+The buckets stand in reverse order of the parameters, which is about the order in which backward completes them (Li et
+al. 2020, PyTorch Distributed, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from parallel.comm.communicator import Communicator, Work
+
+BUCKET_BYTES = 25 << 20
+
+
+class Bucket:
+    """Parameters of one dtype whose gradients lie in one flat tensor, with one number behind them per parameter: how
+    many ranks had a gradient for it. One that nobody had stays None, so that the optimizer passes it over as it would
+    in a single process."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        first = parameters[0]
+        size = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
+        self.touched = self.flat[size:]
+        self.views: list[Tensor] = []
+        offset = 0
+        for parameter in parameters:
+            # A dense parameter's own strides fit into as many elements, whatever the order of its dims.
+            self.views.append(torch.as_strided(self.flat, parameter.shape, parameter.stride(), offset))
+            offset += parameter.numel()
+        self.missing = 0
+
+    def clear(self) -> None:
+        """Zero the gradients and put them where backward adds to them."""
+        self.flat.zero_()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def settle(self) -> None:
+        """After the sum: take the gradient from the parameters that nobody had one for."""
+        for parameter, ranks in zip(self.parameters, self.touched.tolist(), strict=True):
+            if not ranks:
+                parameter.grad = None
+
+
+class GradientExchange:
+    """The gradients of one stage and the other ranks that hold it.
+
+    Args:
+        parameters: of the stage; all dense.
+        communicator: the ranks that hold a copy, this one among them.
+        overlap: sum while the last backward pass still runs; needs hooks on the parameters.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], communicator: Communicator, *, overlap: bool) -> None:
+        self._communicator = communicator
+        self.buckets = [Bucket(group) for group in _bucketed([p for p in parameters if p.requires_grad])]
+        self._works: list[Work] = []
+        self._armed = False
+        self._overlap = overlap
+        if overlap:
+            for bucket in self.buckets:
+                for number, parameter in enumerate(bucket.parameters):
+                    parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
+
+    def begin_step(self) -> None:
+        """Zero the gradients."""
+        assert not self._works
+        self._armed = False
+        for bucket in self.buckets:
+            bucket.clear()
+            bucket.touched.fill_(0 if self._overlap else 1)
+
+    def arm(self) -> None:
+        """The next backward pass is the stage's last of this step: each bucket is summed as soon as it is complete."""
+        self._armed = self._overlap
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def begin(self) -> None:
+        """Begin to sum what has not been begun. Every rank that holds the stage comes here in the same order."""
+        self._armed = False
+        for bucket in self.buckets[len(self._works) :]:
+            self._works.append(self._communicator.iall_reduce(bucket.flat))
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for bucket in self.buckets:
+            bucket.settle()
+
+    def _hook(self, bucket: Bucket, number: int) -> Callable[[Tensor], None]:
+        def count(parameter: Tensor) -> None:
+            bucket.touched[number] = 1
+            if not self._armed:
+                return
+            bucket.missing -= 1
+            # In the order of the buckets, which is the same on every rank.
+            while len(self._works) < len(self.buckets) and self.buckets[len(self._works)].missing == 0:
+                self._works.append(self._communicator.iall_reduce(self.buckets[len(self._works)].flat))
+
+        return count
+
+
+def _bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """``parameters`` from the last to the first, in runs of one dtype of about ``BUCKET_BYTES``."""
+    runs: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        own = parameter.numel() * parameter.element_size()
+        if not runs or runs[-1][0].dtype != parameter.dtype or size + own > BUCKET_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(parameter)
+        size += own
+    return runs

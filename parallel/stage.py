@@ -1,0 +1,231 @@
+"""A stage at work: the part of the model between two cuts, and what its microbatches in flight need for backward.
+
+Takes the values that earlier stages made, gives those that later stages use; the last stage gives the loss. Knows
+nothing of schedules or ranks: the engine calls it in whatever order the schedule says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parallel.activations import ActivationMeter
+from parallel.batchnorm import RunningStatistics
+from parallel.cut import StageModule
+from parallel.partition import RANDOM_STATE
+from parallel.randomness import drawing
+from parallel.split_backward import DeferredWeights
+from parallel.step import Loss
+
+LOSS = "#loss"
+"""Name of the last stage's only value."""
+
+Gradients = dict[str, list[Tensor]]
+"""Name of a value -> gradients of those of its tensors that need one, in order."""
+
+
+@dataclass
+class InFlight:
+    """What one microbatch leaves behind between forward and backward.
+
+    Attributes:
+        values: received, by name; their tensors are leaves of this stage's part of the autograd graph.
+        random: where the stage's random numbers began: a seed, or a state handed on by an earlier stage.
+        recomputed: the first forward pass kept nothing else.
+        roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
+    """
+
+    tiles: int
+    values: dict[str, Any]
+    targets: Tensor | None
+    random: int | Tensor
+    recomputed: bool
+    roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
+
+
+class Stage:
+    """Forward and backward of one stage, for any number of microbatches in flight.
+
+    Args:
+        module: the layers.
+        loss: of the last stage: (output, targets) -> mean over the microbatch; None for the others.
+        differentiable: names of the values given whose gradients come back.
+        statistics: of the module's normalisation layers.
+        draws: the module may draw random numbers.
+        split: backward is called in two halves (zero bubble).
+        compiled: run the module through ``torch.compile``.
+        meter: counts the bytes kept for backward.
+
+    Raises:
+        ValueError: ``split`` for a module whose backward pass cannot be split exactly.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        *,
+        device: torch.device,
+        statistics: RunningStatistics,
+        loss: Loss | None = None,
+        differentiable: Iterable[str] = (),
+        draws: bool = False,
+        autocast: torch.dtype | None = None,
+        split: bool = False,
+        compiled: bool = False,
+        meter: ActivationMeter | None = None,
+    ) -> None:
+        self.module = module
+        self.statistics = statistics
+        self._loss = loss
+        self._differentiable = frozenset(differentiable)
+        self._device = device
+        self._draws = draws
+        self._autocast = autocast
+        self._weights = DeferredWeights(module, meter) if split else None
+        self._meter = meter
+        # Inductor's own random numbers would differ from those of the plain model.
+        self._run: Callable[..., Any] = torch.compile(module, options={"fallback_random": True}) if compiled else module
+        self._in_flight: dict[int, InFlight] = {}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the whole model."""
+        return dict(self.module.named_parameters())
+
+    def forward(
+        self,
+        i: int,
+        tiles: int,
+        values: dict[str, Any],
+        random: int | Tensor,
+        *,
+        targets: Tensor | None = None,
+        recomputed: bool = False,
+    ) -> dict[str, Any]:
+        """Forward pass of microbatch ``i``.
+
+        Args:
+            tiles: in the microbatch.
+            values: what the module uses, by name. They belong to the stage until its backward pass.
+            random: a seed, or the state handed on by an earlier stage.
+            targets: for the loss, in the last stage.
+            recomputed: keep only what came in; ``recompute`` is called before backward.
+
+        Returns:
+            By name what later stages use, with ``RANDOM_STATE`` if the stage draws; ``LOSS`` in the last stage.
+        """
+        self._in_flight[i] = flight = InFlight(tiles, values, targets, random, recomputed)
+        with self.statistics.microbatch(i, tiles):
+            if not recomputed:
+                return self._compute(i, flight)
+            with torch.no_grad():
+                outputs = self._compute(i, flight)
+            return {name: self._promised(name, value) for name, value in outputs.items()}
+
+    def recompute(self, i: int) -> None:
+        """The forward pass of microbatch ``i`` again, keeping what backward needs; counted nowhere."""
+        with self.statistics.frozen():
+            self._compute(i, self._in_flight[i])
+
+    def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
+        """Backward pass of microbatch ``i``; parameters' gradients add up in place.
+
+        With ``split`` the gradients of the deferred weights follow in ``backward_weight``.
+
+        Args:
+            gradients: of the values given, summed over the stages that use them.
+            weight: of the loss, in the last stage.
+
+        Returns:
+            Gradients of the values that came in.
+        """
+        flight = self._in_flight.pop(i)
+        if self._loss is not None:
+            gradients = {LOSS: [torch.tensor(weight, dtype=self._loss_dtype, device=self._device)]}
+        flows = [
+            (edge, gradient)
+            for name, edges in flight.roots.items()
+            for edge, gradient in zip(edges, gradients[name], strict=True)
+            if edge is not None
+        ]
+        if flows:
+            torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
+        return {name: _gradients(value) for name, value in flight.values.items()}
+
+    def backward_weight(self, i: int) -> None:
+        """Gradients of the weights that ``backward`` put off."""
+        assert self._weights is not None
+        self._weights.backward_weight(i)
+
+    @torch.no_grad()
+    def predict(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """By name what the module gives in evaluation mode; a value that only training makes is missing."""
+        with self._precision():
+            given = self.module(*(values.get(name) for name in self.module.inputs))
+        return dict(zip(self.module.outputs, given, strict=True))
+
+    def forget(self) -> None:
+        """Drop every microbatch in flight, after a step that was given up."""
+        self._in_flight.clear()
+
+    def _compute(self, i: int, flight: InFlight) -> dict[str, Any]:
+        with contextlib.ExitStack() as scopes:
+            state = scopes.enter_context(drawing(flight.random, self._device)) if self._draws else None
+            scopes.enter_context(self._precision())
+            if torch.is_grad_enabled():
+                if self._weights is not None:
+                    scopes.enter_context(self._weights.recording(i))
+                if self._meter is not None:
+                    scopes.enter_context(self._meter.watching())
+            given = self._run(*(flight.values[name] for name in self.module.inputs))
+            outputs = dict(zip(self.module.outputs, given, strict=True))
+            if self._loss is not None:
+                (output,) = outputs.values()
+                assert flight.targets is not None
+                loss = self._loss(output, flight.targets)
+                self._loss_dtype = loss.dtype
+                outputs = {LOSS: loss}
+        if torch.is_grad_enabled():
+            # Edges, not tensors: what was sent can be freed before its gradient comes back.
+            flight.roots = {
+                name: edges for name, value in outputs.items() if (edges := self._edges(name, value, flight.recomputed))
+            }
+        if state is not None:
+            outputs[RANDOM_STATE] = state.end
+        return outputs
+
+    def _edges(self, name: str, value: Any, recomputed: bool) -> list[GradientEdge | None]:
+        """Of the tensors of ``value`` that a gradient comes back for."""
+        wanted = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if recomputed and name in self._differentiable:  # all of them were promised one
+            return [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in wanted]
+        return [get_gradient_edge(leaf) for leaf in wanted if leaf.requires_grad]
+
+    def _promised(self, name: str, value: Any) -> Any:
+        """``value`` of a pass without gradients, marked where recomputation will ask for one."""
+        if name not in self._differentiable:
+            return value
+        return tree_map(
+            lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf,
+            value,
+        )
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
+
+
+def _gradients(value: Any) -> list[Tensor]:
+    """Gradients of the leaves of ``value`` that need one, taken out of them; zeros where nothing flowed back."""
+    taken = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            taken.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            leaf.grad = None
+    return taken
