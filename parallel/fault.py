@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from parallel.action import Action, Kind, Schedule
+from parallel.grid import format_grid
 
 AROUND = 4
 """Cells of the grid shown on each side of the failing one."""
@@ -66,8 +67,6 @@ def describe_fault(
         if schedule is not None and step >= 0:
             head += ", between actions"
         return "\n".join(filter(None, (head, advice)))
-    from parallel.grid import format_grid
-
     action = schedule[rank][position]
     replicas = any(other.replica for actions in schedule.values() for other in actions)
     head += f" in {action}: {describe_action(action, replicas)}" + (f", {shapes}" if shapes else "")

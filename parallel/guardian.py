@@ -1,13 +1,15 @@
 """A rank's side of its guardian, the process that tells what became of the rank when the rank cannot.
 
-Takes the rank's number, the schedule and how long an action may take; the engine tells it every action, the loop every
-step. A rank that is killed, crashes, is stopped or stuck is named once, with action, stage, shapes and the grid of
-actions; whatever launched the run then ends the others. A rank that ends in order is let go in silence.
+Takes the rank's number and how long an action may take, the schedule once it is known; the engine tells it every
+action, the loop every step. A rank that is killed, crashes, is stopped or stuck is named once, with action, stage,
+shapes and the grid of actions; whatever launched the run then ends the others. A rank that ends in order is let go in
+silence.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -32,9 +34,9 @@ class Guardian:
     """Watches over this process, which is ``rank``.
 
     Args:
-        schedule: the actions of all ranks in a step, as the engine walks them; None where it has no actions.
-        stuck_s: how long one action may take before the rank is given up; 30 s more while it waits for others, and for
-            a step without actions.
+        rank: its number in the run.
+        stuck_s: how long one action may take before the rank is given up; 30 s more where it waits for others, and
+            outside of actions until ``rest``.
         stopped_s: how long the rank may be stopped by a signal; ``stuck_s`` if that is less.
         fault_file: not there yet, the same for all ranks of the run: the first to fail writes the message there, the
             others keep silent and end within 20 s. Without it every rank speaks for itself.
@@ -43,7 +45,6 @@ class Guardian:
     def __init__(
         self,
         rank: int,
-        schedule: Schedule | None,
         *,
         stuck_s: float,
         stopped_s: float = STOPPED_S,
@@ -56,9 +57,6 @@ class Guardian:
             "pid": os.getpid(),
             "rank": rank,
             "descriptor": self._where.descriptor,
-            "schedule": None
-            if schedule is None
-            else {number: [str(action) for action in actions] for number, actions in schedule.items()},
             "stuck_s": stuck_s,
             "stopped_s": min(stopped_s, stuck_s),
             "fault_file": str(fault_file) if fault_file else None,
@@ -71,18 +69,25 @@ class Guardian:
     def start(self) -> None:
         """Begin to watch. Returns at once; what happens before the guardian is up is told all the same."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "parallel.guardian_process"],
+            [sys.executable, "-m", "parallel.guardian_process", json.dumps(self._settings)],
             cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(self._where.descriptor,),
             start_new_session=True,  # launchers end ranks by their process group
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
-        self._process.stdin.flush()
         # Python ends in order: whatever made it end has been said.
         atexit.register(self.close)
+
+    def follow(self, schedule: Schedule) -> None:
+        """From now on the positions given to ``at`` are those in ``schedule``, all ranks' actions of a step."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        texts = {rank: [str(action) for action in actions] for rank, actions in schedule.items()}
+        with contextlib.suppress(BrokenPipeError):  # somebody ended it; that is no reason to end the run
+            self._process.stdin.write(json.dumps(texts).encode() + b"\n")
+            self._process.stdin.flush()
 
     def rest(self) -> None:
         """The step is over. Until the next begins, the rank may take as long as it likes."""

@@ -1,8 +1,9 @@
 """The process beside a rank that speaks for it when it cannot: killed, crashed, stopped, or stuck.
 
-Takes one line of JSON on standard input, which stays open as long as the rank lives; gives nothing while all is well
-and one message on standard error otherwise. A rank that is stopped or stuck is killed, upon which what launched the run
-ends the others. Imports no torch: it is up in a twentieth of a second and takes 15 MB.
+Takes settings as JSON on its command line, and the schedule on standard input, which stays open as long as the rank
+lives. Gives nothing while all is well and one message on standard error otherwise. A rank that is stopped or stuck is
+killed, upon which what launched the run ends the others. Imports no torch: it is up in a twentieth of a second and
+takes 15 MB.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import psutil
 
 from parallel.action import Action, Schedule
 from parallel.fault import describe_fault, say_first
-from parallel.whereabouts import AT_REST, SPOKEN, WATCHED, Place, Whereabouts
+from parallel.whereabouts import AT_REST, NO_ACTION, SPOKEN, WATCHED, Place, Whereabouts
 
 POLL_S = 0.25
+PIPE_BYTES = 1 << 16
 WAITING_LONGER_S = 30.0
 """A rank that waits for others is given this much more than the one it waits for, which is the one to name."""
 ENDS_WITHIN_S = 20.0
@@ -40,7 +42,8 @@ class GuardianProcess:
 
     Args:
         pid: of the rank.
-        schedule: in the actions' texts; None without one.
+        rank: its number.
+        descriptor: of its ``Whereabouts``.
         stuck_s: how long one action, or a step without actions, may take.
         stopped_s: how long the rank may be stopped while what launched it is not.
         fault_file: says that the run has failed; None when there is none to share.
@@ -51,7 +54,6 @@ class GuardianProcess:
         pid: int,
         rank: int,
         descriptor: int,
-        schedule: dict[str, list[str]] | None,
         stuck_s: float,
         stopped_s: float,
         fault_file: str | None,
@@ -59,7 +61,8 @@ class GuardianProcess:
         self._pid = pid
         self._rank = rank
         self._where = Whereabouts(descriptor)
-        self._schedule = schedule
+        self._received = b""
+        self._schedule: Schedule | None = None
         self._stuck_s = stuck_s
         self._stopped_s = stopped_s
         self._fault_file = Path(fault_file) if fault_file else None
@@ -77,7 +80,7 @@ class GuardianProcess:
         """Return True when ``rank`` has ended, False when it was killed from here."""
         stopped_s = idle_s = failed_s = 0.0
         since_s, before_s = -1.0, time.monotonic()
-        while not select.select([sys.stdin], [], [], POLL_S)[0] and rank.status() != psutil.STATUS_ZOMBIE:
+        while self._is_connected() and rank.status() != psutil.STATUS_ZOMBIE:
             place, now_s = self._where.read(), time.monotonic()
             # Time in which this process was itself held, with the whole job, is nobody's fault.
             passed_s, before_s = min(now_s - before_s, 2 * POLL_S), now_s
@@ -100,10 +103,20 @@ class GuardianProcess:
                 return False
         return True
 
+    def _is_connected(self) -> bool:
+        """Wait a while for the rank to say something; False when it cannot any more."""
+        if not select.select([sys.stdin], [], [], POLL_S)[0]:
+            return True
+        data = os.read(sys.stdin.fileno(), PIPE_BYTES)
+        self._received += data
+        if data.endswith(b"\n"):
+            texts: dict[str, list[str]] = json.loads(self._received)
+            self._schedule = {int(rank): [Action.parse(text) for text in texts[rank]] for rank in texts}
+        return bool(data)
+
     def _limit_s(self, place: Place) -> float:
-        # Without actions nobody knows who waits for whom, and the communicator's own time limit comes first.
-        waiting = place.waiting or self._schedule is None
-        return self._stuck_s + WAITING_LONGER_S * waiting
+        # Where a step is at no action, it may be waiting for the sums over all ranks.
+        return self._stuck_s + WAITING_LONGER_S * (place.waiting or place.position == NO_ACTION)
 
     def _tell_death(self, place: Place) -> None:
         reason, advice = describe_status(_exit_status(self._pid))
@@ -129,8 +142,7 @@ class GuardianProcess:
         )
 
     def _say(self, place: Place, reason: str, advice: str) -> None:
-        schedule = _parse(self._schedule)
-        message = describe_fault(schedule, self._rank, place.position, place.step, place.shapes, reason, advice)
+        message = describe_fault(self._schedule, self._rank, place.position, place.step, place.shapes, reason, advice)
         if say_first(message, self._fault_file):
             with contextlib.suppress(OSError):  # nobody may be left to read it; the file has it
                 os.write(sys.stderr.fileno(), f"error: {message}\n".encode())
@@ -153,12 +165,6 @@ def describe_status(status: int | None) -> tuple[str, str]:
             "A compiled library failed; PYTHONFAULTHANDLER=1 in the environment shows where it was called."
         )
     return f"was ended by {number.name} (signal {number.value})", ""
-
-
-def _parse(schedule: dict[str, list[str]] | None) -> Schedule | None:
-    if schedule is None:
-        return None
-    return {int(rank): [Action.parse(text) for text in actions] for rank, actions in schedule.items()}
 
 
 def _exit_status(pid: int) -> int | None:
@@ -190,9 +196,7 @@ def main() -> None:
     # What asks the rank to stop is for the rank; this process follows it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    settings = sys.stdin.readline()
-    if settings:
-        GuardianProcess(**json.loads(settings)).run()
+    GuardianProcess(**json.loads(sys.argv[1])).run()
 
 
 if __name__ == "__main__":

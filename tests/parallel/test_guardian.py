@@ -21,8 +21,9 @@ from parallel.guardian import Guardian
 
 texts = {0: "0F0 0F1 0B0 0B1", 1: "1F0 1B0 1F1 1B1"}
 schedule = {rank: [Action.parse(text) for text in line.split()] for rank, line in texts.items()}
-guardian = Guardian(1, schedule, stuck_s=float(sys.argv[2]), stopped_s=1, fault_file=pathlib.Path(sys.argv[1]))
+guardian = Guardian(1, stuck_s=float(sys.argv[2]), stopped_s=1, fault_file=pathlib.Path(sys.argv[1]))
 guardian.start()
+guardian.follow(schedule)
 print(guardian._process.pid, flush=True)
 guardian.step(16)
 guardian.at(2, waiting=False, shapes="inputs (2, 256, 64, 64) float32")
@@ -121,9 +122,10 @@ def test_stuck_rank_is_named_and_killed(start: Callable[..., Rank]) -> None:
     [
         "[(guardian.at(i % 4), time.sleep(0.1)) for i in range(25)]",
         "guardian.at(1, waiting=True); time.sleep(2.5)",
+        "guardian.at(-1); time.sleep(2.5)",
         "guardian.rest(); time.sleep(2.5)",
     ],
-    ids=["moving", "waiting", "resting"],
+    ids=["moving", "waiting", "summing", "resting"],
 )
 def test_rank_that_is_not_stuck_is_left_alone(then: str, start: Callable[..., Rank]) -> None:
     rank = start("print('ready', flush=True); " + then, stuck_s=1)
@@ -162,7 +164,7 @@ def test_exit_without_goodbye_is_named(start: Callable[..., Rank]) -> None:
 def test_position_costs_less_than_two_microseconds() -> None:
     from parallel.guardian import Guardian
 
-    guardian = Guardian(0, None, stuck_s=60)
+    guardian = Guardian(0, stuck_s=60)
     best_s = float("inf")
     for _ in range(20):
         began_s = time.perf_counter()
