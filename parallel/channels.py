@@ -12,10 +12,8 @@ from dataclasses import replace
 
 from parallel.action import PER_PEER, Action, Kind, Schedule
 from parallel.placement import Placement
-from parallel.progress import other_end
+from parallel.progress import SENDS, other_end
 from parallel.schedule_error import ScheduleFault
-
-SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
 class Channels:

@@ -32,8 +32,7 @@ class CheckReport:
     Attributes:
         microbatches: of the global batch, m.
         lowered: messages are in the schedule; without them nothing is said about how values travel.
-        rendezvous_stops: where each rank would stop for ever if every send waited for its receive and every receive
-            for its send.
+        rendezvous_stops: where each rank would stop for ever if every send waited until its receive has begun.
     """
 
     microbatches: int
@@ -42,7 +41,7 @@ class CheckReport:
 
     @property
     def blocking_safe(self) -> bool:
-        """True when the schedule needs no buffers for messages: it runs through with blocking sends and receives."""
+        """True when no message needs a buffer: the schedule runs through with sends that block."""
         return not self.rendezvous_stops
 
 

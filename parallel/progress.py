@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from parallel.action import PER_PEER, Action, Kind, Schedule
+from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.placement import Placement
 
 OTHER_END = {
@@ -19,6 +19,7 @@ OTHER_END = {
     Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
     Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD,
 }
+SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
 def other_end(message: Action) -> Action:
@@ -72,8 +73,8 @@ class Progress:
         return self._stops(rendezvous=False)
 
     def rendezvous_stops(self) -> list[Stop]:
-        """Ranks that do not come to their end when a send waits until its receiver has come to the receive, and a
-        receive until the sender has come to the send."""
+        """Ranks that do not come to their end when a send waits until the other rank has come to the receive; receives
+        still return at once."""
         return self._stops(rendezvous=True)
 
     def _stops(self, *, rendezvous: bool) -> list[Stop]:
@@ -82,7 +83,7 @@ class Progress:
         position = dict.fromkeys(self._schedule, 0)
 
         def missing(action: Action) -> tuple[Action, ...]:
-            if action.kind in PER_PEER:
+            if action.kind in SENDS:
                 return (other_end(action),) if rendezvous and other_end(action) not in reached else ()
             return tuple(needed for needed in self._needed(action) if needed not in done)
 
@@ -106,7 +107,9 @@ class Progress:
         ]
 
     def _needed(self, action: Action) -> list[Action]:
-        """What a computation waits for: others of its rank, sends of other ranks."""
+        """What a computation waits for: others of its rank, sends of other ranks. Receives and sums only begin."""
+        if action.kind not in COMPUTE:
+            return []
         forward = replace(action, kind=Kind.FORWARD, peer=None)
         match action.kind:
             case Kind.FORWARD:
@@ -115,10 +118,9 @@ class Progress:
                 return [forward] + [self._gradient(action, c) for c in self._consumers.get(action.stage, [])]
             case Kind.BACKWARD_WEIGHT:
                 return [replace(action, kind=Kind.BACKWARD_INPUT)]
-            case Kind.RECOMPUTE:
-                return [forward]
             case _:
-                return []
+                assert action.kind is Kind.RECOMPUTE, action
+                return [forward]
 
     def _value(self, forward: Action, source: int) -> Action:
         """What brings the output of stage ``source`` to ``forward``."""

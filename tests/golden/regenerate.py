@@ -1,7 +1,8 @@
 """``make golden``: write anew what is kept to be compared, from the code as it stands.
 
 ``flags.txt`` is the command-line surface, one line per flag with its default; the README's folder tree has the first
-line of each module's docstring as its caption. Look at the diff before committing it.
+line of each module's docstring as its caption; ``schedules`` has small schedules as the papers draw them, one row a
+rank. Look at the diff before committing it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import subprocess
 from pathlib import Path
 
 from app.cli import _flags
+from parallel.schedule_file import to_csv
+from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ROOT / "tests" / "golden" / "flags.txt"
 README = ROOT / "README.md"
+SCHEDULE_FILES = ROOT / "tests" / "golden" / "schedules"
 COMMANDS = {
     "app.doctor": "DoctorCommand",
     "app.index": "IndexCommand",
@@ -88,8 +92,20 @@ def readme_with_tree(text: str) -> str:
     return head + TREE_START + tree() + TREE_END + tail
 
 
+def schedules() -> dict[str, str]:
+    """``NAME-D-m.csv`` -> its text, for a handful of each schedule; interleaved with 2 chunks a rank."""
+    found = {}
+    for name, kind in SCHEDULES.items():
+        for depth, m in [(2, 2), (4, 2)] if name == "mast" else [(2, 4), (3, 5), (4, 4), (4, 8)]:
+            placement = placement_for(name, groups=1, depth=depth, chunks=2 if kind.chunks else 1)
+            found[f"{name}-{depth}-{m}.csv"] = to_csv(build_schedule(name, placement, m))
+    return found
+
+
 def main() -> None:
     FLAGS.write_text(flags())
+    for name, text in schedules().items():
+        (SCHEDULE_FILES / name).write_text(text)
     README.write_text(readme_with_tree(README.read_text()))
 
 
