@@ -28,6 +28,7 @@ class Layer:
         flops: multiply-adds times two of its forward pass, for the traced shapes.
         differentiable: a gradient flows back through its value in training.
         random: it may draw random numbers in training.
+        scope: path of the module whose forward runs it; ``module`` itself where that is set.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Layer:
     flops: int = 0
     differentiable: bool = True
     random: bool = False
+    scope: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,11 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     inseparable: tuple[tuple[int, int], ...] = ()
     by_name: Mapping[str, Layer] = field(init=False, repr=False, compare=False)
+    position: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
+        object.__setattr__(self, "position", {layer.name: k for k, layer in enumerate(self.layers)})
         assert len(self.by_name) == len(self.layers), "layer names are unique"
 
     def can_cut(self, position: int) -> bool:

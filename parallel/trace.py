@@ -1,0 +1,241 @@
+"""From a model to its layers: ``trace`` follows a module's forward as deep as symbolic tracing goes.
+
+Takes any ``nn.Module`` that maps one tensor to anything, and the shape of a microbatch; gives ``Traced``: the
+``LayerGraph`` that splitting works on, and the fx graphs of training and evaluation that stages are cut from. Modules of
+torch.nn, modules with hooks and modules that cannot be traced stay whole. Symbolic tracing follows Reed et al., torch.fx:
+Practical Program Capture and Transformation for Deep Learning in Python (MLSys 2022).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from parallel.fake_run import Facts, fake_run
+from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.tracer import GraphTracer, scope_of
+
+DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.")
+"""Packages whose modules draw random numbers whenever they can, so that one run shows it."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as its forward pass runs it.
+
+    Attributes:
+        graph: layers of the training graph.
+        training: what runs in training; its modules and tensors are those of ``model``.
+        evaluation: what runs in evaluation, the same object where nothing differs. A value that both make has one name.
+        model: as it was given.
+        modes: path -> (training, evaluation) flags of modules that do not follow the model's ``train()``.
+    """
+
+    graph: LayerGraph
+    training: fx.GraphModule
+    evaluation: fx.GraphModule
+    model: nn.Module
+    modes: dict[str, tuple[bool, bool]]
+
+
+def trace(
+    module: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Traced:
+    """Layers of ``module`` and what passes between them.
+
+    The module runs in neither sense: no memory is taken, its parameters, buffers and modes stay as they are.
+
+    Args:
+        shape: (n, c, h, w) of a microbatch; bytes and flops are for it, the graph holds for every shape.
+        device: where the layers will run.
+
+    Raises:
+        ValueError: the module's own forward cannot be traced, or does not run on ``shape``.
+    """
+    with _untouched(module):
+        module.train()
+        modes_in_training = _modes(module)
+        training = _graph(module)
+        facts = fake_run(training, shape, dtype, torch.device(device))
+    with _untouched(module):
+        module.eval()
+        modes_in_evaluation = _modes(module)
+        evaluation = _graph(module)
+    if _program(training) == _program(evaluation):
+        evaluation = training
+    else:
+        _name_alike(training, evaluation)
+    modes = {
+        path: (mode, modes_in_evaluation[path])
+        for path, mode in modes_in_training.items()
+        if (mode, modes_in_evaluation[path]) != (True, False)
+    }
+    return Traced(_layers(training, facts), training, evaluation, module, modes)
+
+
+def _modes(module: nn.Module) -> dict[str, bool]:
+    return {path: part.training for path, part in module.named_modules()}
+
+
+def _graph(module: nn.Module) -> fx.GraphModule:
+    """The graph of ``module`` in its present mode; what cannot be traced becomes a leaf, innermost first."""
+    opaque: set[str] = set()
+    while True:
+        tracer = GraphTracer(opaque)
+        try:
+            graph = tracer.trace(module)
+        except Exception as error:
+            if tracer.failed is None:
+                raise ValueError(
+                    f"the forward of {type(module).__name__} itself cannot be cut into layers: {error}. Where: "
+                    f"{_where(error)}. What depends on the data or the shape there, or switches gradients or autocast, "
+                    "belongs in a submodule, which then stays whole"
+                ) from error
+            opaque.add(tracer.failed)
+        else:
+            return fx.GraphModule(module, graph)
+
+
+def _where(error: BaseException) -> str:
+    """File and line of the user's code nearest to the fault."""
+    place, step = "unknown", error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if "torch/" not in code.co_filename.replace("\\", "/") and not code.co_filename.startswith(__file__[:-8]):
+            place = f"{code.co_name}, {code.co_filename}:{step.tb_lineno}"
+        step = step.tb_next
+    return place
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Whatever tracing or the model's forward sets on modules and buffers is taken back."""
+    parts = list(module.modules())
+    registries = ("_parameters", "_buffers", "_modules")
+    saved = [(dict(part.__dict__), {name: dict(part.__dict__[name]) for name in registries}) for part in parts]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for part, (attributes, contents) in zip(parts, saved, strict=True):
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+            for name, content in contents.items():
+                part.__dict__[name].clear()
+                part.__dict__[name].update(content)
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def _program(module: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """All that a graph computes, comparable."""
+    named: Callable[[Any], Any] = lambda value: fx.map_arg(value, lambda node: f"%{node.name}")  # noqa: E731
+    return [(n.op, n.name, _target(n), repr(named(n.args)), repr(named(n.kwargs))) for n in module.graph.nodes]
+
+
+def _target(node: fx.Node) -> Any:
+    return node.target
+
+
+def _name_alike(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
+    """Give every node of ``evaluation`` that also runs in training its name there, and others names of their own."""
+    ours, theirs = list(evaluation.graph.nodes), list(training.graph.nodes)
+    kinds = [[(node.op, _target(node), scope_of(node)) for node in nodes] for nodes in (ours, theirs)]
+    names: dict[fx.Node, str] = {}
+    for start, other, size in difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
+        names |= {ours[start + k]: theirs[other + k].name for k in range(size)}
+    taken = {node.name for node in theirs}
+    for node in ours:
+        node.name, wish = "", names.get(node) or f"evaluation_{node.name}"
+        if node not in names:
+            while wish in taken:
+                wish += "_"
+            taken.add(wish)
+        names[node] = wish
+    for node in ours:
+        node.name = names[node]
+    evaluation.recompile()
+
+
+def _layers(training: fx.GraphModule, facts: dict[str, Facts]) -> LayerGraph:
+    nodes = list(training.graph.nodes)
+    position = {node.name: k for k, node in enumerate(nodes)}
+    ranges = [(position[facts[node.name].changed], position[node.name]) for node in nodes]
+    uses: dict[int, list[int]] = {}
+    layers = []
+    for k, node in enumerate(nodes):
+        state = _state(training, node)
+        for tensor in state:
+            last = max([k, *(position[user.name] for user in node.users)]) if node.op == "get_attr" else k
+            uses.setdefault(id(tensor), []).extend((k, last))
+        fact = facts[node.name]
+        layers.append(
+            Layer(
+                name=node.name,
+                kind=_kind(training, node),
+                inputs=tuple(argument.name for argument in node.all_input_nodes),
+                module=str(node.target) if node.op == "call_module" else "",
+                scope=str(node.target) if node.op == "call_module" else scope_of(node),
+                output_bytes=fact.output_bytes,
+                param_bytes=sum(t.numel() * t.element_size() for t in state if isinstance(t, nn.Parameter)),
+                flops=fact.flops,
+                differentiable=fact.differentiable,
+                random=fact.random or _unknown(training, node),
+            )
+        )
+    ranges += [(min(places), max(places)) for places in uses.values()]
+    return LayerGraph(tuple(layers), merged(ranges))
+
+
+def _state(training: fx.GraphModule, node: fx.Node) -> list[Tensor]:
+    """Parameters and buffers that a node uses, each once."""
+    if node.op == "call_module":
+        module = training.get_submodule(str(node.target))
+        return [*module.parameters(), *module.buffers()]
+    if node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        tensor = getattr(training.get_submodule(owner), name)
+        return [tensor] if isinstance(tensor, Tensor) else []
+    return []
+
+
+def _kind(training: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return INPUT
+    if node.op == "output":
+        return OUTPUT
+    if node.op == "call_module":
+        return type(training.get_submodule(str(node.target))).__name__
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", node.target))
+    return "get_attr" if node.op == "get_attr" else str(node.target)
+
+
+def _unknown(training: fx.GraphModule, node: fx.Node) -> bool:
+    """A module that may draw random numbers though it did not in one run."""
+    if node.op != "call_module":
+        return False
+    module = training.get_submodule(str(node.target))
+    return any(not type(part).__module__.startswith(DETERMINISTIC) for part in module.modules())
+
+
+def merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Disjoint and sorted ranges that forbid the same cuts; those of one position forbid none."""
+    result: list[tuple[int, int]] = []
+    for first, last in sorted((first, last) for first, last in ranges if first < last):
+        if result and first <= result[-1][1]:
+            result[-1] = (result[-1][0], max(last, result[-1][1]))
+        else:
+            result.append((first, last))
+    return tuple(result)
