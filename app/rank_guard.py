@@ -1,0 +1,53 @@
+"""How a rank takes part in the end of a failed run: whoever knows the reason says it, everybody else is silent.
+
+Takes this rank's placement, settings and run folder; gives the guardian that the engine and the loop report to, and for
+every exception whether this rank is the one to tell it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+
+from app.interrupt import Interrupt
+from app.launch import Placement
+from app.runfolder import RunFolder
+from parallel.comm.communicator import CommunicationError
+from parallel.guardian import Guardian
+
+
+class RankGuard:
+    """The guardian of this rank, begun; a run on one rank needs none and has one that watches nobody.
+
+    Args:
+        timeout_s: how long an action, or waiting for the other ranks, may take.
+        interrupt: told when the launcher asks this process to end.
+    """
+
+    def __init__(self, placement: Placement, timeout_s: float, folder: RunFolder, interrupt: Interrupt) -> None:
+        self._communicator = placement.communicator
+        self._file = folder.fault if self._communicator.world > 1 else None
+        self._interrupt = interrupt
+        self._told_elsewhere = False
+        self.guardian = Guardian(self._communicator.rank, stuck_s=timeout_s, fault_file=self._file)
+        if self._file:
+            self.guardian.start()
+
+    def explain(self, fault: Exception) -> str:
+        """Why the run fails: ``fault``, or what is behind it when this rank merely lost another. Then it waits until the
+        launcher ends it, for at most half a minute."""
+        if isinstance(fault, CommunicationError) and self._file:
+            self._told_elsewhere = self.guardian.await_end(lambda: self._interrupt.requested)
+            with contextlib.suppress(OSError):
+                return self._file.read_text().rstrip()
+        return str(fault)
+
+    def tells(self, fault: Exception) -> bool:
+        """True when this rank is to print ``fault``; False when it ends in silence, as another rank has said why. Either
+        way this process now has to end."""
+        if not self._file:
+            return True
+        first = self.guardian.speak(str(fault)) and not self._told_elsewhere
+        # After the message is out: ranks that wait in the communicator's own farewell would wait for each other.
+        atexit.register(self._communicator.abort)
+        return first
