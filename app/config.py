@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from app.sizes import bytes_of
+from app.strategy import StrategySettings
 from pipelines.augment import AugmentSettings
 from pipelines.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.index import IndexSettings
@@ -127,44 +128,6 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class StrategySettings:
-    """Ranks and precision."""
-
-    parallel: Literal["auto", "single", "ddp"] = "auto"
-    """Strategy. single: one process; ddp: data parallel, the ranks share each batch; auto: ddp with several ranks."""
-    ranks: int = 1
-    """Processes to start on this machine; under torchrun its own number of processes is used."""
-    batch: int = 8
-    """Tiles of one optimiser step, over all ranks."""
-    microbatches: int | None = None
-    """Parts the global batch is computed in, over all ranks; default: one per rank."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes a GPU when there is one."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
-    channels_last: bool = True
-    """Memory layout of images and convolutions; faster on most hardware."""
-    timeout_s: float = 1800.0
-    """Seconds a rank waits for the others before the run is given up."""
-
-    def validate(self) -> list[str]:
-        found = []
-        if self.ranks < 1:
-            found.append(f"--ranks must be at least 1; got {self.ranks}")
-        if self.parallel == "single" and self.ranks > 1:
-            found.append(f"--parallel single uses one process; got --ranks {self.ranks}")
-        m = self.ranks if self.microbatches is None else self.microbatches
-        if not self.ranks <= m <= self.batch:
-            found.append(
-                f"--ranks {self.ranks}, --microbatches {m} and --batch {self.batch} do not fit: "
-                "every rank needs a microbatch and every microbatch a tile"
-            )
-        if not self.timeout_s > 0:
-            found.append(f"--timeout-s must be above 0; got {self.timeout_s:g}")
-        return found
-
-
-@dataclass(frozen=True)
 class ScoreSettings:
     """Validation."""
 
@@ -235,6 +198,8 @@ class RunConfig:
             found.append(f"--epochs must be above 0; got {self.epochs:g}")
         if self.checkpoint_every < 1:
             found.append(f"--checkpoint-every must be at least 1; got {self.checkpoint_every}")
+        if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
+            found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
         if self.twin_steps < 0:
             found.append(f"--twin-steps must be at least 0; got {self.twin_steps}")
         return found

@@ -1,6 +1,6 @@
 """Validation: the model's outputs on held-out tiles, gathered over the ranks, scored per tile and per slide.
 
-Takes an engine and a dataset; gives scores and a table of predictions. Every rank reads and computes its share; sums
+Takes an engine and a dataset; gives scores and a table of predictions. Every group of ranks computes its share; sums
 are exchanged, so that the result does not depend on the number of ranks.
 """
 
@@ -21,7 +21,7 @@ from app.dataset import Dataset
 from app.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, slide_scores
 from app.objective import IGNORE
 from parallel.comm.communicator import Communicator
-from parallel.step import Loss, TrainingEngine
+from parallel.step import Loss, Microbatch, TrainingEngine
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,9 @@ def spread(dataset: Dataset, rows: NDArray[np.int64], per_slide: int) -> NDArray
 
 @dataclass(frozen=True)
 class Outputs:
-    """Microbatches of a validation as this rank computes them: images, targets, and the validation rows they are."""
+    """A microbatch of a validation, and the validation rows it is of."""
 
-    images: Tensor
-    targets: Tensor
+    microbatch: Microbatch
     rows: NDArray[np.int64]
 
 
@@ -82,7 +81,7 @@ def evaluate(
     """Score the tiles ``rows`` of ``dataset``.
 
     Args:
-        microbatches: opens this rank's share of them; ``Outputs.rows`` are positions in ``rows``.
+        microbatches: opens the share of this rank's group; ``Outputs.rows`` are positions in ``rows``.
     """
     classes = len(dataset.classes)
     losses = torch.zeros(len(rows), dtype=torch.float64)
@@ -90,15 +89,17 @@ def evaluate(
     sums = torch.zeros((len(rows), width), dtype=torch.float64)
     with microbatches() as stream:
         for part in stream:
-            output = engine.predict(part.images)
+            output = engine.predict(part.microbatch)
+            if output is None:
+                continue  # another rank of the group has it
+            targets = part.microbatch.targets
+            assert targets is not None
             where = torch.from_numpy(part.rows)
             # One tile at a time: the mean over a microbatch cannot be taken apart again.
             losses[where] = (
-                torch.stack([loss(output[i : i + 1], part.targets[i : i + 1]) for i in range(len(where))])
-                .double()
-                .cpu()
+                torch.stack([loss(output[i : i + 1], targets[i : i + 1]) for i in range(len(where))]).double().cpu()
             )
-            values = output.softmax(1) if dataset.task == "classify" else _overlaps(output, part.targets, classes)
+            values = output.softmax(1) if dataset.task == "classify" else _overlaps(output, targets, classes)
             sums[where] = values.double().cpu()
     communicator.all_reduce(losses)
     communicator.all_reduce(sums)

@@ -1,6 +1,7 @@
 """Ranks, device and communicator of this process, from the command line and from what started it.
 
-Under torchrun its environment says which rank this is. Without a launcher ``--ranks N`` starts the ranks itself.
+Under torchrun or mpirun the environment says which rank this is. Without a launcher ``--ranks N`` starts the ranks
+itself.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import cv2
 import torch
 
 from app.cli import RunError
-from app.config import StrategySettings
+from app.launcher import Launch, find_launch
 from app.machine import usable_cores
+from app.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 
@@ -37,60 +39,54 @@ class Placement:
     strategy: str
 
 
-def under_launcher() -> bool:
-    """True when torchrun, or something that sets the same environment, started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def started_by_us() -> bool:
     """True when ``start_ranks`` started this process."""
     return STARTED_BY_US in os.environ
 
 
-def world_size(settings: StrategySettings) -> int:
-    """Ranks this run has: what the launcher started, else ``--ranks``."""
-    return int(os.environ["WORLD_SIZE"]) if under_launcher() else settings.ranks
-
-
-def start_ranks(ranks: int, argv: Sequence[str]) -> int:
-    """Run ``app.train`` with ``argv`` in ``ranks`` processes; the exit code is the first failing rank's."""
+def start_ranks(ranks: int, module: str, argv: Sequence[str]) -> int:
+    """Run ``python -m module`` with ``argv`` in ``ranks`` processes; the exit code is the first failing rank's."""
     from parallel.comm.torch_launch import launch_ranks
 
     os.environ[STARTED_BY_US] = "1"
-    return launch_ranks(ranks, [sys.executable, "-m", "app.train", *argv])
+    return launch_ranks(ranks, [sys.executable, "-m", module, *argv])
 
 
 def place(settings: StrategySettings) -> Placement:
     """Choose device and precision, share the cores among the ranks of this machine, join the other ranks.
 
     Raises:
-        ValueError: a strategy that does not fit the number of ranks, or a device that is not there.
+        ValueError: a device that is not there.
         RunError: the other ranks did not arrive.
     """
-    world = world_size(settings)
-    if settings.parallel == "single" and world > 1:
-        raise ValueError(f"--parallel single uses one process; the launcher started {world}")
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = _device(settings.device, int(os.environ.get("LOCAL_RANK", 0)))
+    launch = find_launch()
+    device = _device(settings.device, launch.local_rank if launch else 0)
     if "OMP_NUM_THREADS" not in os.environ:  # what the user set is the user's
-        torch.set_num_threads(rank_cores(local_world))
+        torch.set_num_threads(rank_cores())
     cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
-    strategy = ("ddp" if world > 1 else "single") if settings.parallel == "auto" else settings.parallel
-    return Placement(_communicator(settings, world, device), device, _autocast(settings.precision, device), strategy)
+    return Placement(
+        _communicator(settings, launch, device), device, _autocast(settings.precision, device), settings.name
+    )
 
 
-def rank_cores(local_world: int | None = None) -> int:
-    """Cores this rank may use for decoding and computing, when ``local_world`` ranks share this machine."""
-    return max(1, usable_cores() // (local_world or int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+def rank_cores() -> int:
+    """Cores this rank may use for decoding and computing: the ranks of this machine share them."""
+    launch = find_launch()
+    return max(1, usable_cores() // (launch.local_world if launch else 1))
 
 
-def _communicator(settings: StrategySettings, world: int, device: torch.device) -> Communicator:
-    if world == 1:
+def _communicator(settings: StrategySettings, launch: Launch | None, device: torch.device) -> Communicator:
+    if settings.world == 1:
         return LocalCommunicator()
     from parallel.comm.communicator import CommunicationError
-    from parallel.comm.torch_comm import TorchCommunicator
 
     try:
+        if launch and launch.mpi:
+            from parallel.comm.mpi_comm import MpiCommunicator
+
+            return MpiCommunicator(settings.timeout_s)
+        from parallel.comm.torch_comm import TorchCommunicator
+
         return TorchCommunicator(device, settings.timeout_s)
     except CommunicationError as fault:
         raise RunError(str(fault)) from fault

@@ -17,6 +17,7 @@ from app.evaluation import evaluate
 from app.interrupt import Interrupt
 from app.metricslog import MetricsLog
 from app.progress import RunProgress
+from app.reading import microbatches_of
 from app.runfolder import RunFolder
 from app.session import Session
 from app.throughput import WARM_UP, Stopwatch, Throughput
@@ -81,7 +82,9 @@ class TrainingLoop:
                 if batch is not None:
                     batch.release()
                 watch = Stopwatch()
+                self._session.guardian.step(outcome.step)
                 batch = next(self._batches)
+                self._session.reading.settle(self._batches, batch)
                 wait_s = watch.lap()
                 result = self._step(batch, outcome.step)
                 step_s = wait_s + watch.lap()
@@ -100,10 +103,12 @@ class TrainingLoop:
     def _step(self, batch: Batch, step: int) -> StepResult:
         session = self._session
         try:
-            microbatches = session.feed.microbatches(batch, session.sizes)
-            return session.engine.step(microbatches, step, session.learning_rate(step))
+            microbatches = microbatches_of(session.feed, batch, session.reading.sizes)
+            result = session.engine.step(microbatches, step, session.learning_rate(step))
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
+        session.guardian.rest()
+        return result
 
     def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
         """Which tiles of which slides were in the microbatches whose loss is not finite, on whatever rank."""
@@ -169,14 +174,15 @@ class TrainingLoop:
         return f"validation at step {outcome.step}: {figures}"
 
     def _save(self) -> None:
-        """Write the last checkpoint, and name it the best when it is."""
+        """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds."""
+        state = self._session.engine.state_dict()
         if not self._is_first:
             return
         outcome = self.outcome
         save_checkpoint(
             self._folder.last,
             {
-                **self._session.engine.state_dict(),
+                **state,
                 "stream": self._batches.get_state(),
                 "random": _random_state(),
                 "step": outcome.step,

@@ -1,7 +1,8 @@
 """The run folder: where everything a run leaves is, and how it is written so that a resumed run continues it.
 
 ``config.yaml env.json run.log tissue/ tiles.parquet splits.csv metrics.csv validation.csv predictions.csv
-checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``
+checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``, and ``fault.txt`` of a run that
+failed on several ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ FREE_TO_CHANGE = frozenset(
         "epochs",
         "parallel",
         "ranks",
+        "stages",
+        "chunks",
+        "cuts",
+        "schedule",
+        "recompute",
+        "shard_optimizer",
+        "compile",
         "device",
         "timeout_s",
         "read_threads",
@@ -49,6 +57,7 @@ class RunFolder:
         self.predictions = path / "predictions.csv"
         self.summary = path / "summary.json"
         self.failed_slides = path / "failed_slides.csv"
+        self.fault = path / "fault.txt"
         self.last = path / "checkpoints" / "last.pt"
         self.best = path / "checkpoints" / "best.pt"
 
@@ -64,6 +73,7 @@ class RunFolder:
             probe = self.path / ".write-test"
             probe.write_text("")
             probe.unlink()
+            self.fault.unlink(missing_ok=True)  # of a run before this one
         except OSError as fault:
             raise RunError(
                 f"run folder {self.path} cannot be written ({fault.strerror}); name another with --out"
@@ -73,10 +83,17 @@ class RunFolder:
             if not config.resume:
                 raise ValueError(f"{self.path} already holds a run: continue it with --resume, or name another --out")
             self._check_settings(asked)
-        self.config.write_text(yaml.safe_dump(asked, sort_keys=False))
+        temporary = self.config.with_suffix(".tmp")  # other ranks may be reading it
+        temporary.write_text(yaml.safe_dump(asked, sort_keys=False))
+        temporary.replace(self.config)
+
+    def settings(self) -> dict[str, Any]:
+        """What the run in the folder was begun with, by flag; nothing when there is none."""
+        found: dict[str, Any] = yaml.safe_load(self.config.read_text()) if self.last.exists() else {}
+        return found
 
     def _check_settings(self, asked: Mapping[str, Any]) -> None:
-        found = yaml.safe_load(self.config.read_text())
+        found = self.settings()
         differing = [
             f"{key}: the run has {found.get(key)!r}, asked is {asked[key]!r}"
             for key in asked

@@ -20,23 +20,25 @@ from numpy.typing import NDArray
 from torch import nn
 
 from app.cli import flat
-from app.config import OptimizerSettings, RunConfig
+from app.config import RunConfig
 from app.dataset import Dataset, class_counts
+from app.engines import build_engine
 from app.evaluation import Outputs, spread
 from app.launch import Placement, rank_cores
 from app.objective import PixelClassLoss, TileClassLoss, balanced_weights
+from app.reading import RankReading, microbatches_of, sizes_of_part
 from models.registry import build_model
 from models.weights import load_weights
-from parallel.data_parallel import DataParallelEngine
+from parallel.guardian import Guardian
+from parallel.microbatch import split_batch
 from parallel.step import TrainingEngine
-from parallel.microbatch import share_of, split_batch
 from pipelines.annotations import SlideAnnotations
 from pipelines.augment import AugmentSettings
 from pipelines.device import DeviceFeed, allocate_pinned
 from pipelines.failures import FailedSlides
 from pipelines.geometry import Region
 from pipelines.handles import SlidePool
-from pipelines.nodes.batch import Batch
+from pipelines.iterator import TileIterator
 from pipelines.nodes.read import OnFault
 from pipelines.stream import TileStream
 
@@ -50,8 +52,10 @@ class Session:
     Attributes:
         stream: training tiles of this rank.
         feed: turns uint8 tiles into the model's input on the device.
-        sizes: tiles of each of this rank's microbatches.
+        reading, validation_reading: what this rank reads of each global batch.
         ranges: tiles of the global batch in each microbatch, over all ranks.
+        parameters: of the whole model, in numbers.
+        guardian: is told where this rank is.
         train_rows, validation_rows: rows of the dataset's tiles.
         notes: what the user should know about how the model was made.
     """
@@ -65,10 +69,13 @@ class Session:
     feed: DeviceFeed
     validation_feed: DeviceFeed
     pool: SlidePool
-    sizes: tuple[int, ...]
+    reading: RankReading
+    validation_reading: RankReading
     ranges: tuple[range, ...]
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
+    parameters: int
+    guardian: Guardian
     notes: tuple[str, ...]
 
     @functools.cached_property
@@ -114,26 +121,27 @@ class Session:
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[Iterator[Outputs]]:
-        """This rank's share of the validation tiles, each exactly once over all ranks."""
-        stream = _sharded(
-            self.config,
-            _tiles(self.config, self.dataset, self.validation_rows, self.pool, None, epochs=1),
-            self.placement,
-        )
-        with iter(stream) as batches:
+        """The share of this rank's group of the validation tiles, each exactly once over all groups."""
+        stream = _tiles(self.config, self.dataset, self.validation_rows, self.pool, None, epochs=1)
+        with iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement)) as batches:
             yield self._outputs(batches)
 
-    def _outputs(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
+    def _outputs(self, batches: TileIterator) -> Iterator[Outputs]:
+        reading = self.validation_reading
         for batch in batches:
-            starts = range(0, len(batch), max(self.sizes))
-            sizes = [min(max(self.sizes), len(batch) - start) for start in starts]
-            microbatches = self.validation_feed.microbatches(batch, sizes)
-            for start, (images, targets) in zip(starts, microbatches, strict=True):
-                yield Outputs(images, targets, batch.samples[start : start + len(images)])
+            reading.settle(batches, batch)
+            sizes = sizes_of_part(batch, max(reading.sizes))
+            start = 0
+            for microbatch in microbatches_of(self.validation_feed, batch, sizes):
+                end = start + microbatch.shape[0]
+                yield Outputs(microbatch, batch.samples[start:end])
+                start = end
             batch.release()
 
 
-def build_session(config: RunConfig, dataset: Dataset, placement: Placement, failed: FailedSlides) -> Session:
+def build_session(
+    config: RunConfig, dataset: Dataset, placement: Placement, failed: FailedSlides, guardian: Guardian
+) -> Session:
     """Model, optimizer, engine and streams for this rank.
 
     Raises:
@@ -143,7 +151,7 @@ def build_session(config: RunConfig, dataset: Dataset, placement: Placement, fai
     torch.manual_seed(config.seed)
     model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm)
     notes = tuple(load_weights(model, config.net.weights)) if config.net.weights else ()
-    model.to(placement.device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     if strategy.channels_last:
         model.to(memory_format=torch.channels_last)
     train_rows = dataset.rows("train")
@@ -151,37 +159,32 @@ def build_session(config: RunConfig, dataset: Dataset, placement: Placement, fai
         balanced_weights(class_counts(dataset, train_rows)) if config.optimization.class_weights == "balanced" else None
     )
     loss = (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights).to(placement.device)
-    world = placement.communicator.world
-    m = strategy.microbatches or world
-    ranges = split_batch(strategy.batch, m)
-    engine = DataParallelEngine(
-        model,
-        loss,
-        _optimizer(config.optimization, model),
-        placement.communicator,
-        batch=strategy.batch,
-        m=m,
-        seed=config.seed,
-        autocast=placement.autocast,
-    )
+    ranges = split_batch(strategy.batch, strategy.m)
+    engine = build_engine(config, model, loss, placement, guardian)
     feed = functools.partial(DeviceFeed, placement.device, seed=config.seed, channels_last=strategy.channels_last)
     pool = dataset.pool(config.stream.open_slides + 2)
-    mine = share_of(placement.communicator.rank, world, m)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)
+    reading = functools.partial(
+        RankReading.of, placement.communicator, strategy.batch, [ranges[i] for i in engine.share]
+    )
+    training_reading = reading([engine.wants(i) for i in engine.share])
     return Session(
         config,
         dataset,
         placement,
         engine,
         loss,
-        _sharded(config, stream, placement),
+        _read_ahead(config, training_reading.sharded(stream), placement),
         feed(config.augmentation),
         feed(AugmentSettings(augment="none")),
         pool,
-        tuple(len(ranges[i]) for i in mine),
+        training_reading,
+        reading([engine.predict_wants] * len(engine.share)),
         ranges,
         train_rows,
         spread(dataset, dataset.rows("val"), config.score.validation_tiles),
+        parameters,
+        guardian,
         notes,
     )
 
@@ -219,26 +222,10 @@ def _training_tiles(
     return stream.augment(config.augmentation)
 
 
-def _sharded(config: RunConfig, stream: TileStream, placement: Placement) -> TileStream:
-    """This rank's rows of each global batch, read ahead within the budget."""
-    strategy, world = config.strategy, placement.communicator.world
-    ranges = split_batch(strategy.batch, strategy.microbatches or world)
-    mine = share_of(placement.communicator.rank, world, len(ranges))
-    rows = range(ranges[mine[0]].start, ranges[mine[-1]].stop)
-    return (
-        stream.batch(strategy.batch)
-        .shard(rows)
-        .prefetch(
-            config.stream.read_ahead_bytes,
-            config.stream.read_threads or rank_cores(),
-            allocate_pinned if placement.device.type == "cuda" else np.empty,
-        )
+def _read_ahead(config: RunConfig, stream: TileStream, placement: Placement) -> TileStream:
+    """``stream`` read ahead within the budget."""
+    return stream.prefetch(
+        config.stream.read_ahead_bytes,
+        config.stream.read_threads or rank_cores(),
+        allocate_pinned if placement.device.type == "cuda" else np.empty,
     )
-
-
-def _optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(
-            model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-        )
-    return torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)

@@ -72,7 +72,7 @@ class RunSummary:
             "task": session.dataset.task,
             "classes": list(session.dataset.classes),
             "model": config.net.model,
-            "parameters": sum(p.numel() for p in session.engine.module.parameters()),
+            "parameters": session.parameters,
             "strategy": session.placement.strategy,
             "ranks": self._communicator.world,
             "device": str(session.placement.device),

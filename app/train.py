@@ -1,25 +1,29 @@
 """``python -m app.train``: a folder of slides and labels in, a trained model, its scores and its speed out.
 
-One process, ``--ranks N`` on this machine, or under torchrun. Everything a run leaves is in its run folder.
+One process, ``--ranks N`` on this machine, or under torchrun or mpirun. Everything a run leaves is in its run folder.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.cli import RunError, run_command
+from app.cli import FAILED, USAGE, RunError, run_command
 from app.config import RunConfig
 from app.dataset import Dataset, prepare
 from app.environment import describe_environment
+from app.launcher import find_launch
 from app.runfolder import RunFolder
 from pipelines.failures import FailedSlides
 from pipelines.slide import SlideError
 
 if TYPE_CHECKING:
+    from app.interrupt import Interrupt
     from app.launch import Placement
+    from app.rank_guard import RankGuard
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,37 +34,70 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: RunConfig, arguments: Sequence[str]) -> int:
     """Train as ``config`` says; ``arguments`` are what further ranks are started with."""
-    from app.launch import start_ranks, under_launcher  # torch is imported once the settings are known to be right
+    from app.launch import start_ranks  # torch is imported once the settings are known to be right
 
     folder = RunFolder(config.out)
-    if config.strategy.ranks > 1 and not under_launcher():
+    config = _with_microbatches(config, folder)
+    if config.strategy.ranks > 1 and find_launch() is None:
         # Everything that can be wrong with the data is found here, once, before any rank starts.
         _prepare(config, folder)
-        code = start_ranks(config.strategy.ranks, arguments)
+        code = start_ranks(config.strategy.ranks, "app.train", arguments)
         if code:
-            raise RunError(f"a rank ended with exit code {code}; its message stands above and in {folder.path}/run.log")
+            where = f"above and in {folder.fault}" if folder.fault.exists() else "above"
+            raise RunError(f"a rank ended with exit code {code}; its message stands {where}")
         return 0
     return _train_rank(config, folder)
 
 
-def _train_rank(config: RunConfig, folder: RunFolder) -> int:
-    """This process's part of the run."""
-    import torch
+def _with_microbatches(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """``config`` with the number of microbatches decided: a resumed run goes on with its own, whatever its strategy is
+    now, because batch norm looks at one microbatch at a time.
 
+    Raises:
+        ValueError: the strategy cannot compute that number.
+    """
+    strategy = config.strategy
+    begun = folder.settings().get("microbatches") if config.resume else None
+    m = begun if strategy.microbatches is None and begun is not None else strategy.m
+    strategy = dataclasses.replace(strategy, microbatches=m)
+    if faults := strategy.validate():
+        raise ValueError(f"{folder.path} cannot be resumed like this:\n       " + "\n       ".join(faults))
+    return dataclasses.replace(config, strategy=strategy)
+
+
+def _train_rank(config: RunConfig, folder: RunFolder) -> int:
+    """This process's part of the run; of all ranks that fail, one raises."""
     from app.interrupt import Interrupt
     from app.launch import place
+    from app.rank_guard import RankGuard
+
+    interrupt = Interrupt()
+    interrupt.listen()
+    placement = place(config.strategy)
+    guard = RankGuard(placement, config.strategy.timeout_s, folder, interrupt)
+    try:
+        return _train_guarded(config, folder, placement, guard, interrupt)
+    except Exception as fault:
+        if guard.tells(fault):
+            raise
+        return USAGE if isinstance(fault, ValueError) else FAILED
+
+
+def _train_guarded(
+    config: RunConfig, folder: RunFolder, placement: Placement, guard: RankGuard, interrupt: Interrupt
+) -> int:
+    import torch
+
     from app.loop import TrainingLoop
     from app.session import build_session
     from app.summary import RunSummary
     from app.throughput import PeakMemory
     from parallel.comm.communicator import CommunicationError
+    from parallel.engine import EngineFault
 
-    interrupt = Interrupt()
-    interrupt.listen()
-    placement = place(config.strategy)
     memory = PeakMemory(placement.device)
     dataset = _prepare_once(config, folder, placement)
-    session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides))
+    session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
     loop = TrainingLoop(session, folder, interrupt)
     summary = RunSummary(session, folder, loop.outcome)
     for note in session.notes:
@@ -73,13 +110,14 @@ def _train_rank(config: RunConfig, folder: RunFolder) -> int:
         return 0
     try:
         loop.run()
-    except torch.OutOfMemoryError as fault:
-        error = f"out of memory on {placement.device}: lower --tile, raise --microbatches, or use --precision bf16"
+    except (torch.OutOfMemoryError, RunError, SlideError, EngineFault, CommunicationError) as fault:
+        error = guard.explain(fault)
+        if isinstance(fault, torch.OutOfMemoryError) or isinstance(fault.__cause__, torch.OutOfMemoryError):
+            error += (
+                f"\nout of memory on {placement.device}: lower --tile, raise --microbatches, or use --precision bf16"
+            )
         summary.failed(error, memory.bytes)
         raise RunError(error) from fault
-    except (RunError, SlideError, CommunicationError) as fault:
-        summary.failed(str(fault), memory.bytes)
-        raise RunError(str(fault)) from fault
     summary.finished(memory.bytes)
     session.close()
     return 0

@@ -18,6 +18,7 @@ from app import synth
 from app.config import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings
 from app.dataset import prepare
 from app.launch import place
+from app.reading import microbatches_of
 from app.runfolder import RunFolder
 from app.session import build_session
 from app.throughput import Stopwatch
@@ -50,9 +51,9 @@ def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
             watch = Stopwatch()
             part = next(batches)
             wait_s.append(watch.lap())
-            session.engine.step(session.feed.microbatches(part, session.sizes), step, 1e-4)
+            session.engine.step(microbatches_of(session.feed, part, session.reading.sizes), step, 1e-4)
             fed_s.append(wait_s[-1] + watch.lap())
-            session.engine.step(session.feed.microbatches(part, session.sizes), step, 1e-4)
+            session.engine.step(microbatches_of(session.feed, part, session.reading.sizes), step, 1e-4)
             memory_s.append(watch.lap())
             part.release()
             print(f"step {step}: fed {fed_s[-1]:.2f} s, from memory {memory_s[-1]:.2f} s, waited {wait_s[-1]:.4f} s")

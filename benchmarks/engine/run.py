@@ -24,6 +24,7 @@ from benchmarks.machine import measured_on
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
 from parallel.data_parallel import DataParallelEngine
+from parallel.step import Microbatch
 
 OUT = Path(__file__).parents[2] / "bench-data"
 STEPS_PER_SAVE = 100  # the default of --checkpoint-every
@@ -39,6 +40,7 @@ def measure(name: str, tile: int, steps: int) -> dict[str, Any]:
     images = torch.randn(BATCH, 3, tile, tile).to(memory_format=torch.channels_last)
     labels = torch.arange(BATCH) % 2
     parts = list(zip(images.split(BATCH // M), labels.split(BATCH // M), strict=True))
+    microbatches = [Microbatch(part, label, tuple(part.shape)) for part, label in parts]
 
     def plain_step() -> None:
         plain.train()
@@ -52,7 +54,7 @@ def measure(name: str, tile: int, steps: int) -> dict[str, Any]:
         watch = Stopwatch()
         plain_step()
         plain_s.append(watch.lap())
-        engine.step(parts, step, 1e-4)
+        engine.step(microbatches, step, 1e-4)
         ours_s.append(watch.lap())
     saves_s = []
     with tempfile.TemporaryDirectory(dir=OUT) as folder:

@@ -1,0 +1,173 @@
+"""Which ranks compute what: strategy, stages, microbatches and precision, as a user asks for them.
+
+One settings class, a part of ``RunConfig`` and of ``app.verify``; ``validate`` holds it against the number of ranks there
+are. Letters: D stages, d groups of D ranks, m microbatches of the global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from app.launcher import find_launch
+from parallel.schedules.registry import SCHEDULES, default_microbatches
+
+WHOLE = ("single", "ddp")
+"""Strategies in which each rank has the whole model."""
+
+Parallel = Literal[
+    "auto",
+    "single",
+    "ddp",
+    "mp-basic",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero-bubble",
+    "mast",
+    "master",
+    "bidirectional",
+]
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """Ranks, the parts of the model they compute, and precision."""
+
+    parallel: Parallel = "auto"
+    """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch. The others
+    split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model;
+    mast, master, bidirectional with two, the second in inverse order. auto: ddp with several ranks."""
+    ranks: int = 1
+    """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
+    stages: int | None = None
+    """Ranks that a copy of the model is split over; more ranks make data-parallel groups. Default: all ranks."""
+    chunks: int | None = None
+    """Stages on each rank, with interleaved; default: 2."""
+    cuts: str = ""
+    """Layers or modules that begin a new stage, comma separated, one fewer than stages; default: equal cost."""
+    schedule: Path | None = None
+    """CSV file of a schedule, one row a rank, in place of that of --parallel."""
+    batch: int = 8
+    """Tiles of one optimiser step, over all ranks."""
+    microbatches: int | None = None
+    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp, 1 per group with mp-basic,
+    2 with mast, otherwise 2 per stage and group if the batch has as many tiles."""
+    recompute: Literal["none", "stage"] = "none"
+    """stage: keep a stage's inputs only and compute it again before its backward pass; less memory, more time."""
+    shard_optimizer: Literal["none", "pair"] = "none"
+    """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
+    norm_statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
+    """When batch norm updates its running statistics: with each microbatch, or once a step over the whole batch."""
+    compile: bool = False
+    """Compile each stage with torch.compile."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes a GPU when there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    channels_last: bool = True
+    """Memory layout of images and convolutions; faster on most hardware."""
+    timeout_s: float = 1800.0
+    """Seconds a rank waits for the others before the run is given up."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of this run: those that a launcher started, else ``--ranks``."""
+        launch = find_launch()
+        return launch.world if launch else self.ranks
+
+    @property
+    def name(self) -> str:
+        """The strategy, ``auto`` decided."""
+        return ("ddp" if self.world > 1 else "single") if self.parallel == "auto" else self.parallel
+
+    @property
+    def splits(self) -> bool:
+        """The model is split into stages."""
+        return self.name not in WHOLE
+
+    @property
+    def depth(self) -> int:
+        """Ranks that a copy of the model is split over, D."""
+        return (self.stages or self.world) if self.splits else 1
+
+    @property
+    def groups(self) -> int:
+        """Data-parallel groups, d."""
+        return self.world // self.depth
+
+    @property
+    def m(self) -> int:
+        """Microbatches of the global batch."""
+        if self.microbatches is not None:
+            return self.microbatches
+        if not self.splits:
+            return self.world
+        usual = self.groups * default_microbatches(self.name, self.depth)
+        return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
+
+    def validate(self) -> list[str]:
+        if self.ranks < 1:
+            return [f"--ranks must be at least 1; got {self.ranks}"]
+        found = self._mesh_faults() or self._microbatch_faults()
+        found += self._option_faults()
+        if not self.timeout_s > 0:
+            found.append(f"--timeout-s must be above 0; got {self.timeout_s:g}")
+        return found
+
+    def _mesh_faults(self) -> list[str]:
+        found = []
+        if self.name == "single" and self.world > 1:
+            found.append(f"--parallel single uses one process; got {self.world} ranks")
+        if self.splits and self.world < 2:
+            found.append(f"--parallel {self.name} splits the model over 2 ranks or more; got --ranks {self.world}")
+        elif self.splits and not 2 <= self.depth <= self.world:
+            found.append(f"--stages must be 2 to the number of ranks, {self.world}; got {self.depth}")
+        elif self.splits and self.world % self.depth:
+            found.append(
+                f"{self.world} ranks cannot be divided into groups of --stages {self.depth}: "
+                f"use {self.world - self.world % self.depth} ranks, or other --stages"
+            )
+        if self.chunks is not None and self.chunks < 2:
+            found.append(f"--chunks must be at least 2; got {self.chunks}")
+        return found
+
+    def _microbatch_faults(self) -> list[str]:
+        """On a mesh that is right."""
+        if not self.groups <= self.m <= self.batch:
+            share = "every rank" if self.depth == 1 else f"each of {self.groups} groups of {self.depth} ranks"
+            return [
+                f"{self.world} ranks, --microbatches {self.m} and --batch {self.batch} do not fit: "
+                f"{share} needs a microbatch and every microbatch a tile"
+            ]
+        if self.name == "mast" and self.m != 2 * self.groups:
+            return [
+                f"--parallel mast computes 2 microbatches per group, {2 * self.groups} in all; "
+                f"got --microbatches {self.m}: leave it out, or use master"
+            ]
+        return []
+
+    def _option_faults(self) -> list[str]:
+        """Options that mean nothing under the strategy asked for."""
+        found = []
+        if not self.splits:
+            found += [
+                f"{flag} is about a model split into stages; --parallel {self.name} does not split it"
+                for flag, given in (
+                    ("--stages", self.stages is not None),
+                    ("--cuts", bool(self.cuts)),
+                    ("--schedule", self.schedule is not None),
+                    ("--recompute stage", self.recompute != "none"),
+                    ("--compile", self.compile),
+                )
+                if given
+            ]
+        if self.chunks is not None and self.name != "interleaved":
+            found.append(f"--chunks is for --parallel interleaved; got --parallel {self.name}")
+        if self.shard_optimizer == "pair" and not (self.splits and SCHEDULES[self.name].replicas == 2):
+            pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
+            found.append(f"--shard-optimizer pair needs two copies of the model ({pairs}); got --parallel {self.name}")
+        if self.schedule is not None and not self.schedule.is_file():
+            found.append(f"--schedule {self.schedule} is not a file")
+        return found
