@@ -1,7 +1,7 @@
 """Which ranks compute what: strategy, stages, microbatches and precision, as a user asks for them.
 
-One settings class, a part of ``RunConfig`` and of ``app.verify``; ``validate`` holds it against the number of ranks there
-are. Letters: D stages, d groups of D ranks, m microbatches of the global batch.
+One settings class, a part of ``RunConfig`` and of ``app.verify``; ``validate`` holds it against the number of ranks
+there are. Letters: D stages, d groups of D ranks, m microbatches of the global batch.
 """
 
 from __future__ import annotations
