@@ -59,14 +59,12 @@ def add_communication(schedule: Schedule, placement: Placement, links: Links) ->
     never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
     """
     positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
-    sends = {action: list(_sends(action, placement, links)) for action in positions}
+    sends = {action: sends_after(action, placement, links) for action in positions}
     channels: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in schedule.items():
         for action in actions:
             for send in sends[action]:
-                assert send.peer is not None
-                target = placement.rank_of(send.peer, send.replica, placement.group_of(rank))
-                channels[rank, target].append(_receive(send))
+                channels[rank, peer_rank(send, placement, rank)].append(receive_of(send))
 
     receives: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
     for (_, target), channel in sorted(channels.items()):
@@ -82,29 +80,35 @@ def add_communication(schedule: Schedule, placement: Placement, links: Links) ->
     }
 
 
-def _sends(action: Action, placement: Placement, links: Links) -> Iterator[Action]:
+def sends_after(action: Action, placement: Placement, links: Links) -> list[Action]:
     """What ``action`` makes for stages on other ranks, the nearest stage first: it is the one that waits for it."""
-    # Groups are alike, so whether two stages share a rank can be asked of the first.
-    rank = placement.rank_of(action.stage, action.replica)
     if action.kind is Kind.FORWARD:
         kind, peers = Kind.SEND_FORWARD, sorted(target for source, target in links if source == action.stage)
     elif action.kind in BEGINS_BACKWARD:
-        kind = Kind.SEND_BACKWARD
-        peers = sorted(
-            (source for (source, target), back in links.items() if target == action.stage and back), reverse=True
-        )
+        sources = (source for (source, target), back in links.items() if target == action.stage and back)
+        kind, peers = Kind.SEND_BACKWARD, sorted(sources, reverse=True)
     else:
-        return
-    for peer in peers:
-        if placement.rank_of(peer, action.replica) != rank:
-            yield Action(kind, action.stage, action.microbatch, action.replica, peer)
+        return []
+    # Groups are alike, so whether two stages share a rank can be asked of the first.
+    here = placement.rank_of(action.stage, action.replica)
+    return [
+        Action(kind, action.stage, action.microbatch, action.replica, peer)
+        for peer in peers
+        if placement.rank_of(peer, action.replica) != here
+    ]
 
 
-def _receive(send: Action) -> Action:
-    """The other end of ``send``."""
+def receive_of(send: Action) -> Action:
+    """The receive at the other end of ``send``."""
     assert send.peer is not None
     kind = Kind.RECEIVE_FORWARD if send.kind is Kind.SEND_FORWARD else Kind.RECEIVE_BACKWARD
     return Action(kind, send.peer, send.microbatch, send.replica, send.stage)
+
+
+def peer_rank(action: Action, placement: Placement, rank: int) -> int:
+    """The rank at the other end of a send or receive of ``rank``."""
+    assert action.peer is not None
+    return placement.rank_of(action.peer, action.replica, placement.group_of(rank))
 
 
 def _announced(channel: list[Action], positions: Mapping[Action, int]) -> list[int]:

@@ -1,0 +1,287 @@
+"""A step on paper: how long it takes, how long ranks idle, and how many bytes of activations they keep at most.
+
+Takes a schedule, compute-only or lowered, and what its stages and the links between them cost; gives a timeline. A rank
+does its actions in order, each as soon as what it needs is there. Sends never block. The link from one rank to another
+carries one message at a time, in the order of the sends and not before its receive is announced; gradients are summed
+beside compute, one stage after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from parallel.action import COMPUTE, PER_PEER, Action, Kind, Schedule
+from parallel.lowering import BEGINS_BACKWARD, peer_rank, receive_of, sends_after
+from parallel.placement import Placement
+from parallel.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Of one microbatch of weight 1.
+
+    Attributes:
+        backward_s: of a whole backward pass; the next two are of its halves.
+        activation_bytes: kept from a forward pass for its backward pass.
+    """
+
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    activation_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """Of one microbatch of weight 1; costs nothing between stages on one rank.
+
+    Attributes:
+        backward_s: of the gradients; None where none flow back.
+    """
+
+    forward_s: float
+    backward_s: float | None
+
+
+def simulate(
+    schedule: Schedule,
+    placement: Placement,
+    costs: Sequence[StageCost],
+    links: Mapping[tuple[int, int], LinkCost] | None = None,
+    reduce_s: Mapping[int, float] | None = None,
+    overhead_s: float = 0.0,
+    weights: Sequence[float] | None = None,
+) -> Timeline:
+    """The step, from 0 on.
+
+    Args:
+        costs: by stage. Recomputing costs ``forward_s``; its activations count from then on, not from the forward pass.
+        links: (source stage, target stage) -> cost; with none, a chain of stages that costs nothing.
+        reduce_s: stage -> time to sum its gradients once the last rank that holds it has come to its REDUCE; 0 for
+            stages not named. A schedule without REDUCE sums nothing.
+        overhead_s: that every compute action takes besides its cost.
+        weights: of the microbatches by number, 1 each by default; times and bytes are multiplied by them.
+
+    Raises:
+        ValueError: the schedule cannot finish. Says where each rank stands and what it waits for.
+    """
+    assert len(costs) == placement.stages, (len(costs), placement)
+    if not links:
+        links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(placement.stages - 1)}
+    numbers = {
+        action.microbatch for actions in schedule.values() for action in actions if action.microbatch is not None
+    }
+    weight = {i: 1.0 if weights is None else weights[i] for i in numbers}
+    run = _Run(schedule, placement, costs, links, reduce_s or {}, overhead_s, weight)
+    run.finish()
+    spans = {rank: tuple(sorted(spans, key=lambda s: (s.start_s, s.end_s))) for rank, spans in run.spans.items()}
+    return Timeline(spans, {rank: _peak_bytes(actions, costs, weight) for rank, actions in schedule.items()})
+
+
+class _Run:
+    """Ranks at one of their actions each, messages and sums under way.
+
+    The order of a rank's actions, of a channel's messages and of a rank's sums is given. So every time follows from
+    earlier ones by taking the largest, and ranks can be carried on in any order: no queue of events is needed.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        placement: Placement,
+        costs: Sequence[StageCost],
+        links: Mapping[tuple[int, int], LinkCost],
+        reduce_s: Mapping[int, float],
+        overhead_s: float,
+        weight: Mapping[int, float],
+    ) -> None:
+        self.placement, self.costs, self.links = placement, costs, links
+        self.reduce_s, self.overhead_s, self.weight = reduce_s, overhead_s, weight
+        self.back = {pair: cost.backward_s is not None for pair, cost in links.items()}
+        lowered = any(action.kind in PER_PEER for actions in schedule.values() for action in actions)
+        self.actions = schedule if lowered else self._with_messages(schedule)
+        self.needs = self._needs()
+        self.at = dict.fromkeys(schedule, 0)  # rank -> position of its next action
+        self.clock = dict.fromkeys(schedule, 0.0)
+        self.spans: dict[int, list[Span]] = {rank: [] for rank in schedule}
+        self.done: dict[Action, float] = {}  # end of a compute action; arrival at a receive
+        self.announced: dict[Action, float] = {}
+        self.under_way: dict[tuple[int, int], deque[tuple[float, Action]]] = defaultdict(deque)
+        self.channel_free: dict[tuple[int, int], float] = defaultdict(float)
+        self.to_sum: dict[int, deque[tuple[float, Action]]] = {rank: deque() for rank in schedule}
+        self.sums_done = dict.fromkeys(schedule, 0.0)
+
+    def _with_messages(self, schedule: Schedule) -> Schedule:
+        """Of a compute-only schedule, as if every message were awaited from the beginning."""
+        return {
+            rank: [receive for action in actions for receive in self._receives_before(action)]
+            + [each for action in actions for each in (action, *sends_after(action, self.placement, self.back))]
+            for rank, actions in schedule.items()
+        }
+
+    def _receives_before(self, action: Action) -> list[Action]:
+        kind = Kind.RECEIVE_FORWARD if action.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
+        return [
+            Action(kind, action.stage, action.microbatch, action.replica, peer)
+            for peer in self._depends_on(action)
+            if not self._together(action, peer)
+        ]
+
+    def _depends_on(self, action: Action) -> list[int]:
+        """Stages whose outputs F needs, or whose gradients B and I need."""
+        if action.kind is Kind.FORWARD:
+            return [source for source, target in self.back if target == action.stage]
+        if action.kind in BEGINS_BACKWARD:
+            return [target for (source, target), back in self.back.items() if source == action.stage and back]
+        return []
+
+    def _together(self, action: Action, peer: int) -> bool:
+        """Whether stage ``peer`` is on the rank of ``action``."""
+        return self.placement.rank_of(peer, action.replica) == self.placement.rank_of(action.stage, action.replica)
+
+    def _needs(self) -> dict[Action, list[Action]]:
+        """Compute action -> the compute actions of its rank and the receives that must be done before it."""
+        everything = [action for actions in self.actions.values() for action in actions]
+        needs: dict[Action, list[Action]] = {}
+        for a in everything:
+            if a.kind in COMPUTE:
+                kind = Kind.FORWARD if a.kind is Kind.FORWARD else Kind.BACKWARD
+                needs[a] = [
+                    Action(kind, peer, a.microbatch, a.replica)
+                    for peer in self._depends_on(a)
+                    if self._together(a, peer)
+                ]
+                if a.kind is not Kind.FORWARD:
+                    own = Kind.BACKWARD_INPUT if a.kind is Kind.BACKWARD_WEIGHT else Kind.FORWARD
+                    needs[a].append(dataclasses.replace(a, kind=own))
+        for receive in everything:
+            kinds = {Kind.RECEIVE_FORWARD: (Kind.FORWARD,), Kind.RECEIVE_BACKWARD: BEGINS_BACKWARD}.get(
+                receive.kind, ()
+            )
+            for kind in kinds:
+                user = Action(kind, receive.stage, receive.microbatch, receive.replica)
+                if user in needs:
+                    needs[user].append(receive)
+        return needs
+
+    def finish(self) -> None:
+        """Carry every rank on to its end."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in self.actions.items():
+                while self.at[rank] < len(actions) and self._do(rank, actions[self.at[rank]]):
+                    self.at[rank] += 1
+                    moved = True
+        self._raise_if_stuck()
+
+    def _do(self, rank: int, action: Action) -> bool:
+        """Whether ``rank`` gets past ``action``."""
+        now = self.clock[rank]
+        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            channel = (rank, peer_rank(action, self.placement, rank))
+            self.under_way[channel].append((now, action))
+            self._carry(channel)
+        elif action.kind in PER_PEER:
+            self.announced[action] = now
+            self._carry((peer_rank(action, self.placement, rank), rank))
+        elif action.kind is Kind.REDUCE:
+            self.to_sum[rank].append((now, action))
+            self._sum(action.stage)
+        else:
+            needs = self.needs[action]
+            if any(need not in self.done for need in needs):
+                return False
+            start = max([now, *(self.done[need] for need in needs)])
+            end = start + self.overhead_s + self._compute_s(action)
+            self.clock[rank] = self.done[action] = end
+            if action.kind is Kind.BACKWARD_INPUT:  # as good as B for the stages that need its gradients
+                self.done[dataclasses.replace(action, kind=Kind.BACKWARD)] = end
+            self.spans[rank].append(Span(action, start, end))
+        return True
+
+    def _compute_s(self, action: Action) -> float:
+        cost = self.costs[action.stage]
+        seconds = {
+            Kind.FORWARD: cost.forward_s,
+            Kind.RECOMPUTE: cost.forward_s,
+            Kind.BACKWARD: cost.backward_s,
+            Kind.BACKWARD_INPUT: cost.backward_input_s,
+            Kind.BACKWARD_WEIGHT: cost.backward_weight_s,
+        }[action.kind]
+        return seconds * self.weight[_i(action)]
+
+    def _carry(self, channel: tuple[int, int]) -> None:
+        """Let the messages of a channel arrive, as far as their receives are announced."""
+        queue = self.under_way[channel]
+        while queue and (receive := receive_of(queue[0][1])) in self.announced:
+            sent, send = queue.popleft()
+            start = max(sent, self.announced[receive], self.channel_free[channel])
+            end = start + self._travel_s(send)
+            self.channel_free[channel] = self.done[receive] = end
+            self.spans[channel[0]].append(Span(send, start, end))
+
+    def _travel_s(self, send: Action) -> float:
+        assert send.peer is not None
+        pair = (send.stage, send.peer)
+        if send.kind is Kind.SEND_FORWARD:
+            seconds: float | None = self.links[pair].forward_s if pair in self.links else 0.0
+        else:
+            seconds = self.links[pair[::-1]].backward_s if pair[::-1] in self.links else 0.0
+        return (seconds or 0.0) * self.weight[_i(send)]
+
+    def _sum(self, stage: int) -> None:
+        """Sum the gradients of ``stage``, and of what waits behind it, once it is the next sum of all its holders."""
+        holders = self.placement.holders(stage)
+        fronts = [self.to_sum[rank][0] for rank in holders if self.to_sum[rank]]
+        if len(fronts) < len(holders) or any(action.stage != stage for _, action in fronts):
+            return
+        start = max(*(now for now, _ in fronts), *(self.sums_done[rank] for rank in holders))
+        end = start + self.reduce_s.get(stage, 0.0)
+        for rank in holders:
+            self.spans[rank].append(Span(self.to_sum[rank].popleft()[1], start, end))
+            self.sums_done[rank] = end
+        for rank in holders:
+            if self.to_sum[rank]:
+                self._sum(self.to_sum[rank][0][1].stage)
+
+    def _raise_if_stuck(self) -> None:
+        faults = []
+        for rank, actions in self.actions.items():
+            if self.at[rank] < len(actions):
+                action = actions[self.at[rank]]
+                missing = ", ".join(str(need) for need in self.needs[action] if need not in self.done)
+                faults.append(f"rank {rank} stands at {action}, which waits for {missing}")
+        for (source, target), messages in self.under_way.items():
+            faults += [f"rank {source} has sent {send}, which rank {target} does not await" for _, send in messages]
+        for rank, sums in self.to_sum.items():
+            faults += [
+                f"rank {rank} has begun {action}, which not every rank that holds the stage does" for _, action in sums
+            ]
+        if faults:
+            rule = "put every action behind those it waits for, sends and REDUCEs in one order at all their ends"
+            raise ValueError("\n  ".join([f"the schedule cannot finish: {rule}", *faults]))
+
+
+def _peak_bytes(actions: Sequence[Action], costs: Sequence[StageCost], weight: Mapping[int, float]) -> int:
+    """Most bytes of activations that a rank keeps at any time."""
+    places = {kind: {(a.stage, a.microbatch, a.replica) for a in actions if a.kind is kind} for kind in Kind}
+    now = peak = 0.0
+    for action in actions:
+        place = (action.stage, action.microbatch, action.replica)
+        recomputed, split = place in places[Kind.RECOMPUTE], place in places[Kind.BACKWARD_WEIGHT]
+        if action.kind is (Kind.RECOMPUTE if recomputed else Kind.FORWARD):
+            now += costs[action.stage].activation_bytes * weight[_i(action)]
+            peak = max(peak, now)
+        elif action.kind is (Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD):
+            now -= costs[action.stage].activation_bytes * weight[_i(action)]
+    return round(peak)
+
+
+def _i(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
