@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import traceback
 
+from app.cli import RunError
 from app.interrupt import Interrupt
 from app.launch import Placement
 from app.runfolder import RunFolder
 from parallel.comm.communicator import CommunicationError
 from parallel.guardian import Guardian
+from pipelines.slide import SlideError
 
 
 class RankGuard:
@@ -34,8 +37,8 @@ class RankGuard:
             self.guardian.start()
 
     def explain(self, fault: Exception) -> str:
-        """Why the run fails: ``fault``, or what is behind it when this rank merely lost another. Then it waits until the
-        launcher ends it, for at most half a minute."""
+        """Why the run fails: ``fault``, or what is behind it when this rank merely lost another. Then it waits to be
+        ended by the launcher, for half a minute at most."""
         if isinstance(fault, CommunicationError) and self._file:
             self._told_elsewhere = self.guardian.await_end(lambda: self._interrupt.requested)
             with contextlib.suppress(OSError):
@@ -43,11 +46,17 @@ class RankGuard:
         return str(fault)
 
     def tells(self, fault: Exception) -> bool:
-        """True when this rank is to print ``fault``; False when it ends in silence, as another rank has said why. Either
-        way this process now has to end."""
+        """True when this rank is to print ``fault``; False when it ends in silence, as another rank has said why.
+        Either way this process now has to end."""
         if not self._file:
             return True
-        first = self.guardian.speak(str(fault)) and not self._told_elsewhere
+        first = self.guardian.speak(self._text(fault)) and not self._told_elsewhere
         # After the message is out: ranks that wait in the communicator's own farewell would wait for each other.
         atexit.register(self._communicator.abort)
         return first
+
+    @staticmethod
+    def _text(fault: Exception) -> str:
+        """As the user sees it: a message, or the traceback of what nobody foresaw."""
+        foreseen = isinstance(fault, (RunError, SlideError, ValueError, OSError, MemoryError))
+        return str(fault) if foreseen else "".join(traceback.format_exception(fault)).rstrip()

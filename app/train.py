@@ -112,9 +112,9 @@ def _train_guarded(
         loop.run()
     except (torch.OutOfMemoryError, RunError, SlideError, EngineFault, CommunicationError) as fault:
         error = guard.explain(fault)
-        if isinstance(fault, torch.OutOfMemoryError) or isinstance(fault.__cause__, torch.OutOfMemoryError):
+        if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):
             error += (
-                f"\nout of memory on {placement.device}: lower --tile, raise --microbatches, or use --precision bf16"
+                f"\nout of memory on {placement.device}: lower --tile, raise --microbatches or use --precision bf16"
             )
         summary.failed(error, memory.bytes)
         raise RunError(error) from fault
