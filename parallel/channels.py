@@ -109,13 +109,14 @@ class Channels:
         """A stage with copies on several ranks is summed once on each, after its last backward pass there."""
         backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         for rank, actions in self._schedule.items():
-            for stage in sorted({stage for stage, _ in self._placement.held_by(rank)}):
+            # A rank with both replicas of a stage has one copy of its parameters.
+            for stage, replica in {s: r for s, r in reversed(self._placement.held_by(rank))}.items():
                 if len(self._placement.holders(stage)) < 2:
                     continue
                 sums = [(n, a) for n, a in enumerate(actions) if a.kind is Kind.REDUCE and a.stage == stage]
                 last = max((n for n, a in enumerate(actions) if a.kind in backward and a.stage == stage), default=-1)
                 if not sums:
-                    missing = Action(Kind.REDUCE, stage, None)
+                    missing = Action(Kind.REDUCE, stage, None, replica)
                     yield ScheduleFault("is missing: other ranks hold copies of the stage", rank, None, missing)
                 for n, action in sums[:1]:
                     if n < last:
@@ -127,19 +128,17 @@ class Channels:
         """Ranks that sum the same stages do it in the same order."""
         first: dict[tuple[int, ...], tuple[int, list[int]]] = {}
         for rank, actions in sorted(self._schedule.items()):
-            mine: dict[tuple[int, ...], list[int]] = {}
+            mine: dict[tuple[int, ...], list[tuple[int, Action]]] = {}
             for n, action in enumerate(actions):
-                if action.kind is not Kind.REDUCE:
-                    continue
-                holders = self._placement.holders(action.stage)
-                first_rank, stages = first.setdefault(holders, (rank, []))
-                mine.setdefault(holders, []).append(action.stage)
-                if rank == first_rank:
-                    stages.append(action.stage)
-                elif mine[holders] != stages[: len(mine[holders])]:
-                    text = f"rank {first_rank} sums stages {stages} in this order, this rank {mine[holders]}"
+                if action.kind is Kind.REDUCE:
+                    mine.setdefault(self._placement.holders(action.stage), []).append((n, action))
+            for holders, sums in mine.items():
+                stages = [action.stage for _, action in sums]
+                first_rank, expected = first.setdefault(holders, (rank, stages))
+                if stages != expected and sorted(stages) == sorted(expected):
+                    n, action = next(cell for cell, stage in zip(sums, expected, strict=True) if cell[1].stage != stage)
+                    text = f"rank {first_rank} sums stages {expected} in this order, this rank {stages}"
                     yield ScheduleFault(text, rank, n, action)
-                    break
 
     def _messages(self) -> Iterator[tuple[int, int, Action]]:
         """(rank, position, message) of all."""

@@ -7,7 +7,8 @@ the bubble comes near (D - 2) / (2m + D - 2) of the step, which then takes about
 The papers draw the merged order for some D and m only. Here it is found for any, by list scheduling: time runs in units
 (F = 1, B = 2), and a free rank takes the most urgent action that is ready. Stage s keeps at most D - s microbatches, as
 in 1f1b, hence a rank at most D + 1 in its two stages. Within that each pipeline alone can always move, so neither ever
-blocks the other.
+blocks the other. No order is shorter than m (F + B) + floor((D - 1) / 2)(F + B), for the sake of the ranks in the
+middle; for m >= D this one is that and at most D / 2 + 1 forward passes more, whatever m.
 """
 
 from __future__ import annotations
