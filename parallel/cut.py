@@ -6,13 +6,14 @@ sends. It runs the user's modules themselves, at their paths in the whole model,
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from parallel.partition import Partition
+from parallel.partition import RANDOM_STATE, Partition
 from parallel.trace import Traced
 
 Run = Callable[..., tuple[Any, ...]]
@@ -52,26 +53,26 @@ def cut_stage(traced: Traced, partition: Partition, stage: int) -> StageModule:
     Raises:
         ValueError: evaluation would need values that training does not send between these stages.
     """
+    placed = {layer.name: partition.stage_of(layer.name) for layer in partition.graph.layers}
+    training = [node for node in traced.training.graph.nodes if placed[node.name] == stage]
+    slots: dict[str, str] = {}
+    if traced.evaluation is traced.training:
+        evaluation = training
+    else:
+        placed = _stages_in_evaluation(traced, partition, placed)
+        slots = _slots(traced, partition, placed)
+        evaluation = [node for node in traced.evaluation.graph.nodes if placed[node.name] == stage]
     module = StageModule(partition.inputs_of(stage), partition.outputs_of(stage))
-    stages = {layer.name: partition.stage_of(layer.name) for layer in partition.graph.layers}
-    in_evaluation = stages if traced.evaluation is traced.training else _stages_in_evaluation(traced, partition, stages)
-    nodes = {
-        mode: [node for node in graph.graph.nodes if placed[node.name] == stage]
-        for mode, graph, placed in (
-            ("training", traced.training, stages),
-            ("evaluation", traced.evaluation, in_evaluation),
-        )
-    }
-    for mode, graph in (("training", traced.training), ("evaluation", traced.evaluation)):
-        _install(module, graph, nodes[mode], traced.model)
+    _install(module, traced, training)
+    _install(module, traced, evaluation)
     _install_aliases(module, traced, unused=stage == partition.depth - 1)
-    module._run_training = _compile(nodes["training"], module, f"stage {stage} in training")
-    module._run_evaluation = _compile(nodes["evaluation"], module, f"stage {stage} in evaluation")
+    module._run_training = _compile(training, module, {}, f"stage {stage} in training")
+    module._run_evaluation = _compile(evaluation, module, slots, f"stage {stage} in evaluation")
     own = {id(part) for part in module.modules()}
-    for path, (training, evaluation) in traced.modes.items():
+    for path, modes in traced.modes.items():
         part = traced.model.get_submodule(path)
         if id(part) in own:
-            module._modes.append((part, training, evaluation))
+            module._modes.append((part, *modes))
     module.training = traced.model.training
     return module
 
@@ -83,7 +84,6 @@ def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str
         for node in traced.training.graph.nodes
         if node.op in ("call_module", "get_attr")
     }
-    sent = {(edge.source, edge.target, edge.value) for edge in partition.edges}
     nodes = list(traced.evaluation.graph.nodes)
     placed: dict[str, int] = {}
     for node in nodes:
@@ -92,37 +92,62 @@ def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str
     for node in reversed(nodes):  # what takes nothing from other layers is made where it is used
         if not node.all_input_nodes and node.name not in stages and str(node.target) not in owners and node.users:
             placed[node.name] = min(placed[user.name] for user in node.users)
-    missing = sorted(
-        f"{argument.name} from stage {placed[argument.name]} to {placed[node.name]}"
-        for node in nodes
-        for argument in node.all_input_nodes
-        if placed[argument.name] != placed[node.name]
-        and (placed[argument.name], placed[node.name], argument.name) not in sent
-    )
-    if missing:
-        raise ValueError(
-            f"evaluation would send values between stages that training does not: {', '.join(missing)}. The model does "
-            f"different things in the two modes there; stages begin at "
-            f"{', '.join(partition.graph.layers[start].name for start in partition.starts[1:])}: cut elsewhere"
-        )
     return placed
 
 
-def _compile(nodes: Sequence[fx.Node], module: StageModule, name: str) -> Run:
+def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict[str, str]:
+    """Value that only evaluation sends -> value that only training sends, in whose place it travels.
+
+    Raises:
+        ValueError: there are more of the first than of the second between two stages.
+    """
+    offered: dict[str, set[int]] = {}
+    for edge in partition.edges:
+        offered.setdefault(edge.value, set()).add(edge.target)
+    needed: dict[str, set[int]] = {}
+    for node in traced.evaluation.graph.nodes:
+        for argument in node.all_input_nodes:
+            if placed[argument.name] != placed[node.name]:
+                needed.setdefault(argument.name, set()).add(placed[node.name])
+    free = {value: targets for value, targets in offered.items() if value not in needed}
+    slots: dict[str, str] = {}
+    faults = []
+    for value, targets in needed.items():
+        if targets <= offered.get(value, set()):
+            continue
+        source = placed[value]
+        fitting = [v for v, t in free.items() if v != RANDOM_STATE and partition.stage_of(v) == source and targets <= t]
+        if fitting and min(targets) > source:
+            slots[value] = fitting[0]
+            del free[fitting[0]]
+        else:
+            faults.append(f"{value} from stage {source} to {', '.join(map(str, sorted(targets)))}")
+    if faults:
+        begin = ", ".join(partition.graph.layers[start].name for start in partition.starts[1:])
+        raise ValueError(
+            f"evaluation would send values between stages where training sends none: {'; '.join(faults)}. The model "
+            f"does different things in its two modes near a cut; stages begin at {begin}: cut elsewhere"
+        )
+    return slots
+
+
+def _compile(nodes: Sequence[fx.Node], module: StageModule, slots: dict[str, str], name: str) -> Run:
     """A function (stage module, values) -> values that runs ``nodes``; values are let go of after their last use."""
     graph = fx.Graph()
     copies: dict[str, fx.Node] = {}
-    own = {node.name for node in nodes}
     for value in module.inputs:
         copies[value] = graph.placeholder(value)
+    for value, slot in slots.items():
+        if slot in copies:
+            copies[value] = copies[slot]
     results: dict[str, Any] = {}
     for node in nodes:
         if node.op == "output":
             results[node.name] = fx.map_arg(node.args[0], lambda argument: copies[argument.name])
         elif node.op != "placeholder":
             copies[node.name] = graph.node_copy(node, lambda argument: copies[argument.name])
+    results |= {slot: copies[value] for value, slot in slots.items() if slot in module.outputs}
     graph.output(tuple(results.get(value, copies.get(value)) for value in module.outputs))
-    assert own
     code = graph.python_code("self")
     file = f"<{name}>"
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
@@ -132,16 +157,14 @@ def _compile(nodes: Sequence[fx.Node], module: StageModule, name: str) -> Run:
     return run
 
 
-def _install(module: StageModule, graph: fx.GraphModule, nodes: Iterable[fx.Node], model: nn.Module) -> None:
+def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node]) -> None:
     """Put the modules and tensors that ``nodes`` name where their paths say."""
-    modules = sorted({str(node.target) for node in nodes if node.op == "call_module"}, key=len)
-    for path in modules:
+    for path in sorted(_paths(nodes, "call_module"), key=len):
         owner, name = _owner(module, path)
         if name not in owner._modules:
-            owner.add_module(name, graph.get_submodule(path))
-    for path in sorted({str(node.target) for node in nodes if node.op == "get_attr"}):
-        source, _, name = path.rpartition(".")
-        _register(module, path, getattr(graph.get_submodule(source), name), _persistent(model, path))
+            owner.add_module(name, traced.model.get_submodule(path))
+    for path in sorted(_paths(nodes, "get_attr")):
+        _register(module, path, _tensor(traced, path), traced.model)
 
 
 def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> None:
@@ -150,15 +173,29 @@ def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> No
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     if unused:
-        used = {
-            id(tensor)
-            for graph in (traced.training, traced.evaluation)
-            for tensor in (*graph.parameters(), *graph.buffers())
-        }
+        used: set[int] = set()
+        for graph in (traced.training.graph, traced.evaluation.graph):
+            for path in _paths(graph.nodes, "call_module"):
+                part = model.get_submodule(path)
+                used |= {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+            used |= {id(_tensor(traced, path)) for path in _paths(graph.nodes, "get_attr")}
         own |= {id(tensor) for _, tensor in state} - used
     for path, tensor in state:
         if id(tensor) in own:
-            _register(module, path, tensor, _persistent(model, path))
+            _register(module, path, tensor, model)
+
+
+def _paths(nodes: Iterable[fx.Node], op: str) -> set[str]:
+    return {str(node.target) for node in nodes if node.op == op}
+
+
+def _tensor(traced: Traced, path: str) -> Any:
+    """What the model has at ``path`` now: ``to()`` replaces buffers. Constants made while tracing are in the graph."""
+    owner, _, name = path.rpartition(".")
+    for graph in (traced.model, traced.training, traced.evaluation):
+        with contextlib.suppress(AttributeError):
+            return getattr(graph.get_submodule(owner), name)
+    raise AssertionError(path)
 
 
 def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -173,20 +210,20 @@ def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     return module, name
 
 
-def _register(module: nn.Module, path: str, value: Any, persistent: bool) -> None:
+def _register(module: nn.Module, path: str, value: Any, model: nn.Module) -> None:
     owner, name = _owner(module, path)
     if name in owner._parameters or name in owner._buffers or name in owner.__dict__:
         return
     if isinstance(value, nn.Parameter):
         owner.register_parameter(name, value)
     elif isinstance(value, Tensor):
-        owner.register_buffer(name, value, persistent=persistent)
+        owner.register_buffer(name, value, persistent=_persistent(model, path))
     else:
         setattr(owner, name, value)
 
 
 def _persistent(model: nn.Module, path: str) -> bool:
-    """Whether the model's ``state_dict`` has the tensor; constants made while tracing are in no model."""
+    """Whether the model's ``state_dict`` has the buffer; constants made while tracing are in no model."""
     source, _, name = path.rpartition(".")
     try:
         owner = model.get_submodule(source)

@@ -6,14 +6,15 @@ fake tensors (shape, dtype and device, no data); a model that looks at data is r
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,14 +29,14 @@ class Facts:
         flops: of its forward pass.
         differentiable: one of the tensors it gave needs a gradient.
         random: it drew random numbers.
-        changed: the earliest node whose value it changed in place, itself where there is none.
+        changed: the nodes that made the memory it changed in place.
     """
 
     output_bytes: int
     flops: int
     differentiable: bool
     random: bool
-    changed: str
+    changed: tuple[str, ...]
 
 
 def fake_run(
@@ -52,7 +53,7 @@ def fake_run(
     }
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
-            fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
             with fake:
                 replaced = _once_each(state, lambda t: _empty_like(t, device))
                 example = torch.empty(shape, dtype=dtype, device=device)
@@ -60,92 +61,74 @@ def fake_run(
         except Exception:  # data-dependent, or an operation without a fake version: the real run tells faults apart
             real = next((t.device for t in state.values()), device)
             replaced = _once_each(state, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone())
-            return _run(training, replaced, torch.zeros(shape, dtype=dtype, device=real), None)
+            return _run(training, replaced, torch.zeros(shape, dtype=dtype, device=real), nullcontext())
 
 
 def _run(
-    training: fx.GraphModule, state: dict[str, Tensor], example: Tensor, mode: FakeTensorMode | None
+    training: fx.GraphModule, state: dict[str, Tensor], example: Tensor, mode: AbstractContextManager[Any]
 ) -> dict[str, Facts]:
-    observed = _Observed(training)
+    counter, watch = FlopCounterMode(display=False), _Watch()
+    observed = _Observed(training, watch, counter)
     named = {f"model.{name}": tensor for name, tensor in state.items()}
-    watch = _Watch()
-    observed.facts, observed.watch = {}, watch
-    counter = FlopCounterMode(display=False)
-    observed.counter = counter
-    if mode is None:
-        with counter, watch:
-            torch.func.functional_call(observed, named, (example,), tie_weights=False)
-    else:
-        with mode, counter, watch:
-            torch.func.functional_call(observed, named, (example,), tie_weights=False)
+    with mode, counter, watch:
+        torch.func.functional_call(observed, named, (example,), tie_weights=False)
     return observed.facts
 
 
 class _Observed(nn.Module):
     """Runs the graph node by node; a module so that ``functional_call`` swaps and restores what it uses."""
 
-    facts: dict[str, Facts]
-    watch: _Watch
-    counter: FlopCounterMode
-
-    def __init__(self, model: fx.GraphModule) -> None:
+    def __init__(self, model: fx.GraphModule, watch: _Watch, counter: FlopCounterMode) -> None:
         super().__init__()
-        # Not through nn.Module.train: the modes of the user's modules stay as the trace left them.
         self.model = model
+        self.watch = watch
+        self.counter = counter
 
     def forward(self, example: Tensor) -> None:
-        _Interpreter(self).run(example)
+        interpreter = _Interpreter(self.model, self.watch, self.counter)
+        interpreter.run(example)
+        self.facts = interpreter.facts
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, observed: _Observed) -> None:
-        super().__init__(observed.model)
-        self.observed = observed
-        self.makers: dict[int, str] = {}
-        self.kept: list[Any] = []
+    def __init__(self, model: fx.GraphModule, watch: _Watch, counter: FlopCounterMode) -> None:
+        super().__init__(model)
+        self.extra_traceback = False
+        self.facts: dict[str, Facts] = {}
+        self._watch = watch
+        self._counter = counter
+        # Weak: the data goes when its last use is done, but its address is not given away again during this run.
+        self._makers: dict[StorageWeakRef, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        watch, counter = self.observed.watch, self.observed.counter
-        watch.written.clear()
-        watch.drew = False
-        before = counter.get_total_flops()
+        self._watch.written.clear()
+        self._watch.drew = False
+        flops = self._counter.get_total_flops()
         try:
             value = super().run_node(n)
         except Exception as error:
             where = f"module {n.target!r}" if n.op == "call_module" else f"{n.op} {n.name!r}"
-            raise ValueError(f"the model fails on its example input at {where}: {error}") from error
+            raise ValueError(f"the model does not run on the example input, at {where}: {error}") from error
+        changed = [self._makers[storage] for storage in self._watch.written if storage in self._makers]
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        changed = n.name
-        for key in watch.written:
-            maker = self.makers.get(key)
-            if maker is not None and (changed == n.name or self.order[maker] < self.order[changed]):
-                changed = maker
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self.makers.setdefault(storage._cdata, n.name)
-            self.kept.append(storage)  # an address is not given away twice while this run looks at it
-        self.observed.facts[n.name] = Facts(
+            self._makers.setdefault(_memory(tensor), n.name)
+        self.facts[n.name] = Facts(
             output_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            flops=counter.get_total_flops() - before,
+            flops=self._counter.get_total_flops() - flops,
             differentiable=any(tensor.requires_grad for tensor in tensors),
-            random=watch.drew,
-            changed=changed,
+            random=self._watch.drew,
+            changed=tuple(changed),
         )
         return value
 
-    @property
-    def order(self) -> dict[str, int]:
-        if not hasattr(self, "_order"):
-            self._order = {node.name: k for k, node in enumerate(self.module.graph.nodes)}
-        return self._order
 
-
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which storages are written to, and whether random numbers are drawn."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.written: set[int] = set()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[StorageWeakRef] = set()
         self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,13 +140,13 @@ class _Watch(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for leaf in tree_leaves(given.get(argument.name)):
                     if isinstance(leaf, Tensor):
-                        self.written.add(leaf.untyped_storage()._cdata)
+                        self.written.add(_memory(leaf))
         return func(*args, **kwargs)
 
 
-def _once_each(state: dict[str, Tensor], replace: Any) -> dict[str, Tensor]:
+def _once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Every tensor replaced, one that has two names by one."""
-    replaced: dict[int, Tensor] = defaultdict()
+    replaced: dict[int, Tensor] = {}
     for tensor in state.values():
         if id(tensor) not in replaced:
             replaced[id(tensor)] = replace(tensor)
@@ -175,3 +158,8 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    """What tensors share when a change of one shows in the other."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

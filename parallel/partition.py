@@ -82,7 +82,7 @@ class Partition:
         return self.graph.layers[self.starts[stage] : end]
 
     def inputs_of(self, stage: int) -> tuple[str, ...]:
-        """Names of the values that ``stage`` is given, in the order of ``edges``; stage 0 is given the model's input."""
+        """Names of the values that ``stage`` is given, in the order of ``edges``; the model's input for stage 0."""
         if stage == 0:
             return tuple(layer.name for layer in self.graph.layers if layer.kind == INPUT)
         return tuple(edge.value for edge in self.edges if edge.target == stage and edge.value != RANDOM_STATE)
@@ -111,7 +111,7 @@ def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
         cuts: names of layers, or paths of modules ("layer3", "layer2.0.conv1"), in the order they run.
 
     Raises:
-        ValueError: all that is wrong with the list: names that are neither, cuts out of order, cuts where none may fall.
+        ValueError: all that is wrong with the list: unknown names, cuts out of order, cuts where none may fall.
     """
     places = _places(graph)
     allowed = _allowed(graph)
@@ -141,7 +141,7 @@ def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
 
 
 def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | None = None) -> Partition:
-    """The partition into ``stages`` whose slowest stage is fastest; of those, the one with the fewest bytes over its cuts.
+    """The partition into ``stages`` whose slowest stage is fastest; of those, the one with fewest bytes over its cuts.
 
     Exact over all places where a cut may fall.
 
@@ -154,8 +154,8 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     allowed = _allowed(graph)
     if not 1 <= stages <= len(allowed) + 1:
         raise ValueError(
-            f"the model can be cut into 1 to {len(allowed) + 1} stages; got {stages}. A stage needs a layer of its own, and "
-            "values changed in place and shared parameters hold layers together"
+            f"the model can be cut into 1 to {len(allowed) + 1} stages; got {stages}. A stage needs a layer of its "
+            "own, and values changed in place and shared parameters hold layers together"
         )
     costs = equal_cost(graph) if costs is None else costs
     sums = list(accumulate(costs, initial=0.0))
@@ -210,11 +210,14 @@ def _smallest_limit(upto: Sequence[float], stages: int) -> float:
     for _ in range(stages - 1):
         before, best = best, []
         for j, total in enumerate(upto):
-            meet = bisect.bisect_left(
-                range(j), True, key=lambda i, total=total, before=before: before[i] >= total - upto[i]
-            )
+            meet = bisect.bisect_left(range(j), True, key=functools.partial(_met, before, upto, total))
             best.append(min(max(before[i], total - upto[i]) for i in {max(meet - 1, 0), meet}))
     return best[-1]
+
+
+def _met(before: Sequence[float], upto: Sequence[float], total: float, i: int) -> bool:
+    """What stands before a cut after ``i`` blocks costs at least as much as what stands behind it."""
+    return before[i] >= total - upto[i]
 
 
 def _fewest_bytes(upto: Sequence[float], crossing: Sequence[int], stages: int, limit: float) -> list[int]:

@@ -1,9 +1,9 @@
 """From a model to its layers: ``trace`` follows a module's forward as deep as symbolic tracing goes.
 
 Takes any ``nn.Module`` that maps one tensor to anything, and the shape of a microbatch; gives ``Traced``: the
-``LayerGraph`` that splitting works on, and the fx graphs of training and evaluation that stages are cut from. Modules of
-torch.nn, modules with hooks and modules that cannot be traced stay whole. Symbolic tracing follows Reed et al., torch.fx:
-Practical Program Capture and Transformation for Deep Learning in Python (MLSys 2022).
+``LayerGraph`` that splitting works on, and the fx graphs of training and evaluation that stages are cut from. Modules
+of torch.nn, modules with hooks and modules that cannot be traced stay whole. Symbolic tracing follows Reed et al.,
+torch.fx: Practical Program Capture and Transformation for Deep Learning in Python (MLSys 2022).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def _where(error: BaseException) -> str:
     place, step = "unknown", error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
-        if "torch/" not in code.co_filename.replace("\\", "/") and not code.co_filename.startswith(__file__[:-8]):
+        if not any(Path(code.co_filename).is_relative_to(Path(file).parent) for file in (torch.__file__, __file__)):
             place = f"{code.co_name}, {code.co_filename}:{step.tb_lineno}"
         step = step.tb_next
     return place
@@ -153,7 +154,7 @@ def _name_alike(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
     ours, theirs = list(evaluation.graph.nodes), list(training.graph.nodes)
     kinds = [[(node.op, _target(node), scope_of(node)) for node in nodes] for nodes in (ours, theirs)]
     names: dict[fx.Node, str] = {}
-    for start, other, size in difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
+    for start, other, size in difflib.SequenceMatcher(None, kinds[0], kinds[1], autojunk=False).get_matching_blocks():
         names |= {ours[start + k]: theirs[other + k].name for k in range(size)}
     taken = {node.name for node in theirs}
     for node in ours:
@@ -171,7 +172,7 @@ def _name_alike(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
 def _layers(training: fx.GraphModule, facts: dict[str, Facts]) -> LayerGraph:
     nodes = list(training.graph.nodes)
     position = {node.name: k for k, node in enumerate(nodes)}
-    ranges = [(position[facts[node.name].changed], position[node.name]) for node in nodes]
+    ranges = [(position[maker], position[node.name]) for node in nodes for maker in facts[node.name].changed]
     uses: dict[int, list[int]] = {}
     layers = []
     for k, node in enumerate(nodes):
