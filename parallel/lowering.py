@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.placement import Placement
+from parallel.progress import SENDS, other_end
 
 Links = Mapping[tuple[int, int], bool]
 """(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""
@@ -64,7 +65,7 @@ def add_communication(schedule: Schedule, placement: Placement, links: Links) ->
     for rank, actions in schedule.items():
         for action in actions:
             for send in sends[action]:
-                channels[rank, peer_rank(send, placement, rank)].append(receive_of(send))
+                channels[rank, peer_rank(send, placement, rank)].append(other_end(send))
 
     receives: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
     for (_, target), channel in sorted(channels.items()):
@@ -96,13 +97,6 @@ def sends_after(action: Action, placement: Placement, links: Links) -> list[Acti
         for peer in peers
         if placement.rank_of(peer, action.replica) != here
     ]
-
-
-def receive_of(send: Action) -> Action:
-    """The receive at the other end of ``send``."""
-    assert send.peer is not None
-    kind = Kind.RECEIVE_FORWARD if send.kind is Kind.SEND_FORWARD else Kind.RECEIVE_BACKWARD
-    return Action(kind, send.peer, send.microbatch, send.replica, send.stage)
 
 
 def peer_rank(action: Action, placement: Placement, rank: int) -> int:
@@ -168,6 +162,6 @@ def add_reduction(schedule: Schedule, placement: Placement) -> Schedule:
 
 def _end_of_sends(actions: list[Action], position: int) -> int:
     """Last position of the sends that follow the compute action at ``position``: other ranks wait for them."""
-    while position + 1 < len(actions) and actions[position + 1].kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+    while position + 1 < len(actions) and actions[position + 1].kind in SENDS:
         position += 1
     return position

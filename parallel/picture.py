@@ -1,8 +1,8 @@
 """A timeline as a picture: a row for each rank, a box for each compute action, empty where the rank waits.
 
 Takes one timeline, or a simulated and a measured one; gives an SVG that stands by itself, with its own background, for
-reports and web pages. The boxes are drawn as in the papers: the number is the microbatch, the colour the replica, light
-for forward and dark for backward.
+reports and web pages. Boxes are drawn as in the papers: the number is the microbatch, the colour the replica, light for
+forward and dark for backward.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ REPLICAS: tuple[dict[Kind, Shade], ...] = (
         Kind.FORWARD: Shade("#a9cdf4", "#0d2f57"),
         Kind.BACKWARD: Shade("#1f66b1", "#ffffff"),
         Kind.BACKWARD_INPUT: Shade("#1f66b1", "#ffffff"),
-        Kind.BACKWARD_WEIGHT: Shade("#5f9ad8", "#ffffff"),
+        Kind.BACKWARD_WEIGHT: Shade("#23828c", "#ffffff"),
         Kind.RECOMPUTE: Shade("#e3eefb", "#0d2f57"),
     },
     {
         Kind.FORWARD: Shade("#fbcf9d", "#5c2c00"),
         Kind.BACKWARD: Shade("#c25a0a", "#ffffff"),
         Kind.BACKWARD_INPUT: Shade("#c25a0a", "#ffffff"),
-        Kind.BACKWARD_WEIGHT: Shade("#e68a3c", "#ffffff"),
+        Kind.BACKWARD_WEIGHT: Shade("#8f6f00", "#ffffff"),
         Kind.RECOMPUTE: Shade("#fdeedd", "#5c2c00"),
     },
 )
@@ -80,7 +80,7 @@ def schedule_svg(timeline: Timeline, *, title: str, compare: Timeline | None = N
         top += 4 + len(chart.spans) * (ROW + GAP)
     parts += _axis(top, whole_s, unit, per_s)
     parts += _legend([chart for _, chart in charts], top + 52)
-    height, width = top + 52 + 18 + MARGIN, MARGIN + LABELS + WIDTH + MARGIN
+    height, width = top + 52 + MARGIN, MARGIN + LABELS + WIDTH + MARGIN
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
@@ -137,15 +137,17 @@ def _legend(charts: list[Timeline], y: float) -> Iterator[str]:
     replicas = sorted({action.replica for action in actions})
     x = MARGIN + LABELS
     for replica in replicas:
+        if len(replicas) > 1:
+            yield _text(x, y + 1, f"replica {replica}:", size=13, fill=PALE)
+            x += 68
         for kind in NAMES:
             if any(action.kind is kind and action.replica == replica for action in actions):
                 action = Action(kind, 0, 0, replica)
-                name = NAMES[kind] + (f", replica {replica}" if len(replicas) > 1 else "")
                 yield f'<rect x="{x:g}" y="{y - 12:g}" width="16" height="16" rx="2.5" fill="{_shade(action).fill}"/>'
                 if kind is Kind.RECOMPUTE:
                     yield f'<rect x="{x:g}" y="{y - 12:g}" width="16" height="16" rx="2.5" fill="url(#again)"/>'
-                yield _text(x + 22, y + 1, name, size=13)
-                x += 22 + 6.6 * len(name) + 22
+                yield _text(x + 22, y + 1, NAMES[kind], size=13)
+                x += 22 + 6.6 * len(NAMES[kind]) + 22
 
 
 def _shade(action: Action) -> Shade:

@@ -13,9 +13,11 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel.action import COMPUTE, PER_PEER, Action, Kind, Schedule
-from parallel.lowering import BEGINS_BACKWARD, peer_rank, receive_of, sends_after
+from parallel.action import PER_PEER, Action, Kind, Schedule
+from parallel.dependencies import dependencies, with_messages
+from parallel.lowering import peer_rank
 from parallel.placement import Placement
+from parallel.progress import SENDS, other_end
 from parallel.timeline import Span, Timeline
 
 
@@ -101,10 +103,9 @@ class _Run:
     ) -> None:
         self.placement, self.costs, self.links = placement, costs, links
         self.reduce_s, self.overhead_s, self.weight = reduce_s, overhead_s, weight
-        self.back = {pair: cost.backward_s is not None for pair, cost in links.items()}
-        lowered = any(action.kind in PER_PEER for actions in schedule.values() for action in actions)
-        self.actions = schedule if lowered else self._with_messages(schedule)
-        self.needs = self._needs()
+        back = {pair: cost.backward_s is not None for pair, cost in links.items()}
+        self.actions = with_messages(schedule, placement, back)
+        self.needs = dependencies(self.actions, placement, back)
         self.at = dict.fromkeys(schedule, 0)  # rank -> position of its next action
         self.clock = dict.fromkeys(schedule, 0.0)
         self.spans: dict[int, list[Span]] = {rank: [] for rank in schedule}
@@ -114,59 +115,6 @@ class _Run:
         self.channel_free: dict[tuple[int, int], float] = defaultdict(float)
         self.to_sum: dict[int, deque[tuple[float, Action]]] = {rank: deque() for rank in schedule}
         self.sums_done = dict.fromkeys(schedule, 0.0)
-
-    def _with_messages(self, schedule: Schedule) -> Schedule:
-        """Of a compute-only schedule, as if every message were awaited from the beginning."""
-        return {
-            rank: [receive for action in actions for receive in self._receives_before(action)]
-            + [each for action in actions for each in (action, *sends_after(action, self.placement, self.back))]
-            for rank, actions in schedule.items()
-        }
-
-    def _receives_before(self, action: Action) -> list[Action]:
-        kind = Kind.RECEIVE_FORWARD if action.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
-        return [
-            Action(kind, action.stage, action.microbatch, action.replica, peer)
-            for peer in self._depends_on(action)
-            if not self._together(action, peer)
-        ]
-
-    def _depends_on(self, action: Action) -> list[int]:
-        """Stages whose outputs F needs, or whose gradients B and I need."""
-        if action.kind is Kind.FORWARD:
-            return [source for source, target in self.back if target == action.stage]
-        if action.kind in BEGINS_BACKWARD:
-            return [target for (source, target), back in self.back.items() if source == action.stage and back]
-        return []
-
-    def _together(self, action: Action, peer: int) -> bool:
-        """Whether stage ``peer`` is on the rank of ``action``."""
-        return self.placement.rank_of(peer, action.replica) == self.placement.rank_of(action.stage, action.replica)
-
-    def _needs(self) -> dict[Action, list[Action]]:
-        """Compute action -> the compute actions of its rank and the receives that must be done before it."""
-        everything = [action for actions in self.actions.values() for action in actions]
-        needs: dict[Action, list[Action]] = {}
-        for a in everything:
-            if a.kind in COMPUTE:
-                kind = Kind.FORWARD if a.kind is Kind.FORWARD else Kind.BACKWARD
-                needs[a] = [
-                    Action(kind, peer, a.microbatch, a.replica)
-                    for peer in self._depends_on(a)
-                    if self._together(a, peer)
-                ]
-                if a.kind is not Kind.FORWARD:
-                    own = Kind.BACKWARD_INPUT if a.kind is Kind.BACKWARD_WEIGHT else Kind.FORWARD
-                    needs[a].append(dataclasses.replace(a, kind=own))
-        for receive in everything:
-            kinds = {Kind.RECEIVE_FORWARD: (Kind.FORWARD,), Kind.RECEIVE_BACKWARD: BEGINS_BACKWARD}.get(
-                receive.kind, ()
-            )
-            for kind in kinds:
-                user = Action(kind, receive.stage, receive.microbatch, receive.replica)
-                if user in needs:
-                    needs[user].append(receive)
-        return needs
 
     def finish(self) -> None:
         """Carry every rank on to its end."""
@@ -182,7 +130,7 @@ class _Run:
     def _do(self, rank: int, action: Action) -> bool:
         """Whether ``rank`` gets past ``action``."""
         now = self.clock[rank]
-        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+        if action.kind in SENDS:
             channel = (rank, peer_rank(action, self.placement, rank))
             self.under_way[channel].append((now, action))
             self._carry(channel)
@@ -218,7 +166,7 @@ class _Run:
     def _carry(self, channel: tuple[int, int]) -> None:
         """Let the messages of a channel arrive, as far as their receives are announced."""
         queue = self.under_way[channel]
-        while queue and (receive := receive_of(queue[0][1])) in self.announced:
+        while queue and (receive := other_end(queue[0][1])) in self.announced:
             sent, send = queue.popleft()
             start = max(sent, self.announced[receive], self.channel_free[channel])
             end = start + self._travel_s(send)
