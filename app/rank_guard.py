@@ -10,11 +10,14 @@ import atexit
 import contextlib
 import traceback
 
+import torch
+
 from app.cli import RunError
 from app.interrupt import Interrupt
 from app.launch import Placement
 from app.runfolder import RunFolder
 from parallel.comm.communicator import CommunicationError
+from parallel.comm.torch_comm import is_lost_peer
 from parallel.guardian import Guardian
 from pipelines.slide import SlideError
 
@@ -29,34 +32,41 @@ class RankGuard:
 
     def __init__(self, placement: Placement, timeout_s: float, folder: RunFolder, interrupt: Interrupt) -> None:
         self._communicator = placement.communicator
-        self._file = folder.fault if self._communicator.world > 1 else None
+        self._several = self._communicator.world > 1
+        self._file = folder.fault
         self._interrupt = interrupt
         self._told_elsewhere = False
-        self.guardian = Guardian(self._communicator.rank, stuck_s=timeout_s, fault_file=self._file)
-        if self._file:
+        self.guardian = Guardian(
+            self._communicator.rank, stuck_s=timeout_s, fault_file=self._file if self._several else None
+        )
+        if self._several:
             self.guardian.start()
 
     def explain(self, fault: Exception) -> str:
         """Why the run fails: ``fault``, or what is behind it when this rank merely lost another. Then it waits to be
         ended by the launcher, for half a minute at most."""
-        if isinstance(fault, CommunicationError) and self._file:
+        if self._lost_another(fault):
             self._told_elsewhere = self.guardian.await_end(lambda: self._interrupt.requested)
             with contextlib.suppress(OSError):
                 return self._file.read_text().rstrip()
-        return str(fault)
+        return str(fault) if self.foresees(fault) else "".join(traceback.format_exception(fault)).rstrip()
+
+    def foresees(self, fault: Exception) -> bool:
+        """True when the text of ``fault`` says all there is to say; otherwise its traceback is needed."""
+        from parallel.engine import EngineFault
+
+        known = (RunError, SlideError, EngineFault, torch.OutOfMemoryError, ValueError, OSError, MemoryError)
+        return isinstance(fault, known) or self._lost_another(fault)
 
     def tells(self, fault: Exception) -> bool:
         """True when this rank is to print ``fault``; False when it ends in silence, as another rank has said why.
         Either way this process now has to end."""
-        if not self._file:
+        if not self._several:
             return True
-        first = self.guardian.speak(self._text(fault)) and not self._told_elsewhere
+        first = self.guardian.speak(self.explain(fault)) and not self._told_elsewhere
         # After the message is out: ranks that wait in the communicator's own farewell would wait for each other.
         atexit.register(self._communicator.abort)
         return first
 
-    @staticmethod
-    def _text(fault: Exception) -> str:
-        """As the user sees it: a message, or the traceback of what nobody foresaw."""
-        foreseen = isinstance(fault, (RunError, SlideError, ValueError, OSError, MemoryError))
-        return str(fault) if foreseen else "".join(traceback.format_exception(fault)).rstrip()
+    def _lost_another(self, fault: Exception) -> bool:
+        return self._several and (isinstance(fault, CommunicationError) or is_lost_peer(fault))

@@ -18,7 +18,6 @@ from app.environment import describe_environment
 from app.launcher import find_launch
 from app.runfolder import RunFolder
 from pipelines.failures import FailedSlides
-from pipelines.slide import SlideError
 
 if TYPE_CHECKING:
     from app.interrupt import Interrupt
@@ -70,6 +69,7 @@ def _train_rank(config: RunConfig, folder: RunFolder) -> int:
     from app.interrupt import Interrupt
     from app.launch import place
     from app.rank_guard import RankGuard
+    from parallel.comm.communicator import CommunicationError
 
     interrupt = Interrupt()
     interrupt.listen()
@@ -78,9 +78,11 @@ def _train_rank(config: RunConfig, folder: RunFolder) -> int:
     try:
         return _train_guarded(config, folder, placement, guard, interrupt)
     except Exception as fault:
-        if guard.tells(fault):
-            raise
-        return USAGE if isinstance(fault, ValueError) else FAILED
+        if not guard.tells(fault):
+            return USAGE if isinstance(fault, ValueError) else FAILED
+        if isinstance(fault, CommunicationError):
+            raise RunError(str(fault)) from fault
+        raise
 
 
 def _train_guarded(
@@ -92,8 +94,6 @@ def _train_guarded(
     from app.session import build_session
     from app.summary import RunSummary
     from app.throughput import PeakMemory
-    from parallel.comm.communicator import CommunicationError
-    from parallel.engine import EngineFault
 
     memory = PeakMemory(placement.device)
     dataset = _prepare_once(config, folder, placement)
@@ -110,14 +110,16 @@ def _train_guarded(
         return 0
     try:
         loop.run()
-    except (torch.OutOfMemoryError, RunError, SlideError, EngineFault, CommunicationError) as fault:
+    except Exception as fault:
         error = guard.explain(fault)
         if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):
             error += (
                 f"\nout of memory on {placement.device}: lower --tile, raise --microbatches or use --precision bf16"
             )
         summary.failed(error, memory.bytes)
-        raise RunError(error) from fault
+        if guard.foresees(fault):
+            raise RunError(error) from fault
+        raise
     summary.finished(memory.bytes)
     session.close()
     return 0

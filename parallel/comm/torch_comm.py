@@ -77,3 +77,9 @@ class TorchCommunicator:
     def close(self) -> None:
         self.barrier()  # a rank that is still talking must not find the others gone
         dist.destroy_process_group()
+
+
+def is_lost_peer(fault: BaseException) -> bool:
+    """True for what torch.distributed raises within a backward pass, where DistributedDataParallel sums gradients, when
+    another rank is gone or silent: NCCL has a type for it, Gloo only words."""
+    return isinstance(fault, dist.DistError) or (isinstance(fault, RuntimeError) and "gloo" in str(fault).lower())
