@@ -6,74 +6,80 @@ never on the device as a whole: each rank moves its own stages there.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from app.config import OptimizerSettings, RunConfig
-from app.launch import Placement
+from app.config import OptimizerSettings
 from app.strategy import StrategySettings
+from parallel.assemble import Strategy, assemble
+from parallel.comm.communicator import Communicator
 from parallel.data_parallel import DataParallelEngine
+from parallel.engine import Engine
 from parallel.guardian import Guardian
-from parallel.step import Loss, TrainingEngine
-
-if TYPE_CHECKING:
-    from parallel.assemble import Strategy
+from parallel.step import Loss
+from parallel.update import MakeOptimizer
 
 
 def build_engine(
-    config: RunConfig, model: nn.Module, loss: Loss, placement: Placement, guardian: Guardian
-) -> TrainingEngine:
-    """The engine that ``config`` asks for.
+    asked: StrategySettings,
+    model: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    communicator: Communicator,
+    *,
+    tile: int,
+    seed: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    guardian: Guardian | None = None,
+) -> DataParallelEngine | Engine:
+    """The engine that ``asked`` asks for.
 
     Args:
+        model: on the CPU, the same on every rank.
+        make_optimizer: over the parameters it is given.
+        tile: px of a usual tile.
+        autocast: type for mixed precision; None computes in the model's own.
         guardian: told of every action.
 
     Raises:
         ValueError: the model cannot be split as asked, or the schedule does not fit.
     """
-    asked = config.strategy
-    make_optimizer = functools.partial(build_optimizer, config.optimization)
     if not asked.splits:
-        model.to(placement.device)
+        model.to(device)
         return DataParallelEngine(
             model,
             loss,
             make_optimizer(model.parameters()),
-            placement.communicator,
+            communicator,
             batch=asked.batch,
             m=asked.m,
-            seed=config.seed,
-            autocast=placement.autocast,
+            seed=seed,
+            autocast=autocast,
         )
-    from parallel.assemble import assemble
-
-    tile = config.index.tile
     engine = assemble(
         model,
         loss,
         make_optimizer,
-        placement.communicator,
-        stages_of(config.strategy),
+        communicator,
+        stages_of(asked),
         shape=(-(-asked.batch // asked.m), 3, tile, tile),
         batch=asked.batch,
-        seed=config.seed,
-        autocast=placement.autocast,
-        device=placement.device,
+        seed=seed,
+        autocast=autocast,
+        device=device,
         observer=guardian,
     )
-    guardian.follow(engine.schedule)
+    if guardian:
+        guardian.follow(engine.schedule)
     return engine
 
 
 def stages_of(asked: StrategySettings) -> Strategy:
     """The settings as the engine's own; of a strategy that splits the model."""
-    from parallel.assemble import Strategy
-
     return Strategy(
         asked.name,
         ranks=asked.world,

@@ -15,7 +15,7 @@ import cv2
 import torch
 
 from app.cli import RunError
-from app.launcher import Launch, find_launch
+from app.launcher import find_launch
 from app.machine import usable_cores
 from app.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
@@ -60,13 +60,11 @@ def place(settings: StrategySettings) -> Placement:
         RunError: the other ranks did not arrive.
     """
     launch = find_launch()
-    device = _device(settings.device, launch.local_rank if launch else 0)
+    device = choose_device(settings.device, launch.local_rank if launch else 0)
     if "OMP_NUM_THREADS" not in os.environ:  # what the user set is the user's
         torch.set_num_threads(rank_cores())
     cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
-    return Placement(
-        _communicator(settings, launch, device), device, _autocast(settings.precision, device), settings.name
-    )
+    return Placement(connect(settings, device), device, _autocast(settings.precision, device), settings.name)
 
 
 def rank_cores() -> int:
@@ -75,7 +73,13 @@ def rank_cores() -> int:
     return max(1, usable_cores() // (launch.local_world if launch else 1))
 
 
-def _communicator(settings: StrategySettings, launch: Launch | None, device: torch.device) -> Communicator:
+def connect(settings: StrategySettings, device: torch.device) -> Communicator:
+    """Join the other ranks, over what they were started with.
+
+    Raises:
+        RunError: they did not arrive.
+    """
+    launch = find_launch()
     if settings.world == 1:
         return LocalCommunicator()
     from parallel.comm.communicator import CommunicationError
@@ -92,7 +96,12 @@ def _communicator(settings: StrategySettings, launch: Launch | None, device: tor
         raise RunError(str(fault)) from fault
 
 
-def _device(asked: str, local_rank: int) -> torch.device:
+def choose_device(asked: str, local_rank: int) -> torch.device:
+    """The device of rank ``local_rank`` of this machine, made the current one.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

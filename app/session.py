@@ -22,7 +22,7 @@ from torch import nn
 from app.cli import flat
 from app.config import RunConfig
 from app.dataset import Dataset, class_counts
-from app.engines import build_engine
+from app.engines import build_engine, build_optimizer
 from app.evaluation import Outputs, spread
 from app.launch import Placement, rank_cores
 from app.objective import PixelClassLoss, TileClassLoss, balanced_weights
@@ -160,7 +160,18 @@ def build_session(
     )
     loss = (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights).to(placement.device)
     ranges = split_batch(strategy.batch, strategy.m)
-    engine = build_engine(config, model, loss, placement, guardian)
+    engine = build_engine(
+        strategy,
+        model,
+        loss,
+        functools.partial(build_optimizer, config.optimization),
+        placement.communicator,
+        tile=config.index.tile,
+        seed=config.seed,
+        device=placement.device,
+        autocast=placement.autocast,
+        guardian=guardian,
+    )
     feed = functools.partial(DeviceFeed, placement.device, seed=config.seed, channels_last=strategy.channels_last)
     pool = dataset.pool(config.stream.open_slides + 2)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)

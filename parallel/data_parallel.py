@@ -124,6 +124,10 @@ class DataParallelEngine:
             output: Tensor = self.module(microbatch.images)
         return output.float()
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the global batch's mean loss, by name of the parameter; after a step."""
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
     def state_dict(self) -> dict[str, Any]:
         if self._communicator.rank > 0:
             return {}

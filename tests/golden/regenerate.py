@@ -27,6 +27,7 @@ COMMANDS = {
     "app.report": "ReportCommand",
     "app.synth": "SynthCommand",
     "app.train": "RunConfig",
+    "app.verify": "VerifyCommand",
 }
 SHOWN = ("app", "pipelines", "models", "parallel", "benchmarks", "configs", "demo", "data")
 TREE_START, TREE_END = "<!-- tree: made by `make golden` -->\n```\n", "```\n<!-- end of tree -->"

@@ -1,0 +1,231 @@
+"""``python -m app.verify``: does a strategy compute for your model what one process would? Exactly, tensor by tensor.
+
+Takes a model and a strategy, as ``app.train`` does; gives a table of the largest relative errors, ``verify.json``, and
+exit code 0 when losses, gradients, running statistics and updated parameters are those of the plain step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from app.cli import FAILED, OK, run_command
+from app.launcher import find_launch
+from app.strategy import StrategySettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from app.exactness import MakeEngine, Trial
+
+
+@dataclass(frozen=True)
+class VerifyCommand:
+    """Hold a strategy against the plain single-process step, on random tiles: losses, every gradient, running
+    statistics, and parameters after a few steps. Passed means an error of at most 1e-10 in float64, 1e-5 in float32,
+    relative to the largest value of the tensor it is in."""
+
+    strategy: StrategySettings = field(default_factory=StrategySettings)
+    model: str = "resnet18"
+    """As for app.train: a name of ours, torchvision:NAME, timm:NAME or package.module:factory."""
+    norm: Literal["batch", "group", "instance"] = "batch"
+    """Normalisation."""
+    classes: int = 3
+    """Classes that the model tells apart."""
+    tile: int = 64
+    """Side of the tiles in px."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """Type of parameters and tiles; float64 leaves errors no rounding to hide in."""
+    steps: int = 3
+    """Optimiser steps; the gradients of the first are compared, all else after the last."""
+    communicator: Literal["auto", "threads", "gloo", "mpi"] = "auto"
+    """How ranks talk. threads: in this process; gloo: processes, started here or by torchrun; mpi: started by mpirun;
+    auto: as they were started, else threads."""
+    seed: int = 0
+    """Of weights, tiles and dropout."""
+    out: Path | None = None
+    """Folder for verify.json."""
+
+    def validate(self) -> list[str]:
+        found = self.strategy.validate()
+        for name, value, least in (("classes", self.classes, 1), ("tile", self.tile, 1), ("steps", self.steps, 1)):
+            if value < least:
+                found.append(f"--{name} must be at least {least}; got {value}")
+        if self.strategy.precision == "bf16":
+            found.append("--precision bf16 rounds far more than strategies differ: leave it out")
+        if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
+            found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.norm}")
+        launch = find_launch()
+        started = "nothing" if launch is None else "mpirun" if launch.mpi else "torchrun"
+        if self.communicator != "auto" and (
+            (self.communicator == "mpi" and started != "mpirun")
+            or (self.communicator == "gloo" and started == "mpirun")
+            or (self.communicator == "threads" and launch is not None)
+        ):
+            found.append(
+                f"--communicator {self.communicator} does not fit ranks started by {started}: start mpi under mpirun, "
+                "gloo alone or under torchrun, threads alone"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """One line of a table of strategies.
+
+    Attributes:
+        loss_error: largest relative error of a step's loss.
+        errors: top-level module -> gradients, parameters, statistics -> largest relative error.
+    """
+
+    model: str
+    strategy: str
+    ranks: int
+    stages: int
+    microbatches: int
+    batch: int
+    tile_px: int
+    dtype: str
+    communicator: str
+    tolerance: float
+    loss_error: float
+    errors: dict[str, dict[str, float]]
+    max_relative_error: float
+    passed: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: exact; 1: not exact, or failed; 2: wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_command(VerifyCommand, lambda command: _run(command, arguments), arguments, "python -m app.verify")
+
+
+def _run(command: VerifyCommand, arguments: Sequence[str]) -> int:
+    if command.communicator == "gloo" and find_launch() is None and command.strategy.world > 1:
+        from app.launch import start_ranks
+
+        return start_ranks(command.strategy.world, "app.verify", arguments)
+    result = verify(command)
+    if result is None:
+        return OK  # the first rank says how it went
+    print(report(result), flush=True)
+    if command.out:
+        command.out.mkdir(parents=True, exist_ok=True)
+        (command.out / "verify.json").write_text(json.dumps(_plain(asdict(result)), indent=2, allow_nan=False) + "\n")
+    return OK if result.passed else FAILED
+
+
+def verify(command: VerifyCommand) -> VerifyResult | None:
+    """Compute both ways and compare; under a launcher every rank calls it, and the first gets the result.
+
+    Raises:
+        ValueError: a model or strategy that does not fit.
+    """
+    import torch
+
+    from app.exactness import TOLERANCE, compare, run_engine, run_plain
+    from app.launch import choose_device, connect
+
+    asked, launch = command.strategy, find_launch()
+    trial = _trial(command, choose_device(asked.device, launch.local_rank if launch else 0))
+    plain = run_plain(trial) if launch is None or launch.rank == 0 else None
+    make_engine = _engine_maker(command, trial.device)
+    name = command.communicator
+    if name == "auto":
+        name = "threads" if launch is None else "mpi" if launch.mpi else "gloo"
+    if name == "threads":
+        from parallel.comm.thread_comm import run_on_threads
+
+        ranks = run_on_threads(asked.world, lambda communicator, _: run_engine(trial, make_engine, communicator))[0]
+    else:
+        communicator = connect(asked, trial.device)
+        ranks = run_engine(trial, make_engine, communicator)
+        communicator.close()
+    if plain is None or ranks is None:
+        return None
+    errors = compare(
+        plain,
+        ranks,
+        [parameter for parameter, _ in trial.module.named_parameters()],
+        deferred=asked.norm_statistics == "deferred",
+    )
+    tolerance = TOLERANCE[getattr(torch, command.dtype)]
+    return VerifyResult(
+        model=command.model,
+        strategy=asked.name,
+        ranks=asked.world,
+        stages=asked.depth,
+        microbatches=asked.m,
+        batch=asked.batch,
+        tile_px=command.tile,
+        dtype=command.dtype,
+        communicator=name,
+        tolerance=tolerance,
+        loss_error=errors.loss,
+        errors=errors.by_group(),
+        max_relative_error=errors.largest,
+        passed=errors.largest <= tolerance,
+    )
+
+
+def _trial(command: VerifyCommand, device: torch.device) -> Trial:
+    import torch
+
+    from app.exactness import Trial
+    from models.registry import build_model
+    from parallel.microbatch import split_batch
+
+    torch.manual_seed(command.seed)
+    return Trial(
+        build_model(command.model, classes=command.classes, norm=command.norm),
+        tuple(map(len, split_batch(command.strategy.batch, command.strategy.m))),
+        command.tile,
+        getattr(torch, command.dtype),
+        device,
+        command.steps,
+        command.seed,
+        channels_last=command.strategy.channels_last,
+    )
+
+
+def _engine_maker(command: VerifyCommand, device: torch.device) -> MakeEngine:
+    from app.engines import build_engine
+
+    return functools.partial(build_engine, command.strategy, tile=command.tile, seed=command.seed, device=device)
+
+
+def report(result: VerifyResult) -> str:
+    """A table of errors, a line a top-level module, and what they come to."""
+    from app.exactness import KINDS
+
+    rows = [["module", *KINDS]]
+    rows += [[group, *(_number(errors.get(kind)) for kind in KINDS)] for group, errors in result.errors.items()]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return (
+        f"{table}\nloss    {_number(result.loss_error)}\n"
+        f"{'passed' if result.passed else 'FAILED'}: {result.model} under {result.strategy} on {result.ranks} ranks, "
+        f"{result.stages} a copy, {result.microbatches} microbatches ({result.communicator}, {result.dtype}): largest "
+        f"relative error {_number(result.max_relative_error)}, allowed {result.tolerance:g}"
+    )
+
+
+def _number(error: float | None) -> str:
+    return "-" if error is None else f"{error:.1e}"
+
+
+def _plain(value: Any) -> Any:
+    """``value`` without numbers that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

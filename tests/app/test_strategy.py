@@ -1,0 +1,104 @@
+"""The settings of a strategy: what is filled in, and what does not fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.launcher import find_launch
+from app.strategy import StrategySettings
+
+LAUNCHERS = {
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    "openmpi": {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "mpich": {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    "slurm": {
+        "PMIX_RANK": "1",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_are_recognised(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_launch() is None
+    for name, value in LAUNCHERS[launcher].items():
+        monkeypatch.setenv(name, value)
+    launch = find_launch()
+    assert launch is not None
+    assert (launch.rank, launch.world, launch.local_rank, launch.local_world) == (1, 4, 1, 2)
+    assert launch.mpi == (launcher != "torchrun")
+    assert StrategySettings(ranks=1).world == 4
+
+
+def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert find_launch() is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, ("single", 1, 1, 1)),
+        ({"ranks": 3}, ("ddp", 1, 3, 3)),
+        ({"parallel": "mp-basic", "ranks": 2}, ("mp-basic", 2, 1, 1)),
+        ({"parallel": "gpipe", "ranks": 2}, ("gpipe", 2, 1, 4)),
+        ({"parallel": "gpipe", "ranks": 4, "stages": 2}, ("gpipe", 2, 2, 8)),
+        ({"parallel": "1f1b", "ranks": 3, "batch": 5}, ("1f1b", 3, 1, 5)),
+        ({"parallel": "mast", "ranks": 8, "stages": 4}, ("mast", 4, 2, 4)),
+        ({"parallel": "bidirectional", "ranks": 2, "microbatches": 3}, ("bidirectional", 2, 1, 3)),
+    ],
+)
+def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tuple[str, int, int, int]) -> None:
+    settings = StrategySettings(**asked)
+    assert settings.validate() == []
+    assert (settings.name, settings.depth, settings.groups, settings.m) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "messages"),
+    [
+        ({"parallel": "gpipe"}, ["--parallel gpipe splits the model over 2 ranks or more; got --ranks 1"]),
+        ({"parallel": "gpipe", "ranks": 3, "stages": 2}, ["3 ranks cannot be divided into groups of --stages 2"]),
+        ({"parallel": "gpipe", "ranks": 2, "stages": 3}, ["--stages must be 2 to the number of ranks, 2; got 3"]),
+        ({"parallel": "gpipe", "ranks": 4, "stages": 2, "microbatches": 1}, ["each of 2 groups of 2 ranks needs a"]),
+        ({"parallel": "mast", "ranks": 2, "microbatches": 3}, ["mast computes 2 microbatches per group, 2 in all"]),
+        (
+            {"parallel": "1f1b", "ranks": 2, "chunks": 2},
+            ["--chunks is for --parallel interleaved; got"],
+        ),
+        ({"parallel": "interleaved", "ranks": 2, "chunks": 1}, ["--chunks must be at least 2; got 1"]),
+        (
+            {"parallel": "1f1b", "ranks": 2, "shard_optimizer": "pair", "schedule": Path("nowhere.csv")},
+            [
+                "pair needs two copies of the model (mast, master, bidirectional)",
+                "nowhere.csv is not a file",
+            ],
+        ),
+        (
+            {"ranks": 2, "stages": 2, "cuts": "fc", "recompute": "stage", "shard_optimizer": "pair", "compile": True},
+            [
+                "--stages is about a model split into stages; --parallel ddp does not split it",
+                "--cuts is about",
+                "--recompute stage is about",
+                "--compile is about",
+                "--shard-optimizer pair needs two copies",
+            ],
+        ),
+    ],
+)
+def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> None:
+    found = StrategySettings(**asked).validate()
+    assert len(found) == len(messages)
+    for message, fault in zip(messages, found, strict=True):
+        assert message in fault
