@@ -110,7 +110,7 @@ class Channels:
         backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         for rank, actions in self._schedule.items():
             # A rank with both replicas of a stage has one copy of its parameters.
-            for stage, replica in {s: r for s, r in reversed(self._placement.held_by(rank))}.items():
+            for stage, replica in dict(reversed(self._placement.held_by(rank))).items():
                 if len(self._placement.holders(stage)) < 2:
                     continue
                 sums = [(n, a) for n, a in enumerate(actions) if a.kind is Kind.REDUCE and a.stage == stage]

@@ -29,8 +29,11 @@ def format_grid(schedule: Schedule, mark: tuple[int, int] | None = None, around:
         rank: [f">>{action}<<" if (rank, n) == mark else str(action) for n, action in enumerate(actions)][first:last]
         for rank, actions in schedule.items()
     }
-    widths = [max(len(row[n]) for row in rows.values() if n < len(row)) for n in range(max(map(len, rows.values())))]
-    digits = max(len(str(rank)) for rank in rows)
+    widths = [
+        max(len(row[n]) for row in rows.values() if n < len(row))
+        for n in range(max(map(len, rows.values()), default=0))
+    ]
+    digits = len(str(max(rows, default=0)))
     lines = []
     for rank in sorted(rows):
         cells = [text.ljust(width) for text, width in zip(rows[rank], widths, strict=False)]

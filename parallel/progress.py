@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from parallel.action import COMPUTE, Action, Kind, Schedule
+from parallel.action import Action, Kind, Schedule
 from parallel.placement import Placement
 
 OTHER_END = {
@@ -46,7 +46,7 @@ class Stop:
 
 
 class Progress:
-    """A schedule in which each computation and each message stands once, ready to be run.
+    """A schedule to be run, in which nothing is missing, repeated or, within one rank, before what it needs.
 
     Args:
         links: (source stage, target stage) -> gradients flow back.
@@ -107,20 +107,12 @@ class Progress:
         ]
 
     def _needed(self, action: Action) -> list[Action]:
-        """What a computation waits for: others of its rank, sends of other ranks. Receives and sums only begin."""
-        if action.kind not in COMPUTE:
-            return []
-        forward = replace(action, kind=Kind.FORWARD, peer=None)
-        match action.kind:
-            case Kind.FORWARD:
-                return [self._value(forward, source) for source in self._sources.get(action.stage, [])]
-            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
-                return [forward] + [self._gradient(action, c) for c in self._consumers.get(action.stage, [])]
-            case Kind.BACKWARD_WEIGHT:
-                return [replace(action, kind=Kind.BACKWARD_INPUT)]
-            case _:
-                assert action.kind is Kind.RECOMPUTE, action
-                return [forward]
+        """What a computation waits for of other stages; what it needs of its own stands before it on its rank."""
+        if action.kind is Kind.FORWARD:
+            return [self._value(action, source) for source in self._sources.get(action.stage, [])]
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            return [self._gradient(action, consumer) for consumer in self._consumers.get(action.stage, [])]
+        return []
 
     def _value(self, forward: Action, source: int) -> Action:
         """What brings the output of stage ``source`` to ``forward``."""

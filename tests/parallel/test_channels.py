@@ -79,6 +79,11 @@ def test_send_before_what_it_sends_is_made() -> None:
     assert faults(FIRST.replace("0F1 0SEND_F1>1", "0SEND_F1>1 0F1"), SECOND) == [
         "rank 0, position 2, 0SEND_F1>1: stands before the computation that makes what it sends"
     ]
+    for backward in ("1B0", "1I0"):
+        second = SECOND.replace("1B0 1SEND_B0>0", f"1SEND_B0>0 {backward}").replace("1I0", "1I0 1W0")
+        assert faults(FIRST, second) == [
+            "rank 1, position 2, 1SEND_B0>0: stands before the computation that makes what it sends"
+        ]
 
 
 def test_receive_after_the_computation_that_needs_it() -> None:

@@ -86,8 +86,9 @@ def test_microbatch_in_two_groups_and_in_two_replicas() -> None:
 
 
 def test_schedule_that_computes_nothing() -> None:
-    with pytest.raises(ScheduleError, match="no microbatch is computed"):
-        check({0: [], 1: []}, TWO_RANKS, CHAIN)
+    for schedule in ({}, {0: [], 1: []}):
+        with pytest.raises(ScheduleError, match="no microbatch is computed"):
+            check(schedule, TWO_RANKS, CHAIN)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,13 @@ def test_message_shows_the_grid_with_the_first_faulty_cell_marked() -> None:
         "  rank 1, position 20, 1B10: stands before 1F10, position 21",
         "rank 0 | ... 0B6 0F8 0B7 0F9 0B8 0F10 0B9      0F11 0B10 0F12 0B11 0F13 0B12 ...",
         "rank 1 | ... 1F7 1B7 1F8 1B8 1F9 1B9  >>1B10<< 1F10 1F11 1B11 1F12 1B12 1F13 ...",
+    ]
+
+
+def test_faults_in_a_cell_come_before_what_is_missing() -> None:
+    assert faults("0F0,0F1,0B0\n1F0,1B1,1F1,1B0\n") == [
+        "rank 1, position 1, 1B1: stands before 1F1, position 2",
+        "rank 0, 0B1: is missing",
     ]
 
 
