@@ -8,7 +8,7 @@ The papers draw the merged order for some D and m only. Here it is found for any
 (F = 1, B = 2), and a free rank takes the most urgent action that is ready. Stage s keeps at most D - s microbatches, as
 in 1f1b, hence a rank at most D + 1 in its two stages. Within that each pipeline alone can always move, so neither ever
 blocks the other. No order is shorter than m (F + B) + floor((D - 1) / 2)(F + B), for the sake of the ranks in the
-middle; for m >= D this one is that and at most D / 2 + 1 forward passes more, whatever m.
+middle; for m >= D this one takes at most D / 2 + 1 forward passes more (tried for D to 12 and m to 40).
 """
 
 from __future__ import annotations
