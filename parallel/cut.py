@@ -66,6 +66,7 @@ def cut_stage(traced: Traced, partition: Partition, stage: int) -> StageModule:
     _install(module, traced, training)
     _install(module, traced, evaluation)
     _install_aliases(module, traced, unused=stage == partition.depth - 1)
+    _order_as(traced.model, module)
     module._run_training = _compile(training, module, {}, f"stage {stage} in training")
     module._run_evaluation = _compile(evaluation, module, slots, f"stage {stage} in evaluation")
     own = {id(part) for part in module.modules()}
@@ -159,7 +160,7 @@ def _compile(nodes: Sequence[fx.Node], module: StageModule, slots: dict[str, str
 
 def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node]) -> None:
     """Put the modules and tensors that ``nodes`` name where their paths say."""
-    for path in sorted(_paths(nodes, "call_module"), key=len):
+    for path in sorted(_paths(nodes, "call_module"), key=len):  # a module before those inside it
         owner, name = _owner(module, path)
         if name not in owner._modules:
             owner.add_module(name, traced.model.get_submodule(path))
@@ -183,6 +184,20 @@ def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> No
     for path, tensor in state:
         if id(tensor) in own:
             _register(module, path, tensor, model)
+
+
+def _order_as(model: nn.Module, module: nn.Module) -> None:
+    """Names in the order of the whole model: the first of two names of one tensor is the same in both."""
+    for registry in ("_parameters", "_buffers", "_modules"):
+        place = {name: k for k, name in enumerate(getattr(model, registry))}
+        own = getattr(module, registry)
+        ordered = sorted(own.items(), key=lambda item: place.get(item[0], len(place)))  # noqa: B023
+        own.clear()
+        own.update(ordered)
+    for name, child in module.named_children():
+        whole = model._modules[name]
+        if whole is not None and child is not whole:
+            _order_as(whole, child)
 
 
 def _paths(nodes: Iterable[fx.Node], op: str) -> set[str]:
