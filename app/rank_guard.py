@@ -18,6 +18,8 @@ from app.launch import Placement
 from app.runfolder import RunFolder
 from parallel.comm.communicator import CommunicationError
 from parallel.comm.torch_comm import is_lost_peer
+from parallel.engine import EngineFault
+from parallel.fault import describe_fault
 from parallel.guardian import Guardian
 from pipelines.slide import SlideError
 
@@ -49,13 +51,15 @@ class RankGuard:
             self._told_elsewhere = self.guardian.await_end(lambda: self._interrupt.requested)
             with contextlib.suppress(OSError):
                 return self._file.read_text().rstrip()
-        return str(fault) if self.foresees(fault) else "".join(traceback.format_exception(fault)).rstrip()
+        if self.foresees(fault) or not self._several:
+            return str(fault)
+        reason = f"failed ({type(fault).__name__}: {fault})"
+        advice = "".join(traceback.format_exception(fault)).rstrip()
+        return describe_fault(None, self._communicator.rank, None, self.guardian.steps, "", reason, advice)
 
     def foresees(self, fault: Exception) -> bool:
         """True when the text of ``fault`` says all there is to say; otherwise its traceback is needed."""
-        from parallel.engine import EngineFault
-
-        known = (RunError, SlideError, EngineFault, torch.OutOfMemoryError, ValueError, OSError, MemoryError)
+        known = (RunError, SlideError, EngineFault, torch.OutOfMemoryError)
         return isinstance(fault, known) or self._lost_another(fault)
 
     def tells(self, fault: Exception) -> bool:
@@ -63,7 +67,8 @@ class RankGuard:
         Either way this process now has to end."""
         if not self._several:
             return True
-        first = self.guardian.speak(self.explain(fault)) and not self._told_elsewhere
+        usage = isinstance(fault, (ValueError, OSError, MemoryError))  # what the command line tells without a traceback
+        first = self.guardian.speak(str(fault) if usage else self.explain(fault)) and not self._told_elsewhere
         # After the message is out: ranks that wait in the communicator's own farewell would wait for each other.
         atexit.register(self._communicator.abort)
         return first

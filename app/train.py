@@ -117,7 +117,7 @@ def _train_guarded(
                 f"\nout of memory on {placement.device}: lower --tile, raise --microbatches or use --precision bf16"
             )
         summary.failed(error, memory.bytes)
-        if guard.foresees(fault):
+        if placement.communicator.world > 1 or guard.foresees(fault):
             raise RunError(error) from fault
         raise
     summary.finished(memory.bytes)

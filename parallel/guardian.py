@@ -93,6 +93,11 @@ class Guardian:
         """The step is over. Until the next begins, the rank may take as long as it likes."""
         self._where.at(AT_REST)
 
+    @property
+    def steps(self) -> int:
+        """Number of the step last begun, from 0; -1 before the first."""
+        return self._where.read().step
+
     def speak(self, message: str) -> bool:
         """This rank fails and knows why: the guardian only sees to it that the process ends.
 
