@@ -60,7 +60,7 @@ class GradientExchange:
 
     def __init__(self, parameters: Iterable[nn.Parameter], communicator: Communicator, *, overlap: bool) -> None:
         self._communicator = communicator
-        self.buckets = [Bucket(group) for group in _bucketed([p for p in parameters if p.requires_grad])]
+        self.buckets = [Bucket(group) for group in bucketed([p for p in parameters if p.requires_grad])]
         self._works: list[Work] = []
         self._armed = False
         self._overlap = overlap
@@ -110,7 +110,7 @@ class GradientExchange:
         return count
 
 
-def _bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """``parameters`` from the last to the first, in runs of one dtype of about ``BUCKET_BYTES``."""
     runs: list[list[nn.Parameter]] = []
     size = 0

@@ -1,8 +1,22 @@
-"""The communicator of a run with one process: every operation is the identity."""
+"""The communicator of a run with one process: collective operations are the identity, and there is nobody to send to."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
+
+from parallel.comm.communicator import Work
+
+
+class Finished:
+    """An operation that was done when it began."""
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+    def done(self) -> bool:
+        return True
 
 
 class LocalCommunicator:
@@ -11,6 +25,15 @@ class LocalCommunicator:
     rank = 0
     world = 1
     local_rank = 0
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        raise AssertionError(f"one rank has no rank {peer} to send to")
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        raise AssertionError(f"one rank has no rank {peer} to receive from")
+
+    def iall_reduce(self, tensor: Tensor) -> Work:
+        return Finished()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """The sum over one rank is the tensor."""
@@ -21,8 +44,14 @@ class LocalCommunicator:
     def barrier(self) -> None:
         """Nobody to wait for."""
 
+    def subgroup(self, ranks: Sequence[int]) -> LocalCommunicator | None:
+        return self if list(ranks) == [0] else None
+
     def replicate(self, module: nn.Module) -> nn.Module:
         return module
+
+    def abort(self) -> None:
+        """Nobody to bring down."""
 
     def close(self) -> None:
         """Nothing is held."""
