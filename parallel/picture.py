@@ -102,12 +102,19 @@ def _rows(timeline: Timeline, top: float, scale: float) -> Iterator[str]:
         y = top + row * (ROW + GAP)
         yield _text(MARGIN, y + ROW / 2 + 5, f"rank {rank}", size=14)
         yield f'<rect x="{left:g}" y="{y:g}" width="{width:.2f}" height="{ROW:g}" fill="{IDLE}"/>'
+        chunks = _chunks(timeline, rank)
         for span in timeline.compute(rank):
             x = left + (span.start_s - timeline.start_s) * scale
-            yield from _box(span, x, y, span.duration_s * scale)
+            yield from _box(span, x, y, span.duration_s * scale, chunks[span.action.replica, span.action.stage])
 
 
-def _box(span: Span, x: float, y: float, width: float) -> Iterator[str]:
+def _chunks(timeline: Timeline, rank: int) -> dict[tuple[int, int], int]:
+    """(replica, stage) of ``rank`` -> how many earlier stages of that replica it holds."""
+    held = sorted({(span.action.replica, span.action.stage) for span in timeline.compute(rank)})
+    return {place: sum(other[0] == place[0] for other in held[:n]) for n, place in enumerate(held)}
+
+
+def _box(span: Span, x: float, y: float, width: float, chunk: int) -> Iterator[str]:
     shade = _shade(span.action)
     # A hair's breadth of paper between neighbours, so that boxes of one colour can be told apart.
     shown = max(width - 1.2, 0.6)
@@ -118,6 +125,9 @@ def _box(span: Span, x: float, y: float, width: float) -> Iterator[str]:
     number = str(span.action.microbatch)
     if width >= 8 * len(number) + 3:
         yield _text(x + shown / 2, y + ROW / 2 + 5, number, size=14, fill=shade.ink, anchor="middle")
+    for bar in range(chunk):
+        path = f"M{x + 3:.2f} {y + ROW - 3 - 3 * bar:g}h{max(shown - 6, 0.6):.2f}"
+        yield f'<path d="{path}" stroke="{shade.ink}" stroke-width="1.5" stroke-opacity="0.75"/>'
     yield "</g>"
 
 
@@ -136,6 +146,9 @@ def _legend(charts: list[Timeline], y: float) -> Iterator[str]:
     actions = [span.action for chart in charts for rank in chart.spans for span in chart.compute(rank)]
     replicas = sorted({action.replica for action in actions})
     x = MARGIN + LABELS
+    if any(any(_chunks(chart, rank).values()) for chart in charts for rank in chart.spans):
+        note = "a line under the number for each earlier chunk of the rank"
+        yield _text(x + WIDTH, y + 1, note, size=13, fill=PALE, anchor="end")
     for replica in replicas:
         if len(replicas) > 1:
             yield _text(x, y + 1, f"replica {replica}:", size=13, fill=PALE)

@@ -63,6 +63,14 @@ def test_sums_of_a_pair() -> None:
     ]
 
 
+def test_stage_that_is_complete_first_is_summed_first() -> None:
+    schedule = rows("0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1")
+    assert texts(add_reduction(schedule, Placement(groups=2, depth=1, stages=2))) == [
+        "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE",
+        "0F1 1F1 1B1 1REDUCE 0B1 0REDUCE",
+    ]
+
+
 def test_sums_follow_the_sends_that_others_wait_for() -> None:
     lowered = lower(rows("0F0 0B0 1:1F1 1:1B1", "1F0 1B0 1:0F1 1:0B1"), PAIR, {(0, 1): True})
     assert texts(lowered)[0].endswith("1:1B1 1:1SEND_B1>0 1:1REDUCE")

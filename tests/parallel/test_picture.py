@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel.action import COMPUTE, Kind
+from parallel.action import COMPUTE, Action, Kind
 from parallel.lowering import lower
 from parallel.picture import IDLE, LABELS, MARGIN, REPLICAS, WIDTH, schedule_svg
 from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
@@ -58,6 +58,13 @@ def test_boxes_stand_where_time_says() -> None:
         assert float(box.get("x", 0)) == pytest.approx(start, abs=0.01)
         assert width - 1.5 < float(box.get("width", 0)) < width
     assert len({box.get("y") for _, box in boxes(svg)}) == 4
+
+
+def test_later_chunks_of_a_rank_are_underlined() -> None:
+    root = ET.fromstring(schedule_svg(step("interleaved"), title=""))
+    for group in root.iter(f"{SVG}g"):
+        action = Action.parse(group.findtext(f"{SVG}title") or "")
+        assert len(list(group.iter(f"{SVG}path"))) == action.stage // 4
 
 
 def test_title_step_time_and_bubble_are_said() -> None:

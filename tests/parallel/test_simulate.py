@@ -107,6 +107,11 @@ def test_microbatches_of_different_sizes() -> None:
     assert timeline.peak_bytes == {0: 15}
 
 
+def test_messages_of_small_microbatches_travel_faster() -> None:
+    timeline = simulate(rows("0F0 0B0", "1F0 1B0"), TWO_RANKS, units(1, 1), {(0, 1): LinkCost(4, 2)}, weights=[0.5])
+    assert [span.duration_s for rank in (0, 1) for span in timeline.spans[rank]] == [0.5, 2, 1, 0.5, 1, 1]
+
+
 def test_every_compute_action_takes_the_overhead() -> None:
     assert simulate(rows("0F0 0B0"), Placement(1, 1, 1), units(1), overhead_s=0.25).makespan_s == 3.5
 
