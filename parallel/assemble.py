@@ -6,6 +6,7 @@ wrong with a strategy is found here, before the first step.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,10 @@ from parallel.stage import Stage
 from parallel.step import Loss
 from parallel.trace import Traced, trace
 from parallel.update import Copy, MakeOptimizer, Update
+
+
+_TRACING = threading.Lock()
+"""Symbolic tracing replaces ``nn.Module.__call__`` for the whole process while it runs, and watches its generators."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,11 @@ def assemble(
     assert strategy.ranks == communicator.world
     placement = strategy.placement
     rank = communicator.rank
-    traced = trace(module, shape, dtype=next(module.parameters()).dtype)
+    # Ranks may be threads of one process: none draws weights before, or computes after, while another traces.
+    communicator.barrier()
+    with _TRACING:
+        traced = trace(module, shape, dtype=next(module.parameters()).dtype)
+    communicator.barrier()
     partition = _partition(traced, strategy, placement)
     schedule = _schedule(strategy, placement, partition.links)
     messenger = Messenger(communicator, device)
@@ -164,6 +173,8 @@ def assemble(
         ranks = holders.of_stage[number]
         if ranks.world > 1:
             broadcast_tensors(ranks, list(cut.state_dict().values()), 0)
+        if meter is not None:
+            meter.exclude((*cut.parameters(), *cut.buffers()))
         stages[number] = Stage(
             cut,
             device=device,
@@ -199,12 +210,9 @@ def assemble(
             for n, pair in sorted(holders.pairs.items())
         ],
     )
-    whole = module.state_dict()
-    used = {key for number in range(partition.depth) for key in cut_stage(traced, partition, number).state_dict()}
     canonical = CanonicalState(
-        keys=tuple(whole),
+        keys=tuple(module.state_dict()),
         parameters=names,
-        rest={key: value.clone() for key, value in whole.items() if key not in used},
         stages=stages,
         update=update,
         placement=placement,

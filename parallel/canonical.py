@@ -27,12 +27,10 @@ class CanonicalState:
     Attributes:
         keys: of the whole model's state dict, in order.
         parameters: names of the whole model's parameters, in order; an optimizer numbers them so.
-        rest: what no stage uses, by key; it never changes.
     """
 
     keys: Sequence[str]
     parameters: Sequence[str]
-    rest: dict[str, Tensor]
     stages: Mapping[int, Stage]
     update: Update
     placement: Placement
@@ -51,7 +49,7 @@ class CanonicalState:
         )
         if parts is None:
             return {}
-        values = dict(self.rest)
+        values: dict[str, Tensor] = {}
         states: dict[str, Any] = {}
         options: dict[str, Any] = {}
         for part in parts:
@@ -80,8 +78,6 @@ class CanonicalState:
                 f"the checkpoint is of another model: {len(strange)} names are in one of the two only, such as "
                 f"{', '.join(strange[:3])}; use the --model it was made with"
             )
-        for key in self.rest:
-            self.rest[key].copy_(model[key])
         for stage in self.stages.values():
             stage.module.load_state_dict({key: model[key] for key in stage.module.state_dict()})
         optimizer = self.update.optimizer

@@ -224,7 +224,7 @@ class Engine:
                 recomputed=(action.stage, i) in self._recomputed,
             )
         if action.stage == self._last:
-            losses[:, i] = torch.tensor([float(outputs[LOSS].detach()), tiles])
+            losses[0, i], losses[1, i] = outputs[LOSS].detach(), tiles
         work.handover.give(action, outputs)
 
     def _backward(self, position: int, action: Action, feed: Feed) -> None:

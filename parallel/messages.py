@@ -108,11 +108,14 @@ class Messenger:
         self.bytes_sent: collections.Counter[int] = collections.Counter()
         """Bytes of tensors sent to each rank, headers left out."""
 
-    def send(self, peer: int, kind: Hashable, value: Any) -> None:
+    def send(self, peer: int, kind: Hashable, value: Any) -> Form:
         """Begin to send ``value``; its tensors must stay untouched until they have left.
 
         Args:
             kind: what it is, the same at the receiver; values of one kind have one form.
+
+        Returns:
+            The form, which a receiver knows too.
 
         Raises:
             ValueError: the form differs from that of the first value of this kind.
@@ -127,6 +130,7 @@ class Messenger:
         elif known != form:  # the order of dims may differ: the announced one is sent
             raise ValueError(f"{form} is to be sent where {known} was announced for tiles of this shape")
         self._send_tensors(peer, tag, tensors, known.tensors)
+        return known
 
     def send_tensors(self, peer: int, tensors: Sequence[Tensor], forms: Sequence[TensorForm]) -> None:
         """Begin to send tensors whose forms the receiver knows."""

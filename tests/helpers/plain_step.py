@@ -1,0 +1,64 @@
+"""The plain single-process step written out: what every strategy is held against. Nothing of ours but the seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.microbatch import microbatch_seed
+from parallel.step import Loss
+
+Batch = list[tuple[Tensor, Tensor]]
+"""(images, targets) of each microbatch of one global batch."""
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@dataclass
+class PlainRun:
+    """What a few steps leave: losses of all, gradients of the last, the state after it."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    predicted: Any
+
+
+def plain_run(
+    model: nn.Module, loss: Loss, make_optimizer: Callable[..., Any], steps: Sequence[Batch], *, seed: int, lr: float
+) -> PlainRun:
+    """Gradients of the microbatches are accumulated, weighted by their sizes."""
+    optimizer = make_optimizer(model.parameters())
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    model.train()
+    losses = []
+    for step, batch in enumerate(steps):
+        tiles = sum(len(images) for images, _ in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for i, (images, targets) in enumerate(batch):
+            torch.manual_seed(microbatch_seed(seed, step, i))
+            part = loss(model(images), targets) * (len(images) / tiles)
+            part.backward()
+            total += part.item()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        losses.append(total)
+    model.eval()
+    with torch.no_grad():
+        predicted = model(steps[0][0][0])
+    return PlainRun(losses, gradients, model.state_dict(), optimizer.state_dict(), predicted)
+
+
+def largest_error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """Largest difference of any tensor, relative to the largest value of the tensor it is in."""
+    return max(
+        float((expected[name].double() - found[name].double()).abs().max() / max(expected[name].abs().max(), 1e-30))
+        for name in found
+    )

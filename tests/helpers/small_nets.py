@@ -1,0 +1,81 @@
+"""Small models with what makes splitting hard: skips, dropout in several places, in-place changes, several outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SkipNet(nn.Module):
+    """A U-Net in small: two long skips, dropout early and late, running statistics; logits (n, 3, h, w)."""
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.down1 = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6, momentum=momentum), nn.ReLU(inplace=True)
+        )
+        self.drop = nn.Dropout2d(0.3)
+        self.down2 = nn.Sequential(
+            nn.Conv2d(6, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8, momentum=momentum), nn.ReLU()
+        )
+        self.bottom = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8), nn.GELU())
+        self.up2 = nn.Conv2d(16, 8, 3, padding=1)
+        self.up1 = nn.Conv2d(14, 6, 3, padding=1)
+        self.late = nn.Dropout(0.2)
+        self.head = nn.Conv2d(6, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.down1(images)
+        second = self.down2(self.drop(first))
+        bottom = self.bottom(second)
+        up = F.interpolate(bottom, size=second.shape[2:], mode="nearest")
+        up = torch.relu(self.up2(torch.cat([up, second], 1)))
+        up = F.interpolate(up, scale_factor=2.0, mode="nearest")
+        up = torch.relu(self.up1(torch.cat([up, first], 1)))
+        logits: Tensor = self.head(self.late(up))
+        return logits
+
+
+class TwoOutputs(nn.Module):
+    """A classifier with an early second head, and a parameter that the loss never reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+        self.early = nn.Linear(6, 3)
+        self.body = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.more = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.late = nn.Linear(8, 3)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        stem = self.stem(images)
+        early = self.early(stem.mean((2, 3)))
+        return {"out": self.late(self.more(self.body(stem)).mean((2, 3))), "aux": early}
+
+
+def pixel_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets)
+
+
+def two_losses(outputs: Any, targets: Tensor) -> Tensor:
+    labels = targets[:, 0, 0]
+    return F.cross_entropy(outputs["out"], labels) + 0.4 * F.cross_entropy(outputs["aux"], labels)
+
+
+NETS = {"skips": (SkipNet, pixel_loss), "two-outputs": (TwoOutputs, two_losses)}
+
+
+def batch_of(sizes: list[int], px: int, seed: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Random images (n, 3, px, px) and pixel classes (n, px, px) of one global batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(n, 3, px, px, generator=generator, dtype=dtype),
+            torch.randint(0, 3, (n, px, px), generator=generator),
+        )
+        for n in sizes
+    ]
