@@ -191,7 +191,7 @@ def _order_as(model: nn.Module, module: nn.Module) -> None:
     for registry in ("_parameters", "_buffers", "_modules"):
         place = {name: k for k, name in enumerate(getattr(model, registry))}
         own = getattr(module, registry)
-        ordered = sorted(own.items(), key=lambda item: place.get(item[0], len(place)))  # noqa: B023
+        ordered = sorted(own.items(), key=lambda item: place.get(item[0], len(place)))
         own.clear()
         own.update(ordered)
     for name, child in module.named_children():

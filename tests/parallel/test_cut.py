@@ -387,7 +387,7 @@ def test_evaluation_that_needs_what_training_does_not_send() -> None:
 
     traced = trace(Shortcut(), (4, 6))
     partition = partition_at(traced.graph, ["b"])
-    with pytest.raises(ValueError, match="evaluation would send values .*x from stage 0 to 1.*begin at b"):
+    with pytest.raises(ValueError, match=r"evaluation would send values .*x from stage 0 to 1.*begin at b"):
         cut_stage(traced, partition, 1)
 
 

@@ -1,4 +1,4 @@
-"""Partitions against brute force: the best split is the best of all, edges are those of the layers, errors say where."""
+"""Partitions against brute force: the best split is the best of all, edges follow the layers, errors say where."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_cuts_by_name_and_by_module() -> None:
 
 def test_all_that_is_wrong_with_cuts_is_said() -> None:
     graph = chain((0,), (1,), (2,), (3,), (4,), (5,), (6,), inseparable=((2, 4),))
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 - every part of the message is looked for below
+    with pytest.raises(ValueError) as raised:
         partition_at(graph, ["v6", "v5", "block9", "v3", "v7"])
     for part in (
         "'v5' does not come after the cut before it, 'v6'",
