@@ -66,7 +66,7 @@ class DataParallelEngine:
         self._autocast = autocast
         self._device = next(module.parameters()).device
         self._replica: nn.Module | None = communicator.replicate(module)
-        self._statistics = OrderedStatistics(module, communicator, m) if communicator.world > 1 else None
+        self._statistics = OrderedStatistics(module, communicator)
 
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)
@@ -80,13 +80,11 @@ class DataParallelEngine:
         self.optimizer.zero_grad(set_to_none=True)
         measured = torch.zeros((2, self._m), dtype=torch.float64)
         losses, sizes = measured
-        if self._statistics:
-            self._statistics.begin_step()
+        self._statistics.begin_step(self._m)
         for i, microbatch in zip(self.share, microbatches, strict=True):
             torch.manual_seed(microbatch_seed(self._seed, step, i))
             losses[i], sizes[i] = self._accumulate(i, microbatch), microbatch.shape[0]
-        if self._statistics:
-            self._statistics.end_step()
+        self._statistics.end_step()
         tiles = int(sizes.sum())
         self._communicator.all_reduce(measured)
         assert sizes.sum() == self._batch, "the microbatches of all ranks together are the batch"
@@ -99,8 +97,6 @@ class DataParallelEngine:
 
     def _accumulate(self, i: int, microbatch: Microbatch) -> Tensor:
         """Forward and backward of microbatch ``i``; its own mean loss is returned, on the CPU."""
-        if self._statistics:
-            self._statistics.begin_microbatch(i)
         assert self._replica is not None, "step after close"
         assert microbatch.images is not None
         assert microbatch.targets is not None
@@ -108,13 +104,14 @@ class DataParallelEngine:
         # Gradients are exchanged once a step, by the last backward; the others only add up locally.
         waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[operator]
         with waits:
-            with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            with (
+                self._statistics.microbatch(i, microbatch.shape[0]),
+                torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None),
+            ):
                 loss = self._loss(self._replica(microbatch.images), microbatch.targets)
             # DistributedDataParallel divides by the number of ranks; the global mean weighs every tile alike.
             weight = microbatch.shape[0] * self._communicator.world / self._batch
             (loss * weight).backward()  # type: ignore[no-untyped-call]
-        if self._statistics:
-            self._statistics.end_microbatch(i)
         return loss.detach().cpu()
 
     @torch.no_grad()

@@ -1,0 +1,99 @@
+"""Random numbers of a stage: dropout draws what the plain model draws.
+
+The plain step seeds torch before each microbatch and draws through the model in order. The first stage that draws is
+given that seed; each later one goes on from the state the one before it ended with, sent along as one uint8 tensor.
+A recomputed forward pass starts again where the first one started.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+DRAWING = threading.RLock()
+"""Held while a stage draws: ranks that are threads of one process share torch's default generators."""
+
+
+class Draws:
+    """The random numbers of one forward pass."""
+
+    def __init__(self) -> None:
+        self._end: Tensor | None = None
+
+    @property
+    def end(self) -> Tensor:
+        """The state after the last number drawn; there once the ``drawing`` block is left without an error."""
+        assert self._end is not None, "asked before the end of the block"
+        return self._end
+
+
+@contextmanager
+def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
+    """Draw from ``start`` on within the block, alone in this process.
+
+    Afterwards the generators are as they were before the block, so neither the program around a stage nor another
+    stage sees that it drew. The plain step instead leaves them where its last microbatch ended: what is drawn between
+    steps therefore needs a generator of its own.
+
+    Args:
+        start: a seed, or the state that an earlier pass ended with.
+        device: of the stage; its generator is set besides the CPU's.
+    """
+    draws = Draws()
+    with DRAWING:
+        before = get_random_state(device)
+        try:
+            if isinstance(start, Tensor):
+                set_random_state(start, device)
+            else:
+                seed_random(start, device)
+            yield draws
+            draws._end = get_random_state(device)
+        finally:
+            set_random_state(before, device)
+
+
+def get_random_state(device: torch.device) -> Tensor:
+    """State of the CPU's default generator, then of the device's: uint8 (``state_size(device)``,), on the CPU."""
+    states = [generator.get_state() for generator in _generators(device)]
+    return torch.cat(states)
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Bring the generators to ``state``, which ``get_random_state`` gave for a device of the same kind.
+
+    Raises:
+        ValueError: ``state`` has another size or type, as when the stages' devices are of different kinds.
+    """
+    size = state_size(device)
+    if state.dtype != torch.uint8 or state.shape != (size,):
+        raise ValueError(
+            f"a random state for {device} is {size} bytes of uint8, got {tuple(state.shape)} of {state.dtype}: "
+            "put all stages that draw on devices of one kind"
+        )
+    sizes = [generator.get_state().numel() for generator in _generators(device)]
+    for generator, part in zip(_generators(device), state.cpu().split(sizes), strict=True):
+        generator.set_state(part.clone())
+
+
+def state_size(device: torch.device) -> int:
+    """Bytes of a random state, the same for all devices of a kind."""
+    return sum(generator.get_state().numel() for generator in _generators(device))
+
+
+def seed_random(seed: int, device: torch.device) -> None:
+    """What ``torch.manual_seed`` does, for the CPU and ``device`` alone: other threads may be using other devices."""
+    for generator in _generators(device):
+        generator.manual_seed(seed)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
