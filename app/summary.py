@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from app.launcher import find_launch
 from app.loop import Outcome
 from app.report import write_report
 from app.runfolder import RunFolder
 from app.session import Session
 from app.throughput import peak_resident_bytes
+from parallel.engine import Engine
+from parallel.measured import gather_timeline
 
 
 class RunSummary:
@@ -42,16 +45,26 @@ class RunSummary:
         peaks = torch.zeros((2, self._communicator.world), dtype=torch.int64)
         peaks[:, self._communicator.rank] = torch.tensor([peak_bytes, peak_resident_bytes()])
         self._communicator.all_reduce(peaks)
+        bubble = self._bubble()
         if self._communicator.rank == 0:
-            self._write(self._outcome.status, peaks.tolist(), None)
+            self._write(self._outcome.status, peaks.tolist(), None, bubble)
+
+    def _bubble(self) -> float | None:
+        """Share of the ranks' time in the last step in which they did not compute; None where their clocks differ or
+        nobody wrote it down. Called by all ranks."""
+        engine, launch = self._session.engine, find_launch()
+        if not isinstance(engine, Engine) or (launch and launch.local_world < launch.world):
+            return None
+        timeline = gather_timeline(self._communicator, engine.spans())
+        return timeline.bubble if timeline else None
 
     def failed(self, error: str, peak_bytes: int) -> None:
         """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
         if self._communicator.rank == 0:
             self._write("failed", [[peak_bytes], [peak_resident_bytes()]], error)
 
-    def _write(self, status: str, peaks: list[list[int]], error: str | None) -> None:
-        summary = self._figures(status, peaks, error)
+    def _write(self, status: str, peaks: list[list[int]], error: str | None, bubble: float | None = None) -> None:
+        summary = {**self._figures(status, peaks, error), "bubble": bubble}
         self._folder.write_json("summary.json", summary)
         page = write_report(self._folder.path)
         speed, twin = summary["images_per_second"], summary["images_per_second_no_data"]
@@ -75,6 +88,7 @@ class RunSummary:
             "parameters": session.parameters,
             "strategy": session.placement.strategy,
             "ranks": self._communicator.world,
+            "stages": config.strategy.depth,
             "device": str(session.placement.device),
             "precision": "bf16" if session.placement.autocast else "fp32",
             "global_batch": config.strategy.batch,

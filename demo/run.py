@@ -1,7 +1,8 @@
 """``make demo``: the main job on the shipped real slides and a few synthetic ones, on a CPU, in minutes.
 
-Trains the same classifier in one process and on two data-parallel ranks, then a U-Net on real annotated tissue, and
-prints scores, images per second and where the reports are. Everything it makes is under ``demo-data/``.
+Trains the same classifier in one process, on two data-parallel ranks and split over two ranks with GEMS-MASTER, then a
+U-Net on real annotated tissue, and prints scores, images per second and where the reports are. Everything it makes is
+under ``demo-data/``.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ def runs(slides: Path, steps: int) -> list[Run]:
     return [
         Run("brightfield or fluorescence, 1 process", "classify-1", classify),
         Run("brightfield or fluorescence, 2 ranks", "classify-2", (*classify, "--ranks", "2")),
+        Run(
+            "brightfield or fluorescence, MASTER on 2 ranks",
+            "classify-master",
+            (*classify, "--ranks", "2", "--parallel", "master"),
+        ),
         Run(
             "nuclei in real tissue, U-Net",
             "segment-1",

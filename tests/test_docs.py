@@ -31,7 +31,8 @@ def test_commands_of_the_readme_run_in_order() -> None:
     assert len(shown) >= 4
     said = run_python("demo/run.py", "--steps", "1")
     assert re.search(r"2 ranks +slide_auc \d\.\d\d +\d+\.\d\d", said)
-    assert said.count("report: demo-data/") == 3
+    assert re.search(r"MASTER on 2 ranks +slide_auc \d\.\d\d +\d+\.\d\d", said)
+    assert said.count("report: demo-data/") == 4
     shutil.rmtree(ROOT / "runs", ignore_errors=True)
     for line in shown:
         program, *arguments = line.split()
