@@ -1,8 +1,8 @@
 """A replica of a module whose gradients are averaged over the ranks of any communicator while backward runs.
 
-Takes a module, the same on every rank, and a communicator; gives a module with the same forward whose ``.grad`` hold the
-mean over the ranks when backward returns. After Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training, section 3.2: flat buckets in reverse order of the parameters, each summed as soon as it is complete.
+Takes a module, the same on every rank, and a communicator; gives a module with the same forward whose ``.grad`` hold
+the mean over the ranks when backward returns. After Li et al. 2020, PyTorch Distributed: Experiences on Accelerating
+Data Parallel Training, section 3.2: flat buckets in reverse order of the parameters, each summed once it is complete.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ This is the only module that imports torch.distributed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.comm.communicator import CommunicationError
+from parallel.comm.communicator import CommunicationError, Communicator, Work
+from parallel.comm.objects import in_memory_order
 
 PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 NO_SYNC: dict[str, Any] = {
@@ -28,8 +31,44 @@ NO_SYNC: dict[str, Any] = {
 """Switched off: running statistics are made equal by ``batchnorm.OrderedStatistics``, exactly."""
 
 
+class TorchWork:
+    """An operation under way; holds its tensors.
+
+    ``done`` of a message over Gloo may stay False until ``wait``: its Work tells nothing before.
+
+    Args:
+        described: the rank and what it does, for errors.
+        arrive: what is left to do with the data once it is here.
+    """
+
+    def __init__(
+        self, work: Any, tensors: Sequence[Tensor], described: str, arrive: Callable[[], object] | None = None
+    ) -> None:
+        self._work = work
+        self._tensors = tensors
+        self._described = described
+        self._arrive = arrive
+        self._waited = False
+
+    def wait(self) -> None:
+        if self._waited:
+            return
+        with _named(self._described):
+            self._work.wait()
+        self._waited = True
+        if self._arrive:
+            self._arrive()
+
+    def done(self) -> bool:
+        return self._waited or (self._arrive is None and bool(self._work.is_completed()))
+
+
 class TorchCommunicator:
     """All ranks of a torchrun job.
+
+    Between GPUs, NCCL knows no tags and performs the operations of one process group in turn, so that each direction
+    between two ranks has a group of its own. It refuses ranks that share a GPU: there, messages go through pinned host
+    memory over Gloo, and Gloo sums too.
 
     Args:
         device: where the tensors of gradients live; CPU tensors always go over Gloo.
@@ -43,40 +82,109 @@ class TorchCommunicator:
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         self._device = device
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        with self._named("joining the group"):
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        self._nccl = device.type == "cuda" and local_world <= torch.cuda.device_count()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+        self._ranks = tuple(range(self.world))
+        self._directions: dict[tuple[int, int], Any] = {}
+        with _named(f"rank {self.rank} of {self.world}: joining the group"):
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self._nccl else "gloo", timeout=self._timeout)
+            if self._nccl:
+                # All now, as every rank must take part in making each; connections are made when first used.
+                self._directions = {
+                    pair: dist.new_group(pair, self._timeout, "nccl") for pair in itertools.permutations(self._ranks, 2)
+                }
 
-    @contextlib.contextmanager
-    def _named(self, operation: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as fault:  # what torch.distributed raises on time-outs and lost peers alike
-            raise CommunicationError(
-                f"rank {self.rank} of {self.world}: {operation} failed: {str(fault).splitlines()[0]}; "
-                "another rank has ended or hangs: its own message says why"
-            ) from fault
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        flat = in_memory_order(tensor.detach())
+        described = self._described("isend", tensor, f" to rank {peer}, tag {tag}")
+        to = self._ranks[peer]
+        with _named(described):
+            if not flat.is_cuda:
+                return TorchWork(dist.isend(flat, to, self._group, tag), [flat], described)
+            if self._nccl:
+                group = self._directions[self._ranks[self.rank], to]
+                return TorchWork(dist.isend(flat, to, group), [flat], described)
+            host = _pinned(flat).copy_(flat)
+            return TorchWork(dist.isend(host, to, self._group, tag), [host], described)
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        flat = in_memory_order(tensor.detach())
+        described = self._described("irecv", tensor, f" from rank {peer}, tag {tag}")
+        source = self._ranks[peer]
+        with _named(described):
+            if not flat.is_cuda:
+                return TorchWork(dist.irecv(flat, source, self._group, tag), [flat], described)
+            if self._nccl:
+                group = self._directions[source, self._ranks[self.rank]]
+                return TorchWork(dist.irecv(flat, source, group), [flat], described)
+            host = _pinned(flat)
+            work = dist.irecv(host, source, self._group, tag)
+            return TorchWork(work, [host, flat], described, arrive=lambda: flat.copy_(host))
+
+    def iall_reduce(self, tensor: Tensor) -> Work:
+        flat = in_memory_order(tensor.detach())
+        described = self._described("all_reduce", tensor)
+        with _named(described):
+            return TorchWork(dist.all_reduce(flat, group=self._group, async_op=True), [flat], described)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        with self._named("all_reduce"):
-            dist.all_reduce(tensor)
+        self.iall_reduce(tensor).wait()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        with self._named("broadcast"):
-            dist.broadcast(tensor, source)
+        with _named(self._described("broadcast", tensor, f" from rank {source}")):
+            dist.broadcast(in_memory_order(tensor.detach()), self._ranks[source], self._group)
 
     def barrier(self) -> None:
-        with self._named("barrier"):
-            dist.barrier()
+        with _named(f"rank {self.rank} of {self.world}: barrier"):
+            dist.barrier(self._group)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        chosen = tuple(self._ranks[rank] for rank in ranks)
+        with _named(f"rank {self.rank} of {self.world}: making a group of ranks {list(ranks)}"):
+            # Ranks outside a subgroup know nothing of its subgroups: then the members make it among themselves.
+            group = dist.new_group(chosen, self._timeout, use_local_synchronization=self._group is not None)
+        if self.rank not in ranks:
+            return None
+        part = copy.copy(self)
+        part.rank, part.world = list(ranks).index(self.rank), len(ranks)
+        part._group, part._ranks = group, chosen
+        return part
 
     def replicate(self, module: nn.Module) -> nn.Module:
         device_ids = [self._device] if self._device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=device_ids, gradient_as_bucket_view=True, **NO_SYNC)
+        return DistributedDataParallel(
+            module, device_ids=device_ids, process_group=self._group, gradient_as_bucket_view=True, **NO_SYNC
+        )
+
+    def abort(self) -> None:
+        """torchrun ends the other ranks when this process fails."""
 
     def close(self) -> None:
+        if self._group is not None:
+            return  # it ends with the whole
         self.barrier()  # a rank that is still talking must not find the others gone
         dist.destroy_process_group()
+
+    def _described(self, operation: str, tensor: Tensor, rest: str = "") -> str:
+        form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        return f"rank {self.rank} of {self.world}: {operation} of {form}{rest}"
+
+
+@contextlib.contextmanager
+def _named(described: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as fault:  # what torch.distributed raises on time-outs and lost peers alike
+        raise CommunicationError(
+            f"{described} failed: {str(fault).splitlines()[0]}; another rank has ended or hangs: its own message says why"
+        ) from fault
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def is_lost_peer(fault: BaseException) -> bool:

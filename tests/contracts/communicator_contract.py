@@ -2,35 +2,189 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from parallel.comm.communicator import Communicator, agree
+from parallel.comm.communicator import Communicator, Work, agree
+
+SENT = (
+    *(torch.bool, torch.uint8, torch.int64),
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+)
+SUMMED = SENT[2:]
+CLOSE = torch.channels_last
 
 
 def check_communicator(communicator: Communicator, argument: Any = None) -> dict[str, Any]:
     """Assert the contract on this rank."""
     rank, world = communicator.rank, communicator.world
     assert 0 <= rank < world
-    for dtype in (torch.float32, torch.float64, torch.int64):
-        tensor = torch.full((3, 2), rank + 1, dtype=dtype)
-        communicator.all_reduce(tensor)
-        assert tensor.tolist() == [[world * (world + 1) // 2] * 2] * 3
+    sums(communicator)
     for source in range(world):
-        tensor = torch.full((4,), float(rank))
+        tensor = numbers(source if rank == source else 99, torch.float32).to(memory_format=CLOSE)
         communicator.broadcast(tensor, source)
-        assert tensor.tolist() == [source] * 4
+        assert tensor.equal(numbers(source, torch.float32))
     communicator.barrier()
     assert agree(communicator, rank == world - 1)
     assert not agree(communicator, False)
+    if world > 1:
+        messages_of_every_dtype(communicator)
+        messages_keep_their_order(communicator)
+        large_messages_cross(communicator)
+        subgroups(communicator)
+    averages(communicator)
+    communicator.barrier()
+    return {"rank": rank, "world": world, "bits": bits_of_a_sum(communicator)}
 
-    layer = nn.Linear(2, 1, bias=False)
-    nn.init.constant_(layer.weight, 0.5)
-    replica = communicator.replicate(layer)  # held: its hooks live as long as it does
-    replica(torch.full((1, 2), float(rank + 1))).sum().backward()
-    assert layer.weight.grad is not None
-    # The mean over ranks of rank + 1.
-    assert layer.weight.grad.tolist() == [[(world + 1) / 2] * 2]
-    return {"rank": rank, "world": world}
+
+def numbers(start: int, dtype: torch.dtype) -> Tensor:
+    """(2, 3, 4, 5), different for each of 0..7, exact in every dtype."""
+    return ((torch.arange(120).reshape(2, 3, 4, 5) + start) % 7).to(dtype)
+
+
+def sums(communicator: Communicator) -> None:
+    world = communicator.world
+    for dtype in SUMMED:
+        tensor = torch.full((3, 2), communicator.rank + 1, dtype=dtype)
+        communicator.all_reduce(tensor)
+        assert tensor.tolist() == [[world * (world + 1) // 2] * 2] * 3, dtype
+    under_way = [torch.full((50_000 if n % 2 else 3,), float(communicator.rank + n)) for n in range(6)]
+    works = [communicator.iall_reduce(tensor) for tensor in under_way]
+    for n, (tensor, work) in enumerate(zip(under_way, works, strict=True)):
+        work.wait()
+        assert work.done()
+        work.wait()
+        assert tensor.unique().tolist() == [sum(rank + n for rank in range(world))]
+    parameter = torch.ones(2, 3, 4, 5, requires_grad=True)
+    permuted = parameter.detach().to(memory_format=CLOSE)
+    communicator.all_reduce(permuted)
+    assert permuted.unique().tolist() == [world]
+    assert permuted.is_contiguous(memory_format=CLOSE)
+
+
+def bits_of_a_sum(communicator: Communicator) -> list[int]:
+    """Of a sum whose rounding depends on the order."""
+    generator = torch.Generator().manual_seed(communicator.rank)
+    found = []
+    for size in (7, 1000, 300_001):
+        tensor = torch.randn(size, generator=generator) * 1000.0 ** torch.randn(size, generator=generator)
+        communicator.all_reduce(tensor)
+        found.append(int(tensor.view(torch.int32).long().mul(torch.arange(1, size + 1)).sum()))
+    return found
+
+
+def messages_of_every_dtype(communicator: Communicator) -> None:
+    """Each rank to each other rank, both directions at once, as contiguous and as channels_last."""
+    rank, world = communicator.rank, communicator.world
+    others = [peer for peer in range(world) if peer != rank]
+    for tag, dtype in enumerate(SENT):
+        for layout in (torch.contiguous_format, CLOSE):
+            places = [torch.zeros(2, 3, 4, 5, dtype=dtype).to(memory_format=layout) for _ in others]
+            arriving = [communicator.irecv(place, peer, tag) for place, peer in zip(places, others, strict=True)]
+            sent = numbers(rank, dtype).to(memory_format=layout)
+            finish([*arriving, *(communicator.isend(sent, peer, tag) for peer in others)])
+            for place, peer in zip(places, others, strict=True):
+                assert place.equal(numbers(peer, dtype)), (dtype, layout, peer)
+    scalar, empty = torch.tensor(float(rank)), torch.empty(0, 3)
+    for message in (scalar, empty):
+        place = torch.full_like(message, -1)
+        finish(
+            [communicator.isend(message, others[0], 9), communicator.irecv(place, others[0], 9)] if world == 2 else []
+        )
+        assert world > 2 or place.tolist() == ([] if message is empty else 1 - rank)
+
+
+def messages_keep_their_order(communicator: Communicator) -> None:
+    """Along a ring: many under way; tags are apart, messages of one tag arrive as sent."""
+    rank, world = communicator.rank, communicator.world
+    after, before = (rank + 1) % world, (rank - 1) % world
+    sent = [torch.full((n % 5 + 1,), 1000.0 * rank + n) for n in range(60)]
+    sending = [communicator.isend(tensor, after, (0, 32767, 5)[n % 3]) for n, tensor in enumerate(sent)]
+    # The tags in another order than they were sent in.
+    for remainder in (2, 0, 1):
+        places = [torch.zeros(n % 5 + 1) for n in range(remainder, 60, 3)]
+        finish([communicator.irecv(place, before, (0, 32767, 5)[remainder]) for place in places])
+        assert [place[0].item() for place in places] == [1000.0 * before + n for n in range(remainder, 60, 3)]
+    finish(sending)
+
+
+def large_messages_cross(communicator: Communicator) -> None:
+    """8 MB to the next rank while as much comes from the one before; sends begin first, receives later."""
+    rank, world = communicator.rank, communicator.world
+    for _ in range(2):
+        sent = torch.full((1 << 20,), float(rank), dtype=torch.float64)
+        sending = communicator.isend(sent, (rank + 1) % world, 1)
+        place = torch.zeros_like(sent)
+        finish([communicator.irecv(place, (rank - 1) % world, 1), sending])
+        assert place.unique().tolist() == [(rank - 1) % world]
+
+
+def subgroups(communicator: Communicator) -> None:
+    """All of them in reverse order, overlapping pairs, and one rank alone."""
+    rank, world = communicator.rank, communicator.world
+    groups = [list(range(world))[::-1], *([k + 1, k] for k in range(world - 1)), [world - 1]]
+    made = [communicator.subgroup(ranks) for ranks in groups]
+    assert [group is not None for group in made] == [rank in ranks for ranks in groups]
+    mine = [(ranks, group) for ranks, group in zip(groups, made, strict=True) if group is not None]
+    tensors = [torch.full((100_000,), float(rank)) for _ in mine]
+    works = [group.iall_reduce(tensor) for (_, group), tensor in zip(mine, tensors, strict=True)]
+    finish(works)
+    for (ranks, group), tensor in zip(mine, tensors, strict=True):
+        assert (group.rank, group.world) == (ranks.index(rank), len(ranks))
+        assert tensor.unique().tolist() == [sum(ranks)]
+        word = torch.tensor([float(rank)])
+        group.broadcast(word, group.world - 1)
+        assert word.tolist() == [ranks[-1]]
+        if group.world == 2:
+            place = torch.zeros(1)
+            finish([group.isend(torch.tensor([float(rank)]), 1 - group.rank, 3), group.irecv(place, 1 - group.rank, 3)])
+            assert place.tolist() == [ranks[1 - group.rank]]
+    whole = made[0]
+    assert whole is not None
+    inner = whole.subgroup([0])
+    assert (inner is not None) == (rank == world - 1)
+
+
+def averages(communicator: Communicator) -> None:
+    """Replicas: means of gradients when backward returns, local sums within no_sync, and no more once let go."""
+    rank, world = communicator.rank, communicator.world
+    layer = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, 0.5)
+    replica = communicator.replicate(layer)
+    weight = layer[0].weight
+    mean = (world + 1) / 2
+    assert isinstance(weight, Tensor)
+    for step in range(2):
+        layer.zero_grad(set_to_none=step == 0)
+        if world > 1:
+            assert callable(replica.no_sync)
+            with replica.no_sync():
+                replica(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [[rank + 1.0] * 2]
+        replica(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [[mean * (2 if world > 1 else 1)] * 2]
+
+
+def finish(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
+        assert work.done()
+
+
+def check_silence(communicator: Communicator, argument: Any = None) -> str:
+    """What rank 0 is told when rank 1, which stays, never sends; the communicator was given a short time."""
+    from parallel.comm.communicator import CommunicationError
+
+    if communicator.rank:
+        time.sleep(float(argument))
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        communicator.irecv(torch.zeros(2), 1, 3).wait()
+    return str(caught.value)
