@@ -20,7 +20,8 @@ class Kept:
 
     def __init__(self, meter: ActivationMeter, tensor: Tensor) -> None:
         self._meter = meter
-        self._tensor = tensor
+        # An operation's own output comes with its grad_fn, which would keep itself alive through this object.
+        self._tensor = tensor.detach()
         self._version = tensor._version
         storage = tensor.untyped_storage()
         self._place, self._bytes = storage.data_ptr(), storage.nbytes()

@@ -110,7 +110,7 @@ class OrderedStatistics:
 
     def _replay(self, record: Tensor) -> None:
         """Update every layer by what one microbatch left behind."""
-        parts = record.split([2 * _channels(layer) + 1 for layer in self._active])
+        parts = torch.split(record, [2 * _channels(layer) + 1 for layer in self._active])
         counts = torch.stack([part[-1] for part in parts]).tolist()
         for layer, part, count in zip(self._active, parts, counts, strict=True):
             mean, variance = part[:-1].chunk(2)
@@ -151,7 +151,7 @@ class DeferredStatistics:
         if others:
             raise ValueError(
                 f"deferred statistics are for BatchNorm1d, BatchNorm2d and BatchNorm3d, got {', '.join(others)}: "
-                "use --statistics per-microbatch, or track_running_stats=False in these layers"
+                "use per-microbatch statistics, or track_running_stats=False in these layers"
             )
         self._communicator = communicator
 
@@ -197,10 +197,10 @@ class DeferredStatistics:
         for record in _exchanged(self._records, self._m, self._active, self._communicator):
             total = [
                 _combined(a, b, _channels(layer))
-                for layer, a, b in zip(self._active, total, record.split(sizes), strict=True)
+                for layer, a, b in zip(self._active, total, torch.split(record, sizes), strict=True)
             ]
         for layer, moments in zip(self._active, total, strict=True):
-            count, mean, squares = moments.split([1, _channels(layer), _channels(layer)])
+            count, mean, squares = torch.split(moments, [1, _channels(layer), _channels(layer)])
             if not count:
                 continue
             *buffers, updates = _buffers(layer)
@@ -244,8 +244,8 @@ def _no_moments(layer: _NormBase) -> Tensor:
 
 def _combined(a: Tensor, b: Tensor, channels: int) -> Tensor:
     """Count, mean and sum of squared deviations of the values of ``a`` and ``b`` together."""
-    a_count, a_mean, a_squares = a.split([1, channels, channels])
-    b_count, b_mean, b_squares = b.split([1, channels, channels])
+    a_count, a_mean, a_squares = torch.split(a, [1, channels, channels])
+    b_count, b_mean, b_squares = torch.split(b, [1, channels, channels])
     count = a_count + b_count
     share = b_count / count.clamp(min=1)
     apart = b_mean - a_mean

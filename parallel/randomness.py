@@ -76,7 +76,7 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
             "put all stages that draw on devices of one kind"
         )
     sizes = [generator.get_state().numel() for generator in _generators(device)]
-    for generator, part in zip(_generators(device), state.cpu().split(sizes), strict=True):
+    for generator, part in zip(_generators(device), torch.split(state.cpu(), sizes), strict=True):
         generator.set_state(part.clone())
 
 
@@ -94,6 +94,6 @@ def seed_random(seed: int, device: torch.device) -> None:
 def _generators(device: torch.device) -> list[torch.Generator]:
     if device.type != "cuda":
         return [torch.default_generator]
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]

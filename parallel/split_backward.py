@@ -66,7 +66,8 @@ class DeferredWeights:
 
         What an earlier pass of the same key still keeps is dropped: that step was given up.
         """
-        self._waiting[key] = waiting = []
+        waiting: list[_Waiting] = []
+        self._waiting[key] = waiting
         with _Redirection({id(layer.weight) for layer in self._layers}, waiting, self._meter):
             yield
 
@@ -221,7 +222,7 @@ class _Redirection(TorchFunctionMode):
         return redirected(_as_autocast(x), weight, bias, self._apply, *args[3:])
 
     def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None, operation: _Operation) -> Tensor:
-        result: Tensor = _InputGradientOnly.apply(x, weight, bias, operation, self._waiting, self._meter)  # type: ignore[no-untyped-call]
+        result: Tensor = _InputGradientOnly.apply(x, weight, bias, operation, self._waiting, self._meter)
         return result
 
 
@@ -309,5 +310,5 @@ def _faults(layer: nn.Module) -> Iterator[str]:
     if any(hooks):
         yield "has hooks"
     for name, parameter in layer.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"has hooks on its {name}"
