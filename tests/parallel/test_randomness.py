@@ -37,23 +37,23 @@ def test_the_program_around_it_sees_nothing_even_after_an_error() -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_threads_do_not_draw_each_others_numbers() -> None:
-    found: dict[int, list[torch.Tensor]] = {}
-    ready = threading.Barrier(4)
+def test_threads_draw_one_after_the_other() -> None:
+    found: list[torch.Tensor] = []
 
-    def draw(seed: int) -> None:
-        ready.wait()
-        with drawing(seed, CPU):
-            found[seed] = [torch.rand(100) for _ in range(300)]
+    def draw() -> None:
+        with drawing(2, CPU):
+            found.append(torch.rand(3))
 
-    threads = [threading.Thread(target=draw, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed, drawn in found.items():
+    other = threading.Thread(target=draw)
+    with drawing(1, CPU):
+        other.start()
+        other.join(timeout=0.2)
+        assert not found
+        mine = torch.rand(3)
+    other.join()
+    for seed, numbers in ((1, mine), (2, found[0])):
         torch.manual_seed(seed)
-        assert all(torch.equal(torch.rand(100), numbers) for numbers in drawn)
+        assert torch.equal(torch.rand(3), numbers)
 
 
 def test_a_state_of_another_kind_of_device_is_refused() -> None:
