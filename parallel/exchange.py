@@ -67,7 +67,7 @@ class GradientExchange:
         if overlap:
             for bucket in self.buckets:
                 for number, parameter in enumerate(bucket.parameters):
-                    parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
+                    parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         """Zero the gradients."""

@@ -84,7 +84,8 @@ class Form:
 
 def take_apart(value: Any) -> tuple[Form, list[Tensor]]:
     """The form of ``value`` and its tensors in order."""
-    leaves, spec = tree_flatten(value)
+    # Taken apart, a size would come back as a plain tuple.
+    leaves, spec = tree_flatten(value, is_leaf=lambda part: isinstance(part, torch.Size))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = tuple(TensorForm if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return Form(spec, tuple(map(TensorForm.of, tensors)), constants), tensors

@@ -38,7 +38,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], sou
         alike = [in_memory_order(tensor) for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat(alike)
         communicator.broadcast(flat, source)
-        for own, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+        for own, part in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
             own.copy_(part)
 
 

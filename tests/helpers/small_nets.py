@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Any
 
 
 class SkipNet(nn.Module):

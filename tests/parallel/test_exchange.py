@@ -1,0 +1,110 @@
+"""Gradients summed over holders: early or late, the same numbers, in buckets of a sensible size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel import exchange
+from parallel.comm.communicator import Communicator, Work
+from parallel.comm.thread_comm import run_on_threads
+from parallel.exchange import GradientExchange
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+INITIAL = model().state_dict()
+
+
+class Counting:
+    """Notes how many sums had begun at each moment."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.inner = communicator
+        self.begun = 0
+
+    def iall_reduce(self, tensor: Tensor) -> Work:
+        self.begun += 1
+        return self.inner.iall_reduce(tensor)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BUCKET_BYTES", 200)
+
+
+def copy_of_model() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    net.load_state_dict(INITIAL)
+    return net.double()
+
+
+def inputs(rank: int, i: int) -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * rank + i), dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("armed", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_are_those_of_all_ranks(armed: bool, overlap: bool) -> None:
+    plain = copy_of_model()
+    for rank in range(3):
+        for i in range(2):
+            plain(inputs(rank, i)).square().sum().backward()
+
+    def step(communicator: Communicator, _: Any) -> list[Tensor]:
+        net, counting = copy_of_model(), Counting(communicator)
+        sums = GradientExchange(net.parameters(), counting, overlap=overlap)  # type: ignore[arg-type]
+        assert len(sums.buckets) > 2
+        for _step in range(2):
+            counting.begun = 0
+            sums.begin_step()
+            net(inputs(communicator.rank, 0)).square().sum().backward()
+            assert counting.begun == 0
+            if armed:
+                sums.arm()
+            net(inputs(communicator.rank, 1)).square().sum().backward()
+            assert counting.begun == (len(sums.buckets) if armed and overlap else 0)
+            sums.begin()
+            sums.finish()
+        return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+    ranks = run_on_threads(3, step, timeout_s=30)
+    for found in ranks:
+        for gradient, other, parameter in zip(found, ranks[0], plain.parameters(), strict=True):
+            assert torch.equal(gradient, other)
+            assert torch.allclose(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_one_rank_has_is_everybodys_and_one_that_nobody_has_stays_none() -> None:
+    def step(communicator: Communicator, _: Any) -> tuple[bool, bool]:
+        used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        sums = GradientExchange([used, unused], communicator, overlap=True)
+        sums.begin_step()
+        if communicator.rank == 1:
+            (used * 0).sum().backward()
+        sums.begin()
+        sums.finish()
+        return used.grad is not None, unused.grad is None
+
+    assert run_on_threads(2, step, timeout_s=30) == [(True, True)] * 2
+
+
+def test_frozen_parameters_take_no_part() -> None:
+    frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+    sums = GradientExchange([nn.Parameter(torch.ones(2)), frozen], None, overlap=True)  # type: ignore[arg-type]
+    assert [parameter.numel() for bucket in sums.buckets for parameter in bucket.parameters] == [2]
+
+
+def test_gradients_keep_the_layout_of_their_parameters() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    sums = GradientExchange([weight, nn.Parameter(torch.ones(5))], None, overlap=False)  # type: ignore[arg-type]
+    sums.begin_step()
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
