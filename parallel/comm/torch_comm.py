@@ -178,8 +178,9 @@ def _named(described: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as fault:  # what torch.distributed raises on time-outs and lost peers alike
+        reason = str(fault).splitlines()[0]
         raise CommunicationError(
-            f"{described} failed: {str(fault).splitlines()[0]}; another rank has ended or hangs: its own message says why"
+            f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
         ) from fault
 
 

@@ -1,7 +1,8 @@
 """Run a function on several ranks, as a user's run is started, with a hard time limit.
 
-The function is named ``package.module:function``, gets a ``TorchCommunicator`` and what ``argument`` holds, and its
-result is saved per rank. A hang is a failure that says which ranks were still at it.
+The function is named ``package.module:function``, gets a communicator and what ``argument`` holds, and its result is
+saved per rank. Ranks are processes of torchrun's own launcher (Gloo), of mpirun, or threads of this process. A hang is
+a failure that says which ranks were still at it.
 """
 
 from __future__ import annotations
@@ -11,29 +12,60 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_on_ranks(world: int, target: str, folder: Path, argument: Any = None, timeout_s: float = 150) -> list[Any]:
+MPIRUN = Path(sys.executable).with_name("mpirun")
+MPI_ENVIRONMENT = {
+    # Open MPI refuses to run as root, as containers do, and more ranks than cores; MPICH reads none of these.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def run_on_ranks(
+    world: int,
+    target: str,
+    folder: Path,
+    argument: Any = None,
+    timeout_s: float = 150,
+    *,
+    launcher: Literal["torch", "mpi", "threads"] = "torch",
+    patience_s: float = 60,
+) -> list[Any]:
     """Results of ``target(communicator, argument)`` on each of ``world`` ranks, in order of rank.
+
+    Args:
+        patience_s: how long an operation of the communicator waits.
 
     Raises:
         AssertionError: a rank failed, or they did not all end within ``timeout_s``; holds what they printed.
     """
+    if launcher == "threads":
+        return run_on_threads(world, function_of(target), argument, timeout_s=patience_s)
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(argument, folder / "argument.pt")
-    start = "import sys; from parallel.comm.torch_launch import launch_ranks as launch; "
-    start += f"sys.exit(launch({world}, sys.argv[1:]))"
-    command = [sys.executable, "-c", start, sys.executable, "-m", "tests.helpers.ranks", target, str(folder)]
+    rank = [sys.executable, "-m", "tests.helpers.ranks", target, str(folder), launcher, str(patience_s)]
+    if launcher == "torch":
+        start = "import sys; from parallel.comm.torch_launch import launch_ranks as launch; "
+        start += f"sys.exit(launch({world}, sys.argv[1:]))"
+        command = [sys.executable, "-c", start, *rank]
+    else:
+        command = [str(MPIRUN), "-n", str(world), *rank]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **MPI_ENVIRONMENT, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,17 +82,32 @@ def run_on_ranks(world: int, target: str, folder: Path, argument: Any = None, ti
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def main() -> None:
-    from parallel.comm.torch_comm import TorchCommunicator
-
-    target, folder = sys.argv[1], Path(sys.argv[2])
+def function_of(target: str) -> Any:
     module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def main() -> None:
+    target, folder, launcher, patience_s = sys.argv[1], Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     torch.set_num_threads(1)
-    communicator = TorchCommunicator(torch.device("cpu"), timeout_s=60)
+    communicator: Communicator
+    if launcher == "mpi":
+        from parallel.comm.mpi_comm import MpiCommunicator
+
+        communicator = MpiCommunicator(patience_s)
+    else:
+        from parallel.comm.torch_comm import TorchCommunicator
+
+        communicator = TorchCommunicator(torch.device("cpu"), patience_s)
     argument = torch.load(folder / "argument.pt", weights_only=True)
-    result = getattr(importlib.import_module(module), function)(communicator, argument)
+    try:
+        result = function_of(target)(communicator, argument)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        communicator.abort()
+        raise
     torch.save(result, folder / f"{communicator.rank}.pt")
-    communicator.barrier()
     communicator.close()
 
 

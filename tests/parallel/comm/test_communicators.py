@@ -1,14 +1,38 @@
+"""The contract of communicators, on every implementation and number of ranks; what they say when a rank is silent."""
+
+from __future__ import annotations
+
 from pathlib import Path
+from typing import Literal
+
+import pytest
 
 from parallel.comm.local import LocalCommunicator
 from tests.contracts.communicator_contract import check_communicator
 from tests.helpers.ranks import run_on_ranks
 
+CONTRACT = "tests.contracts.communicator_contract:check_communicator"
+SILENCE = "tests.contracts.communicator_contract:check_silence"
+Launcher = Literal["torch", "mpi", "threads"]
+
 
 def test_local_communicator_keeps_the_contract() -> None:
-    assert check_communicator(LocalCommunicator()) == {"rank": 0, "world": 1}
+    assert check_communicator(LocalCommunicator())["world"] == 1
 
 
-def test_torch_communicator_keeps_the_contract_on_two_ranks(tmp_path: Path) -> None:
-    results = run_on_ranks(2, "tests.contracts.communicator_contract:check_communicator", tmp_path)
-    assert results == [{"rank": 0, "world": 2}, {"rank": 1, "world": 2}]
+@pytest.mark.parametrize(
+    ("launcher", "world"),
+    [*(("threads", n) for n in (1, 2, 3, 4)), ("torch", 2), ("torch", 3), *(("mpi", n) for n in (1, 2, 3, 4))],
+)
+def test_communicator_keeps_the_contract(launcher: Launcher, world: int, tmp_path: Path) -> None:
+    results = run_on_ranks(world, CONTRACT, tmp_path, launcher=launcher)
+    assert [(result["rank"], result["world"]) for result in results] == [(rank, world) for rank in range(world)]
+    assert all(result["bits"] == results[0]["bits"] for result in results)
+
+
+@pytest.mark.parametrize("launcher", ["threads", "torch", "mpi"])
+def test_silent_rank_is_named_after_the_time_given(launcher: Launcher, tmp_path: Path) -> None:
+    message = run_on_ranks(2, SILENCE, tmp_path, 4.0, launcher=launcher, patience_s=2)[0]
+    assert message.startswith("rank 0 of 2: ")
+    assert "(2,) float32 from rank 1" in message
+    assert "tag 3" in message
