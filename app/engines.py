@@ -59,6 +59,7 @@ def build_engine(
             m=asked.m,
             seed=seed,
             autocast=autocast,
+            statistics=asked.norm_statistics,
         )
     engine = assemble(
         model,

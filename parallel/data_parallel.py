@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.batchnorm import OrderedStatistics
+from parallel.batchnorm import running_statistics
 from parallel.comm.communicator import Communicator
 from parallel.microbatch import microbatch_seed, share_of
+from parallel.randomness import drawing
 from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, set_learning_rate
 
 
@@ -33,6 +34,7 @@ class DataParallelEngine:
         m: microbatches of a step over all ranks.
         seed: of dropout and every other random number the model draws.
         autocast: type for mixed precision on the device; None computes in float32.
+        statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
 
     Raises:
         ValueError: ``batch``, ``m`` and the number of ranks do not fit together.
@@ -49,6 +51,7 @@ class DataParallelEngine:
         m: int,
         seed: int = 0,
         autocast: torch.dtype | None = None,
+        statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
     ) -> None:
         if batch < m:
             raise ValueError(
@@ -66,7 +69,7 @@ class DataParallelEngine:
         self._autocast = autocast
         self._device = next(module.parameters()).device
         self._replica: nn.Module | None = communicator.replicate(module)
-        self._statistics = OrderedStatistics(module, communicator)
+        self._statistics = running_statistics(module, communicator, statistics)
 
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)
@@ -82,8 +85,7 @@ class DataParallelEngine:
         losses, sizes = measured
         self._statistics.begin_step(self._m)
         for i, microbatch in zip(self.share, microbatches, strict=True):
-            torch.manual_seed(microbatch_seed(self._seed, step, i))
-            losses[i], sizes[i] = self._accumulate(i, microbatch), microbatch.shape[0]
+            losses[i], sizes[i] = self._accumulate(i, microbatch, step), microbatch.shape[0]
         self._statistics.end_step()
         tiles = int(sizes.sum())
         self._communicator.all_reduce(measured)
@@ -95,7 +97,7 @@ class DataParallelEngine:
         self.optimizer.step()
         return StepResult(loss=float(losses @ (sizes / self._batch)), tiles=tiles)
 
-    def _accumulate(self, i: int, microbatch: Microbatch) -> Tensor:
+    def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
         """Forward and backward of microbatch ``i``; its own mean loss is returned, on the CPU."""
         assert self._replica is not None, "step after close"
         assert microbatch.images is not None
@@ -105,6 +107,7 @@ class DataParallelEngine:
         waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[operator]
         with waits:
             with (
+                drawing(microbatch_seed(self._seed, step, i), self._device),
                 self._statistics.microbatch(i, microbatch.shape[0]),
                 torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None),
             ):
