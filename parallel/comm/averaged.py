@@ -42,7 +42,8 @@ class AveragedModule(nn.Module):
         broadcast_tensors(communicator, [*module.parameters(), *module.buffers()], 0)
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                handle = parameter.register_post_accumulate_grad_hook(_counted(weakref.ref(self), bucket))
+                hook = _counted(weakref.ref(self), bucket)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 weakref.finalize(self, handle.remove)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +66,7 @@ class AveragedModule(nn.Module):
             self._running = True
             for each in self._buckets:
                 each.missing = len(each.parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket.missing -= 1
         # In the order of the buckets, which is the same on every rank.
         while len(self._works) < len(self._buckets) and self._buckets[len(self._works)].missing == 0:

@@ -7,6 +7,7 @@ that it takes device memory. This is the only module that imports mpi4py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import threading
@@ -49,17 +50,29 @@ class Progress:
         """One thread at a time may test a request."""
         self._some = threading.Condition()
         self._works: list[MpiWork] = []
-        threading.Thread(target=self._run, name="MPI progress", daemon=True).start()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="MPI progress", daemon=True)
+        self._thread.start()
+        # Before mpi4py's own farewell to MPI, which was registered earlier: nobody may call MPI after it.
+        atexit.register(self.stop)
 
     def watch(self, work: MpiWork) -> None:
         with self._some:
             self._works.append(work)
             self._some.notify()
 
+    def stop(self) -> None:
+        with self._some:
+            self._stopped = True
+            self._some.notify()
+        self._thread.join()
+
     def _run(self) -> None:
         while True:
             with self._some:
-                self._some.wait_for(lambda: self._works)
+                self._some.wait_for(lambda: self._works or self._stopped)
+                if self._stopped:
+                    return
                 works = list(self._works)
             # A failure is the business of whoever waits for the operation.
             over = {id(work) for work in works[:1] if work.tested() is not False}

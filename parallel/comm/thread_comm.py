@@ -133,12 +133,12 @@ class ThreadCommunicator:
         self._subgroups = 0
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work = self._work(tensor, f"sending {_described(tensor)} to rank {peer} (tag {tag})")
+        work = self._work(tensor, f"isend of {_described(tensor)} to rank {peer}, tag {tag}")
         self._group.send((self._path, self.rank, peer, tag), work)
         return work
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work = self._work(tensor, f"receiving {_described(tensor)} from rank {peer} (tag {tag})")
+        work = self._work(tensor, f"irecv of {_described(tensor)} from rank {peer}, tag {tag}")
         self._group.receive((self._path, peer, self.rank, tag), work)
         return work
 
