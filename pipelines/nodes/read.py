@@ -110,9 +110,7 @@ class Read:
         Raises:
             SlideError, OSError: the slide does not open, or its annotation is damaged.
         """
-        slide_id = self.tiles.slide_id(row)
-        with self.pool.lease(slide_id) as slide:
-            target.fill(row, slide_id, slide, self.tiles.region(row), out)
+        target.fill_alone(row, self.tiles.slide_id(row), self.pool, self.tiles.region(row), out)
 
     def _slides_from(self, row: int) -> Iterator[Iterator[int]]:
         """Rows to try, slide by slide: first those of the slide of ``row``, from ``row`` on and around."""

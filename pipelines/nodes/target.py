@@ -16,6 +16,7 @@ from pipelines.geometry import Region
 
 if TYPE_CHECKING:
     from pipelines.annotations import SlideAnnotations
+    from pipelines.handles import SlidePool
     from pipelines.slide import Slide
 
 Targets = NDArray[np.int64] | NDArray[np.uint8]
@@ -38,6 +39,10 @@ class Target(Protocol):
         Raises:
             TileReadError: the annotation is damaged here.
         """
+        ...
+
+    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+        """As ``fill``, where no pixels are read: opens the slide only if the target is drawn on it."""
         ...
 
     def check(self, slide_id: str, slide: Slide) -> None:
@@ -66,6 +71,9 @@ class Labels:
     def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
         out[...] = self.by_row[row]
 
+    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+        out[...] = self.by_row[row]
+
     def check(self, slide_id: str, slide: Slide) -> None:
         """A class is always there."""
 
@@ -85,6 +93,10 @@ class Masks:
 
     def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
         self.annotations.read_mask(slide_id, slide, region, out)
+
+    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+        with pool.lease(slide_id) as slide:
+            self.fill(row, slide_id, slide, region, out)
 
     def check(self, slide_id: str, slide: Slide) -> None:
         self.annotations.read_mask(slide_id, slide, Region(0, 0, 1, 1, slide.mpp), np.empty((1, 1), np.uint8))
