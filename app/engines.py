@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from app.config import OptimizerSettings
 from app.strategy import StrategySettings
-from parallel.assemble import Strategy, assemble
+from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.data_parallel import DataParallelEngine
 from parallel.engine import Engine
 from parallel.guardian import Guardian
 from parallel.step import Loss
+from parallel.strategy import Strategy
 from parallel.update import MakeOptimizer
 
 

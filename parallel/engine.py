@@ -207,6 +207,7 @@ class Engine:
 
     def _forward(self, position: int, action: Action, feed: Feed, step: int, losses: Tensor) -> None:
         i, work = _i(action), self._work
+        self._shapes = f"tiles {feed.shape(i)}"
         self._tell(position, waiting=True)
         values = work.handover.take(action)
         if action.stage == 0:
@@ -229,9 +230,11 @@ class Engine:
 
     def _backward(self, position: int, action: Action, feed: Feed) -> None:
         i, work = _i(action), self._work
+        self._shapes = f"tiles {feed.shape(i)}"
         self._tell(position, waiting=True)
         gradients = work.handover.take_back(action)
-        self._shapes = f"gradients {describe(gradients)}" if gradients else ""
+        if gradients:
+            self._shapes = f"gradients {describe(gradients)}"
         if position in self._completing:
             work.exchanges[action.stage].arm()
         with self._computing(position, action):

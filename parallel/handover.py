@@ -107,7 +107,9 @@ class Handover:
         for source in self.sources[action.stage]:
             if self._links[source, action.stage]:
                 names = self._routes[source, action.stage]
-                self._leaving_back[source, action.stage, _i(action)] = [g for name in names for g in gradients.get(name, ())]
+                self._leaving_back[source, action.stage, _i(action)] = [
+                    g for name in names for g in gradients.get(name, ())
+                ]
 
     def send_back(self, action: Action) -> None:
         """Begin to send to ``action.peer`` the gradients of what it had sent."""

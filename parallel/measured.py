@@ -20,9 +20,7 @@ def gather_timeline(
             only those of one machine can be compared.
         peak_bytes: of activations on this rank, where they were counted.
     """
-    told = gather_objects(
-        communicator, ([(str(span.action), span.start_s, span.end_s) for span in spans], peak_bytes)
-    )
+    told = gather_objects(communicator, ([(str(span.action), span.start_s, span.end_s) for span in spans], peak_bytes))
     if told is None:
         return None
     begun = min((start for rank, _ in told for _, start, _ in rank), default=0.0)

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from parallel.assemble import Strategy, assemble
+from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine import Engine, EngineFault
 from parallel.schedules.registry import SCHEDULES
 from parallel.step import Microbatch, NonFiniteLoss
+from parallel.strategy import Strategy
 from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run
 from tests.helpers.small_nets import NETS, batch_of
 
@@ -260,7 +262,7 @@ def test_a_fault_names_rank_action_stage_and_shapes_and_marks_the_cell() -> None
     with pytest.raises(EngineFault) as caught:
         run_on_threads(2, step, timeout_s=60)
     message = str(caught.value)
-    assert message.startswith("rank 1 failed (ValueError: ") or message.startswith("rank 1 failed (RuntimeError: ")
+    assert message.startswith(("rank 1 failed (ValueError: ", "rank 1 failed (RuntimeError: "))
     assert "1F2: forward pass of microbatch 2 through stage 1" in message
     assert "(2, " in message
     assert ">>1F2<<" in message
@@ -290,3 +292,34 @@ def test_a_strategy_that_does_not_fit_is_refused(more: dict[str, Any], message: 
     strategy = Strategy("gpipe", 3, 3, 1, **more)
     with pytest.raises(ValueError, match=message):
         on_threads("skips", strategy, steps_of(1))
+
+
+def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
+    """On one rank, on two groups and on inverted replicas alike."""
+    steps = steps_of(6)
+    states = [
+        on_threads("two-outputs", strategy, steps)[0]["state"]["model"]
+        for strategy in (
+            Strategy("mp-basic", 1, 1, 6, statistics="deferred"),
+            Strategy("gpipe", 4, 2, 6, statistics="deferred"),
+            Strategy("bidirectional", 3, 3, 6, statistics="deferred", recompute=True),
+        )
+    ]
+    for state in states[1:]:
+        assert largest_error(states[0], state) <= 1e-9
+    model = net("two-outputs", torch.float64).train()
+    mean = 0.1 * torch.cat([model.get_submodule("stem.0")(images) for images, _ in steps[0]]).mean((0, 2, 3))
+    assert states[0]["stem.1.num_batches_tracked"] == 2
+    one_step = on_threads("two-outputs", Strategy("gpipe", 2, 2, 6, statistics="deferred"), steps[:1])
+    assert torch.allclose(one_step[0]["state"]["model"]["stem.1.running_mean"], mean, rtol=1e-10)
+
+
+def test_one_rank_runs_without_a_communicator_to_speak_of() -> None:
+    strategy = Strategy("gpipe", 1, 1, 5)
+    assert_equal([run(LocalCommunicator(), "skips", strategy, steps_of(5))], plain("skips", 5), torch.float64)
+
+
+@pytest.mark.slow
+def test_compiled_stages_give_the_plain_step() -> None:
+    ranks = [run(LocalCommunicator(), "skips", Strategy("gpipe", 1, 1, 5, compile=True), steps_of(5))]
+    assert_equal(ranks, plain("skips", 5), torch.float64)

@@ -1,0 +1,106 @@
+"""How a model is spread over ranks: what a user chooses, and what follows from it before any rank computes.
+
+Takes names and numbers; gives the placement, the partition and the lowered schedule, all proven to fit each other. No
+torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel.action import Schedule
+from parallel.check import check
+from parallel.graph import LayerGraph
+from parallel.lowering import Links, lower
+from parallel.partition import Partition, partition_at, partition_equal
+from parallel.placement import Placement
+from parallel.schedule_file import from_csv
+from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a model is spread over ranks.
+
+    Attributes:
+        name: of the schedule.
+        ranks: all of them; d groups of ``depth``.
+        depth: ranks that one group spreads the model over, D.
+        m: microbatches of the global batch, over all groups.
+        chunks: stages a rank holds of each replica; interleaved has 2 or more.
+        cuts: names of layers or modules that begin a stage; empty: stages of equal cost.
+        schedule_csv: text of a schedule file, run in place of the named one's actions on the same placement.
+        recompute: keep only what enters a stage, and compute the rest again before its backward pass.
+        shard_optimizer: each rank of a pair of inverted replicas keeps half of their optimizer state.
+        statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
+        compile: run the stages through ``torch.compile``.
+    """
+
+    name: str
+    ranks: int
+    depth: int
+    m: int
+    chunks: int = 1
+    cuts: tuple[str, ...] = ()
+    schedule_csv: str | None = None
+    recompute: bool = False
+    shard_optimizer: bool = False
+    statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
+    compile: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        """The mesh.
+
+        Raises:
+            ValueError: the schedule cannot run on it.
+        """
+        faults = []
+        if self.depth < 1 or self.ranks % self.depth:
+            faults.append(f"{self.ranks} ranks cannot be grouped by {self.depth} stages' ranks: choose a divisor")
+        replicas = SCHEDULES[self.name].replicas if self.name in SCHEDULES else 2
+        if self.shard_optimizer and replicas < 2:
+            faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
+        if self.compile and self.name == "zero-bubble":
+            faults.append(
+                "zero-bubble splits the backward pass, which compiled stages cannot: use 1f1b, or do not compile"
+            )
+        if faults:
+            raise ValueError("; ".join(faults))
+        return placement_for(self.name, groups=self.ranks // self.depth, depth=self.depth, chunks=self.chunks)
+
+    def partition(self, graph: LayerGraph) -> Partition:
+        """The stages of the model.
+
+        Raises:
+            ValueError: cuts that are not in the model, or not as many as the stages need.
+        """
+        stages = self.placement.stages
+        if not self.cuts:
+            return partition_equal(graph, stages)
+        if len(self.cuts) != stages - 1:
+            raise ValueError(
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages and {stages} are needed: name {stages - 1} "
+                "layers or modules that begin a stage"
+            )
+        return partition_at(graph, self.cuts)
+
+    def schedule(self, links: Links) -> Schedule:
+        """Everything that all ranks do in a step, proven to run.
+
+        Args:
+            links: of the partition.
+
+        Raises:
+            ValueError: the schedule does not fit the number of microbatches, or a schedule file is wrong.
+        """
+        placement = self.placement
+        if self.schedule_csv is None:
+            schedule = build_schedule(self.name, placement, self.m)
+        else:
+            schedule = from_csv(self.schedule_csv)
+        check(schedule, placement, links)
+        lowered = lower(schedule, placement, links, recompute=self.recompute)
+        check(lowered, placement, links)
+        return lowered
