@@ -1,0 +1,107 @@
+"""What runs on the ranks: all contenders in turn, round after round; and one contender alone, for its memory.
+
+Takes a communicator and numbers from ``run.py``; gives when each contender's steps began and ended on this rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.schedules.on_paper import simulated_step_s
+from benchmarks.schedules.ours import Ours
+from benchmarks.schedules.peers import DataParallel, PlainLoop, TorchPipeline
+from benchmarks.schedules.workload import Contender, Workload
+from parallel.activations import ActivationMeter
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+
+WARM_UP = 1
+MEMORY_STEPS = 2
+
+
+def contenders(model: str, px: int, m: int, communicator: Communicator) -> Iterator[Contender]:
+    """All of them, in the order of a round: those that are compared stand side by side."""
+    whole, pair = Workload(model, px, m), Workload(model, px, 2)
+    for schedule in ("gpipe", "1f1b"):
+        yield Ours(schedule, whole, communicator)
+        yield TorchPipeline(schedule, whole, communicator)
+    yield Ours("mast", pair, communicator)
+    yield DataParallel(pair, communicator)
+    yield Ours("bidirectional", pair, communicator)
+    yield Ours("bidirectional", whole, communicator)
+    yield DataParallel(whole, communicator)
+    for schedule in ("master", "mp-basic", "interleaved", "zero-bubble"):
+        yield Ours(schedule, whole, communicator)
+    if communicator.rank == 0:
+        yield Ours("mp-basic", whole, LocalCommunicator())
+        yield PlainLoop(whole)
+    else:
+        yield StandBy("engine on one rank")
+        yield StandBy("plain loop")
+
+
+class StandBy:
+    """The part of a rank in what another does alone."""
+
+    ranks = (0,)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def step(self, number: int) -> None:
+        """Nothing; the barrier after it waits."""
+
+
+def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
+    """Seconds at which the steps of every contender began and ended, by round, and what they take on paper."""
+    entered = list(contenders(argument["model"], argument["px"], argument["m"], communicator))
+    rounds = []
+    for number in range(WARM_UP + argument["rounds"]):
+        times: dict[str, tuple[float, float]] = {}
+        for contender in entered if number % 2 else reversed(entered):
+            communicator.barrier()
+            begun = time.perf_counter()
+            contender.step(number)
+            times[contender.name] = begun, time.perf_counter()
+            if isinstance(contender, Ours) and number >= WARM_UP:
+                contender.record()
+        if number >= WARM_UP:
+            rounds.append(times)
+        if communicator.rank == 0:
+            print(
+                f"round {number - WARM_UP + 1}: " + ", ".join(f"{n} {b - a:.2f} s" for n, (a, b) in times.items()),
+                flush=True,
+            )
+    simulated = {
+        ours.name: simulated_step_s(ours, communicator)
+        for ours in entered
+        if isinstance(ours, Ours) and len(ours.ranks) == communicator.world
+    }
+    return {"rounds": rounds, "simulated": simulated}
+
+
+def measure_memory(communicator: Communicator, argument: dict[str, Any]) -> dict[str, int]:
+    """Of one contender alone in its processes: peak bytes kept for backward, and growth of the process in its steps."""
+    work = Workload(argument["model"], argument["px"], argument["m"])
+    meter = ActivationMeter()
+    build = Ours if argument["whose"] == "ours" else TorchPipeline
+    contender = build(argument["schedule"], work, communicator, meter)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    communicator.barrier()
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    for number in range(MEMORY_STEPS):
+        contender.step(number)
+    return {"activation_bytes": meter.peak_bytes, "growth_bytes": _status_bytes("VmHWM") - before}
+
+
+def _status_bytes(field: str) -> int:
+    """A field of this process's status that the kernel gives in kB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])

@@ -1,0 +1,84 @@
+"""The step of an engine on paper: `simulate`, fed with what its stages, links and sums were measured to take.
+
+Takes an engine that has recorded some steps; gives the step time that the schedule promises. Stages take the median of
+what their actions took in those steps, so that both ranks were at work; messages and sums are timed by themselves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+
+import torch
+
+from benchmarks.schedules.ours import Durations, Ours
+from parallel.action import Kind
+from parallel.comm.communicator import Communicator
+from parallel.comm.objects import gather_objects
+from parallel.exchange import BUCKET_BYTES
+from parallel.partition import Partition
+from parallel.simulate import LinkCost, StageCost, simulate
+
+COSTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+TRIES = 11
+
+
+def simulated_step_s(ours: Ours, communicator: Communicator) -> float | None:
+    """Step time on rank 0, None on the others. Every rank takes part. Update and sum of the losses are left out."""
+    placement = ours.strategy.placement
+    partition = ours.work.partition(placement.stages)
+    links = {}
+    for (source, target), back in partition.links.items():
+        travel = travel_s(communicator, partition.bytes_over(source, target))
+        links[source, target] = LinkCost(travel, travel if back else None)
+    sums = {
+        stage: sum_s(communicator, _param_bytes(partition, stage))
+        for stage in range(placement.stages)
+        if len(placement.holders(stage)) > 1
+    }
+    told = gather_objects(communicator, dict(ours.durations))
+    if told is None:
+        return None
+    durations: Durations = defaultdict(list)
+    for own in told:
+        for key, values in own.items():
+            durations[key] += values
+    costs = [
+        StageCost(
+            *(statistics.median(durations.get(f"{stage}{kind.value}", [0.0])) for kind in COSTED), activation_bytes=0
+        )
+        for stage in range(placement.stages)
+    ]
+    return simulate(ours.engine.schedule, placement, costs, links, sums).makespan_s
+
+
+def travel_s(communicator: Communicator, size: int) -> float:
+    """Seconds that ``size`` bytes take from rank 0 to rank 1: half of a way there and back, median."""
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    taken = []
+    for _ in range(TRIES):
+        communicator.barrier()
+        begun = time.perf_counter()
+        for sender in (0, 1):
+            begin = communicator.isend if communicator.rank == sender else communicator.irecv
+            begin(tensor, 1 - communicator.rank, 0).wait()
+        taken.append((time.perf_counter() - begun) / 2)
+    return statistics.median(taken)
+
+
+def sum_s(communicator: Communicator, size: int) -> float:
+    """Seconds that the sum of ``size`` bytes of gradients takes, in the engine's buckets, median."""
+    buckets = torch.zeros(size // 4).split(BUCKET_BYTES // 4)
+    taken = []
+    for _ in range(TRIES):
+        communicator.barrier()
+        begun = time.perf_counter()
+        for work in [communicator.iall_reduce(bucket) for bucket in buckets]:
+            work.wait()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+def _param_bytes(partition: Partition, stage: int) -> int:
+    return sum(layer.param_bytes for layer in partition.layers_of(stage))

@@ -1,0 +1,66 @@
+"""The engine as a contender, under any schedule.
+
+Takes the workload and the schedule's name; keeps how long each action took in each measured step, which is what the
+simulation is fed with.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from benchmarks.schedules.workload import CPU, LEARNING_RATE, Workload, loss, make_optimizer
+from parallel.activations import ActivationMeter
+from parallel.assemble import assemble
+from parallel.comm.communicator import Communicator
+from parallel.step import Microbatch
+from parallel.strategy import Strategy
+
+Durations = dict[str, list[float]]
+"""Stage and kind, as ``0F``, -> seconds of each time it was computed."""
+
+
+class Ours:
+    """The engine. With one rank it is given a communicator of one, and the others stand by."""
+
+    def __init__(
+        self,
+        schedule: str,
+        work: Workload,
+        communicator: Communicator,
+        meter: ActivationMeter | None = None,
+    ) -> None:
+        self.name = f"{schedule} m={work.m}" if communicator.world > 1 else "engine on one rank"
+        self.ranks = tuple(range(communicator.world))
+        self.work = work
+        self.strategy = Strategy(
+            schedule, communicator.world, communicator.world, work.m, chunks=2 if schedule == "interleaved" else 1
+        )
+        self.engine = assemble(
+            work.build(),
+            loss,
+            make_optimizer,
+            communicator,
+            self.strategy,
+            shape=work.shape,
+            batch=work.m,
+            device=CPU,
+            meter=meter,
+        )
+        images, labels = work.batch()
+        self._microbatches = [
+            Microbatch(
+                images[i : i + 1] if self.engine.wants(i).images else None,
+                labels[i : i + 1] if self.engine.wants(i).targets else None,
+                work.shape,
+            )
+            for i in self.engine.share
+        ]
+        self.durations: Durations = defaultdict(list)
+
+    def step(self, number: int) -> None:
+        self.engine.step(self._microbatches, number, LEARNING_RATE)
+
+    def record(self) -> None:
+        """Keep how long the actions of the last step took."""
+        for span in self.engine.spans():
+            self.durations[f"{span.action.stage}{span.action.kind.value}"].append(span.duration_s)

@@ -1,0 +1,117 @@
+"""Whom the engine is measured against: torch's own pipelines on the same stages, data parallelism, and a plain loop.
+
+Each takes the workload and builds its part of it on this rank. The stages of torch's pipelines are cut from the model
+at the very places where the engine cuts it, so that both compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from benchmarks.schedules.workload import CPU, Workload, loss, make_optimizer
+from parallel.activations import ActivationMeter
+from parallel.comm.communicator import Communicator
+from parallel.cut import StageModule, cut_stage
+from parallel.microbatch import share_of
+from parallel.trace import trace
+
+TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class TheirStage(nn.Module):
+    """A stage as torch's pipelines take it."""
+
+    def __init__(self, stage: StageModule, last: bool, counted: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.stage = stage
+        self._last = last
+        self._counted = counted
+
+    def forward(self, *values: Tensor) -> Any:
+        with self._counted():
+            given = self.stage(*values)
+        return given[0] if self._last else given
+
+
+class TorchPipeline:
+    """torch.distributed.pipelining, one stage a rank."""
+
+    def __init__(
+        self, schedule: str, work: Workload, communicator: Communicator, meter: ActivationMeter | None = None
+    ) -> None:
+        self.name = f"torch {schedule}"
+        self.ranks = tuple(range(communicator.world))
+        rank, depth = communicator.rank, communicator.world
+        stage = cut_stage(trace(work.build(), work.shape), work.partition(depth), rank).train()
+        counted: Callable[[], AbstractContextManager[None]] = nullcontext
+        if meter:
+            meter.exclude((*stage.parameters(), *stage.buffers()))
+            counted = meter.watching
+
+        def weighted_loss(output: Tensor, labels: Tensor) -> Tensor:
+            # As ours, which spares them the pass over all gradients that scale_grads is.
+            with counted():
+                return loss(output, labels) / work.m
+
+        self._first, self._last = rank == 0, rank == depth - 1
+        self._optimizer = make_optimizer(stage.parameters())
+        self._images, self._labels = work.batch()
+        self._pipeline = TORCH_SCHEDULES[schedule](
+            PipelineStage(TheirStage(stage, self._last, counted), rank, depth, CPU),
+            work.m,
+            loss_fn=weighted_loss,
+            scale_grads=False,
+        )
+
+    def step(self, number: int) -> None:
+        self._optimizer.zero_grad()
+        inputs = (self._images,) if self._first else ()
+        targets = {"target": self._labels, "losses": []} if self._last else {}
+        self._pipeline.step(*inputs, **targets, return_outputs=False)
+        self._optimizer.step()
+
+
+class DataParallel:
+    """DistributedDataParallel: each rank computes its share one microbatch after the other, and sums gradients once."""
+
+    def __init__(self, work: Workload, communicator: Communicator) -> None:
+        self.name = f"ddp m={work.m}"
+        self.ranks = tuple(range(communicator.world))
+        model = work.build().train()
+        self._model = communicator.replicate(model)
+        self._optimizer = make_optimizer(model.parameters())
+        self._weight = communicator.world / work.m  # it divides by the number of ranks
+        images, labels = work.batch()
+        self._parts = [
+            (images[i : i + 1], labels[i : i + 1]) for i in share_of(communicator.rank, communicator.world, work.m)
+        ]
+
+    def step(self, number: int) -> None:
+        self._optimizer.zero_grad()
+        for n, (image, label) in enumerate(self._parts, 1):
+            with nullcontext() if n == len(self._parts) else self._model.no_sync():
+                (loss(self._model(image), label) * self._weight).backward()
+        self._optimizer.step()
+
+
+class PlainLoop:
+    """Gradient accumulation written out, on rank 0."""
+
+    name, ranks = "plain loop", (0,)
+
+    def __init__(self, work: Workload) -> None:
+        self._model = work.build().train()
+        self._optimizer = make_optimizer(self._model.parameters())
+        images, labels = work.batch()
+        self._parts = list(zip(images.split(1), labels.split(1), strict=True))
+
+    def step(self, number: int) -> None:
+        self._optimizer.zero_grad()
+        for image, label in self._parts:
+            (loss(self._model(image), label) / len(self._parts)).backward()
+        self._optimizer.step()

@@ -1,0 +1,62 @@
+"""A model that takes time and does nothing: stages that sleep, so that any number of ranks fit one core.
+
+Takes the number of stages and the seconds of each one's forward and backward pass. What is measured with it is the
+order of a schedule and what the engine adds to it, not how fast a machine computes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        time.sleep(ctx.backward_s)
+        return gradient * weight, (gradient * x).sum().reshape(1), None, None
+
+
+@fx.wrap
+def sleep(x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    """``x`` times ``weight``, after a while; tracing does not look into it."""
+    slept: Tensor = _Sleep.apply(x, weight, forward_s, backward_s)
+    return slept
+
+
+class SleepingStage(nn.Module):
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sleep(x, self.weight, self.forward_s, self.backward_s)
+
+
+class SleepingModel(nn.Module):
+    """``stages`` of them, one after the other: images (n, 3, h, w) -> the same shape."""
+
+    def __init__(self, stages: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*(SleepingStage(forward_s, backward_s) for _ in range(stages)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        slept: Tensor = self.stages(x)
+        return slept
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """What begins each stage but the first."""
+        return tuple(f"stages.{number}" for number in range(1, len(self.stages)))
