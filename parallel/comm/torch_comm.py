@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comm.communicator import CommunicationError, Communicator, Work
 from parallel.comm.objects import in_memory_order
+from parallel.comm.sent import Departures
 
 PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 NO_SYNC: dict[str, Any] = {
@@ -32,9 +33,7 @@ NO_SYNC: dict[str, Any] = {
 
 
 class TorchWork:
-    """An operation under way; holds its tensors.
-
-    ``done`` of a message over Gloo may stay False until ``wait``: its Work tells nothing before.
+    """An operation under way; holds its tensors. ``done`` of a receive over Gloo may stay False until ``wait``.
 
     Args:
         described: the rank and what it does, for errors.
@@ -89,6 +88,7 @@ class TorchCommunicator:
         self._group: Any = None
         self._ranks = tuple(range(self.world))
         self._directions: dict[tuple[int, int], Any] = {}
+        self._departures = Departures()
         with _named(f"rank {self.rank} of {self.world}: joining the group"):
             dist.init_process_group("cpu:gloo,cuda:nccl" if self._nccl else "gloo", timeout=self._timeout)
             if self._nccl:
@@ -102,13 +102,11 @@ class TorchCommunicator:
         described = self._described("isend", tensor, f" to rank {peer}, tag {tag}")
         to = self._ranks[peer]
         with _named(described):
-            if not flat.is_cuda:
-                return TorchWork(dist.isend(flat, to, self._group, tag), [flat], described)
-            if self._nccl:
+            if flat.is_cuda and self._nccl:
                 group = self._directions[self._ranks[self.rank], to]
                 return TorchWork(dist.isend(flat, to, group), [flat], described)
-            host = _pinned(flat).copy_(flat)
-            return TorchWork(dist.isend(host, to, self._group, tag), [host], described)
+            host = _pinned(flat).copy_(flat) if flat.is_cuda else flat
+            return self._departures.add(TorchWork(dist.isend(host, to, self._group, tag), [host], described).wait)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
         flat = in_memory_order(tensor.detach())
@@ -166,6 +164,7 @@ class TorchCommunicator:
         if self._group is not None:
             return  # it ends with the whole
         self.barrier()  # a rank that is still talking must not find the others gone
+        self._departures.close()
         dist.destroy_process_group()
 
     def _described(self, operation: str, tensor: Tensor, rest: str = "") -> str:
