@@ -64,7 +64,7 @@ def test_commands_that_need_no_torch_do_not_load_it() -> None:
     import subprocess
     import sys
 
-    for module in ("app.train", "app.index", "app.synth", "app.report"):
+    for module in ("app.train", "app.index", "app.synth", "app.report", "app.verify"):
         code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{module} loads torch before it knows what to do: {done.stderr}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from app.launcher import find_launch
-from app.strategy import StrategySettings
+from app.strategy import WHOLE, Parallel, StrategySettings
+from parallel.schedules.registry import SCHEDULES
 
 LAUNCHERS = {
     "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
@@ -44,6 +45,10 @@ def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert find_launch() is None
+
+
+def test_every_schedule_can_be_asked_for() -> None:
+    assert set(get_args(Parallel)) == {"auto", *WHOLE, *SCHEDULES}
 
 
 @pytest.mark.parametrize(

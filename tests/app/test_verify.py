@@ -1,0 +1,100 @@
+"""``app.verify`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app import exactness
+from app.strategy import StrategySettings
+from app.verify import VerifyCommand, main, verify
+from parallel.schedules.registry import SCHEDULES
+from tests.app.conftest import ROOT, train_environment
+
+TINY = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "96", "--batch", "6")
+FIELDS = {"model", "strategy", "ranks", "communicator", "max_relative_error", "passed"}
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", *SCHEDULES])
+def test_every_strategy_is_exact(strategy: Any) -> None:
+    asked = StrategySettings(parallel=strategy, ranks=1 if strategy == "single" else 2, batch=6)
+    result = verify(VerifyCommand(asked, model="tests.helpers.tiny_models:classifier", tile=96, steps=2))
+    assert result is not None
+    assert result.passed, result
+    assert (result.communicator, result.ranks) == ("threads", asked.ranks)
+    assert 0 <= result.max_relative_error <= 1e-10
+    assert result.errors.keys() == {"0", "1", "3", "4", "9"}
+
+
+def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--parallel", "gpipe", "--ranks", "4", "--stages", "2", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "verify.json").read_text())
+    assert written.keys() >= FIELDS
+    assert (written["strategy"], written["ranks"], written["stages"], written["passed"]) == ("gpipe", 4, 2, True)
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].split() == ["module", "gradients", "parameters", "statistics"]
+    assert "passed: tests.helpers.tiny_models:classifier under gpipe on 4 ranks" in said
+
+
+def test_a_wrong_gradient_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def biased(output: Tensor, targets: Tensor) -> Tensor:
+        return 1.001 * right(output, targets)
+
+    right, run_engine = exactness.projected_error, exactness.run_engine
+
+    def run_wrong(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exactness, "projected_error", biased)
+            return run_engine(*arguments)
+
+    monkeypatch.setattr(exactness, "run_engine", run_wrong)
+    assert main([*TINY, "--parallel", "single", "--out", str(tmp_path)]) == 1
+    assert "FAILED: " in capsys.readouterr().out
+    written = json.loads((tmp_path / "verify.json").read_text())
+    assert not written["passed"]
+    assert written["max_relative_error"] == pytest.approx(1e-3, rel=0.1)
+    assert torch.tensor([group["gradients"] for group in written["errors"].values()]).min() > 5e-4
+
+
+@pytest.mark.slow
+def test_ranks_that_are_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "app.verify", *TINY, "--parallel", "1f1b", "--ranks", "2", "--out", str(tmp_path)]
+    for more in ((), ("--dtype", "float32")):
+        done = subprocess.run(
+            [*command, "--communicator", "gloo", *more],
+            cwd=ROOT,
+            env=train_environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        written = json.loads((tmp_path / "verify.json").read_text())
+        assert (written["communicator"], written["passed"]) == ("gloo", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--communicator", "mpi"), "--communicator mpi does not fit ranks started by nothing"),
+        (("--precision", "bf16", "--steps", "0"), "--steps must be at least 1; got 0"),
+        (("--parallel", "gpipe", "--ranks", "2", "--cuts", "nowhere"), "nowhere"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_deferred_statistics_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--parallel", "gpipe", "--ranks", "2", "--norm-statistics", "deferred"]) == 0
+    assert "1       " in capsys.readouterr().out
