@@ -23,6 +23,7 @@ from app.runfolder import RunFolder
 from app.session import build_session
 from app.throughput import Stopwatch
 from benchmarks.machine import measured_on
+from parallel.guardian import Guardian
 from pipelines.failures import FailedSlides
 from pipelines.index import IndexSettings
 
@@ -43,7 +44,11 @@ def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
     )
     folder = RunFolder(Path(tempfile.mkdtemp()))
     session = build_session(
-        config, prepare(config, folder, print), place(config.strategy), FailedSlides(folder.failed_slides)
+        config,
+        prepare(config, folder, print),
+        place(config.strategy),
+        FailedSlides(folder.failed_slides),
+        Guardian(0, stuck_s=config.strategy.timeout_s),
     )
     fed_s, wait_s, memory_s = [], [], []
     with session.feed.ahead_of(iter(session.stream)) as batches:
