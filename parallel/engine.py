@@ -155,6 +155,11 @@ class Engine:
         """When this rank computed what in the last step, in ``time.perf_counter`` seconds."""
         return tuple(self._spans)
 
+    @property
+    def bytes_sent(self) -> Mapping[int, int]:
+        """Rank -> bytes of values and gradients that this rank has sent to it as messages since it was made."""
+        return self._work.messenger.bytes_sent
+
     def state_dict(self) -> dict[str, Any]:
         return self._work.canonical.gather()
 
