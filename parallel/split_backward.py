@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from parallel.activations import ActivationMeter, Kept
+from parallel.layer_gradients import Convolution, LayerOperation, Linear
 
 KINDS = (
     nn.Conv1d,
@@ -79,74 +80,11 @@ class DeferredWeights:
             waiting.pop().accumulate()
 
 
-class _Operation(Protocol):
-    """A layer's arithmetic without its parameters."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
-
-    def parameter_gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
-    ) -> Sequence[Tensor | None]:
-        """Of weight and bias; the values of ``weight`` do not matter."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Convolution:
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool
-    output_padding: list[int]
-    groups: int
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = torch.ops.aten.convolution.default(x, weight, bias, *self._geometry)
-        return result
-
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        result: Tensor = self._backward(gradient, x, weight, None, [True, False, False])[0]
-        return result
-
-    def parameter_gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
-    ) -> Sequence[Tensor | None]:
-        channels = gradient.shape[1]
-        result: Sequence[Tensor | None] = self._backward(gradient, x, weight, [channels], [False, *wanted])
-        return result[1:]
-
-    @property
-    def _geometry(self) -> tuple[Any, ...]:
-        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
-
-    def _backward(self, gradient: Tensor, x: Tensor, weight: Tensor, sizes: list[int] | None, mask: list[bool]) -> Any:
-        return torch.ops.aten.convolution_backward.default(gradient, x, weight, sizes, *self._geometry, mask)
-
-
-class _Linear:
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return gradient @ weight
-
-    def parameter_gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
-    ) -> Sequence[Tensor | None]:
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        return (
-            rows.t() @ x.reshape(-1, x.shape[-1]) if wanted[0] else None,
-            rows.sum(0) if wanted[1] else None,
-        )
-
-
 @dataclass
 class _Waiting:
     """What one use of a layer keeps between the two halves."""
 
-    operation: _Operation
+    operation: LayerOperation
     weight: Tensor
     bias: Tensor | None
     gradient: Tensor
@@ -180,7 +118,7 @@ class _InputGradientOnly(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        operation: _Operation,
+        operation: LayerOperation,
         waiting: list[_Waiting],
         meter: ActivationMeter | None,
     ) -> Tensor:
@@ -221,12 +159,12 @@ class _Redirection(TorchFunctionMode):
             return func(*args)
         return redirected(_as_autocast(x), weight, bias, self._apply, *args[3:])
 
-    def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None, operation: _Operation) -> Tensor:
+    def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None, operation: LayerOperation) -> Tensor:
         result: Tensor = _InputGradientOnly.apply(x, weight, bias, operation, self._waiting, self._meter)
         return result
 
 
-_Apply = Callable[[Tensor, Tensor, Tensor | None, _Operation], Tensor]
+_Apply = Callable[[Tensor, Tensor, Tensor | None, LayerOperation], Tensor]
 
 
 def _convolution(
@@ -248,7 +186,7 @@ def _convolution(
         padding = [t // 2 for t in total]
         if any(t % 2 for t in total):
             x = F.pad(x, [side for t in reversed(total) for side in (0, t % 2)])
-    operation = _Convolution(list(stride), [int(p) for p in padding], list(dilation), False, [0] * dims, groups)
+    operation = Convolution(list(stride), [int(p) for p in padding], list(dilation), False, [0] * dims, groups)
     return _batched(x, weight, bias, apply, operation)
 
 
@@ -263,18 +201,18 @@ def _transposed_convolution(
     groups: int,
     dilation: Sequence[int],
 ) -> Tensor:
-    operation = _Convolution(list(stride), list(padding), list(dilation), True, list(output_padding), groups)
+    operation = Convolution(list(stride), list(padding), list(dilation), True, list(output_padding), groups)
     return _batched(x, weight, bias, apply, operation)
 
 
-def _batched(x: Tensor, weight: Tensor, bias: Tensor | None, apply: _Apply, operation: _Convolution) -> Tensor:
+def _batched(x: Tensor, weight: Tensor, bias: Tensor | None, apply: _Apply, operation: Convolution) -> Tensor:
     if x.dim() == weight.dim():
         return apply(x, weight, bias, operation)
     return apply(x[None], weight, bias, operation)[0]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, apply: _Apply) -> Tensor:
-    return apply(x, weight, bias, _Linear())
+    return apply(x, weight, bias, Linear())
 
 
 _REDIRECTED: dict[Any, Callable[..., Tensor]] = {

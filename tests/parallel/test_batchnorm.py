@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.batchnorm import DeferredStatistics, OrderedStatistics, RunningStatistics, running_statistics
+from parallel.batchnorm import OrderedStatistics, RunningStatistics, running_statistics
 from parallel.comm.local import LocalCommunicator
+from parallel.deferred_batchnorm import DeferredStatistics
 
 SIZES = (3, 1, 4, 2)
 M = len(SIZES)
