@@ -152,7 +152,8 @@ class Engine:
         }
 
     def spans(self) -> tuple[Span, ...]:
-        """When this rank computed what in the last step, in ``time.perf_counter`` seconds."""
+        """When this rank computed what in the last step, in ``time.perf_counter`` seconds; on a GPU, when it asked the
+        GPU to."""
         return tuple(self._spans)
 
     @property
@@ -173,20 +174,25 @@ class Engine:
 
     def _walk(self, feed: Feed, step: int) -> Tensor:
         """All actions of this rank; mean losses and sizes (2, m) of the microbatches whose loss it computed."""
-        losses = torch.zeros(2, self._work.m, dtype=torch.float64)
+        found: dict[int, tuple[Tensor, int]] = {}
         for position, action in enumerate(self._actions):
             self._shapes = ""
             try:
-                self._perform(position, action, feed, step, losses)
+                self._perform(position, action, feed, step, found)
             except CommunicationError:
                 raise
             except Exception as fault:
                 raise self._fault(position, step, fault) from fault
         if self._observer:
             self._observer.at(-1)
+        losses = torch.zeros(2, self._work.m, dtype=torch.float64)
+        for i, (mean, tiles) in found.items():
+            losses[0, i], losses[1, i] = mean, tiles
         return losses
 
-    def _perform(self, position: int, action: Action, feed: Feed, step: int, losses: Tensor) -> None:
+    def _perform(
+        self, position: int, action: Action, feed: Feed, step: int, losses: dict[int, tuple[Tensor, int]]
+    ) -> None:
         handover = self._work.handover
         match action.kind:
             case Kind.FORWARD:
@@ -210,7 +216,9 @@ class Engine:
             case Kind.RECEIVE_BACKWARD:
                 handover.post_back(action)
 
-    def _forward(self, position: int, action: Action, feed: Feed, step: int, losses: Tensor) -> None:
+    def _forward(
+        self, position: int, action: Action, feed: Feed, step: int, losses: dict[int, tuple[Tensor, int]]
+    ) -> None:
         i, work = _i(action), self._work
         self._shapes = f"tiles {feed.shape(i)}"
         self._tell(position, waiting=True)
@@ -230,7 +238,7 @@ class Engine:
                 recomputed=(action.stage, i) in self._recomputed,
             )
         if action.stage == self._last:
-            losses[0, i], losses[1, i] = outputs[LOSS].detach(), tiles
+            losses[i] = outputs[LOSS].detach(), tiles  # read after the last action: reading waits for a GPU
         work.handover.give(action, outputs)
 
     def _backward(self, position: int, action: Action, feed: Feed) -> None:
