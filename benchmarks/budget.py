@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.activation_bytes.run import deviations
 from benchmarks.machine import measured_on
 
 ROOT = Path(__file__).parents[1]
@@ -47,10 +48,31 @@ def ratio(reader: str, over: str) -> Callable[[Any], float]:
     return read
 
 
+def least(rows: str, key: str, where: Callable[[Any], bool] = lambda row: True) -> Callable[[Any], float]:
+    """The smallest ``key`` of the rows that ``where`` is true of: the budget is met when all of them meet it."""
+
+    def read(result: Any) -> float:
+        return min(float(row[key]) for row in result[rows] if where(row))
+
+    return read
+
+
+def compared(ours: str, theirs: str) -> Callable[[Any], float]:
+    """How many times as fast as ``theirs`` a step of ``ours`` was, median over rounds."""
+    return least("comparisons", "ratio", lambda row: (row["ours"], row["theirs"]) == (ours, theirs))
+
+
+def largest_deviation(result: Any) -> float:
+    return max(abs(each) for row in result["rows"] for each in deviations(row))
+
+
 RUNS = {
     "tile_reading": ("--rounds", "0.5"),
     "data_wait": (),
     "engine": (),
+    "schedules": ("--rounds", "3"),
+    "sleeping_stages": ("--steps", "3"),
+    "activation_bytes": (),
 }
 GIVEN = "megatile into a given array"
 BUDGETS = [
@@ -59,7 +81,33 @@ BUDGETS = [
     Budget("data wait in training, share of the step", "data_wait", lambda r: r["data_wait_fraction"], 0.02, False),
     Budget("training fed from slides, over fed from memory", "data_wait", lambda r: r["ratio"], 0.98, True),
     Budget(
-        "engine on one rank, over a plain microbatched loop", "engine", lambda r: r["engine_over_plain"], 0.97, True
+        "data parallelism on one rank, over a plain microbatched loop",
+        "engine",
+        lambda r: r["engine_over_plain"],
+        0.97,
+        True,
+    ),
+    Budget("gpipe over torch's, 2 ranks", "schedules", compared("gpipe m=8", "torch gpipe"), 1.0, True),
+    Budget("1f1b over torch's, 2 ranks", "schedules", compared("1f1b m=8", "torch 1f1b"), 1.0, True),
+    Budget("bidirectional over DDP, m=2, 2 ranks", "schedules", compared("bidirectional m=2", "ddp m=2"), 0.95, True),
+    Budget("bidirectional over DDP, m=8, 2 ranks", "schedules", compared("bidirectional m=8", "ddp m=8"), 0.95, True),
+    # Its formula allows 0.55 where B = 2F.
+    Budget("mast over DDP, m=2, 2 ranks", "schedules", compared("mast m=2", "ddp m=2"), 0.95 * 6 / 11, True),
+    Budget("the schedule farthest from its simulation", "schedules", least("simulated", "ratio"), 0.90, True),
+    Budget(
+        "stages that sleep, largest deviation from the formula",
+        "sleeping_stages",
+        lambda r: max(abs(row["deviation"]) for row in r["rows"]),
+        0.02,
+        False,
+    ),
+    Budget("activation bytes, largest deviation", "activation_bytes", largest_deviation, 0.10, False),
+    Budget(
+        "engine of stages on one rank, over a plain microbatched loop",
+        "schedules",
+        compared("engine on one rank", "plain loop"),
+        0.97,
+        True,
     ),
     Budget(
         "checkpoint stall, one per 100 steps (the default)", "engine", lambda r: r["checkpoint_stall"], 0.035, False

@@ -22,6 +22,10 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
         ("benchmarks.stream.run --side 9000 --rounds 0.02", "2048 px, one thread"),
         ("benchmarks.tile_reading.exactness data/real", "largest difference 0"),
+        ("benchmarks.schedules.run --quick", "speed ratio"),
+        ("benchmarks.sleeping_stages.run --unit 0.005 --steps 1", "m D (F + B)"),
+        ("benchmarks.activation_bytes.run --model resnet18 --px 64 --depths 2", "max(A_k, A_{D-1-k})"),
+        ("benchmarks.links.run --models unet_w4 --px 32", "only supports adjacent-stage"),
     ],
 )
 def test_benchmark_runs(command: str, says: str) -> None:
