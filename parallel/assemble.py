@@ -19,7 +19,7 @@ from parallel.canonical import CanonicalState
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import broadcast_tensors
 from parallel.cut import StageModule, cut_stage
-from parallel.engine import Engine, Observer, RankWork
+from parallel.engine import Engine, Observer
 from parallel.exchange import GradientExchange
 from parallel.handover import Handover
 from parallel.holders import Holders
@@ -28,6 +28,7 @@ from parallel.microbatch import share_of
 from parallel.partition import Partition
 from parallel.placement import Placement
 from parallel.prediction import Prediction
+from parallel.rank_work import RankWork
 from parallel.stage import Stage
 from parallel.step import Loss
 from parallel.strategy import Strategy

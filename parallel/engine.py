@@ -11,28 +11,23 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from parallel.action import Action, Kind, Schedule
-from parallel.canonical import CanonicalState
+from parallel.action import Action, Kind
 from parallel.comm.communicator import CommunicationError, Communicator
-from parallel.exchange import GradientExchange
+from parallel.exchange import completing_backwards
 from parallel.fault import describe_fault
 from parallel.feed import Feed
-from parallel.handover import Handover, describe
-from parallel.messages import Messenger
+from parallel.handover import describe
 from parallel.microbatch import microbatch_seed
 from parallel.partition import RANDOM_STATE
-from parallel.placement import Placement
-from parallel.prediction import Prediction
-from parallel.stage import LOSS, Stage
+from parallel.rank_work import RankWork
+from parallel.stage import LOSS
 from parallel.step import Microbatch, NonFiniteLoss, StepResult, Wants
 from parallel.timeline import Span
-from parallel.update import Update
 
 
 class EngineFault(RuntimeError):
@@ -47,35 +42,6 @@ class Observer(Protocol):
     def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
         """Before the action at ``position`` of this rank's list; ``waiting``: for other ranks."""
         ...
-
-
-@dataclass(frozen=True)
-class RankWork:
-    """What one rank computes, with what.
-
-    Attributes:
-        schedule: lowered, of all ranks; this rank's list is walked, the others are shown when something fails.
-        stages: those this rank holds, by number; two replicas of one stage share it.
-        exchanges: of the stages that other ranks hold too.
-        inputs: name of the model's input.
-        share: microbatches of this rank's group.
-        batch: tiles of a usual step over all ranks; where a step has another number it is made good afterwards.
-        m: microbatches of a step over all ranks.
-    """
-
-    schedule: Schedule
-    placement: Placement
-    stages: Mapping[int, Stage]
-    handover: Handover
-    exchanges: Mapping[int, GradientExchange]
-    update: Update
-    messenger: Messenger
-    prediction: Prediction
-    canonical: CanonicalState
-    inputs: str
-    share: range
-    batch: int
-    m: int
 
 
 class Engine:
@@ -101,7 +67,7 @@ class Engine:
         forwards = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.FORWARD}
         self._wants = {i: Wants((0, i) in forwards, (self._last, i) in forwards) for i in work.share}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
-        self._completing = frozenset(_completing_backwards(self._actions))
+        self._completing = frozenset(completing_backwards(self._actions))
         self._spans: list[Span] = []
         self._shapes = ""
 
@@ -268,21 +234,6 @@ class Engine:
     def _fault(self, position: int, step: int, fault: Exception) -> EngineFault:
         reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"
         return EngineFault(describe_fault(self.schedule, self._communicator.rank, position, step, self._shapes, reason))
-
-
-def _completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
-    """Positions of the backward passes after which nothing but messages comes before the stage's REDUCE: its gradients
-    can be summed while it still runs, without overtaking the sum of another stage."""
-    computing: int | None = None
-    for position, action in enumerate(actions):
-        if action.kind is Kind.REDUCE:
-            if computing is not None and actions[computing].stage == action.stage:
-                yield computing
-            computing = None
-        elif action.kind is Kind.BACKWARD:
-            computing = position
-        elif action.kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE):
-            computing = None
 
 
 def _i(action: Action) -> int:

@@ -7,11 +7,12 @@ al. 2020, PyTorch Distributed, section 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from parallel.action import Action, Kind
 from parallel.comm.communicator import Communicator, Work
 
 BUCKET_BYTES = 25 << 20
@@ -108,6 +109,21 @@ class GradientExchange:
                 self._works.append(self._communicator.iall_reduce(self.buckets[len(self._works)].flat))
 
         return count
+
+
+def completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
+    """Positions of the backward passes after which nothing but messages comes before the stage's REDUCE: its gradients
+    can be summed while it still runs, without overtaking the sum of another stage."""
+    computing: int | None = None
+    for position, action in enumerate(actions):
+        if action.kind is Kind.REDUCE:
+            if computing is not None and actions[computing].stage == action.stage:
+                yield computing
+            computing = None
+        elif action.kind is Kind.BACKWARD:
+            computing = position
+        elif action.kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE):
+            computing = None
 
 
 def bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
