@@ -24,7 +24,7 @@ def commands(path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_commands_of_the_readme_run_in_order() -> None:
     """The demo that ``make demo`` runs, shortened, then the lines as they are printed."""
     shown = [line for line in commands(ROOT / "README.md") if not line.startswith(("make", "source"))]
