@@ -1,0 +1,136 @@
+"""One cell of the table: the engine's steps held against the plain step.
+
+Takes a cell and, where ranks are processes, this rank's communicator; gives a row: the largest errors of losses,
+gradients, updated parameters and running statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from app.exactness import KINDS, TOLERANCE, Errors, Outcome, Trial, compare, run_engine, run_plain
+from benchmarks.exactness.cells import SUBJECTS, Cell
+from models.registry import build_model
+from parallel.assemble import assemble
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine import Engine
+from parallel.step import Loss
+from parallel.update import MakeOptimizer
+
+CLASSES, SEED = 3, 0
+CPU = torch.device("cpu")
+PATIENCE_S = 180
+"""How long a rank waits for another before the cell has failed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a cell.
+
+    Attributes:
+        status: passed; inexact: an error above the tolerance; refused: before the first step, with the reason; failed.
+        loss, gradients, parameters, statistics: largest relative errors.
+        note: why not passed.
+    """
+
+    cell: Cell
+    status: str
+    seconds: float
+    loss: float = 0.0
+    gradients: float = 0.0
+    parameters: float = 0.0
+    statistics: float = 0.0
+    note: str = ""
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients, self.parameters, self.statistics)
+
+
+Ranks = Callable[[Trial, Callable[..., Engine]], list[Outcome] | None]
+
+
+def on_threads(cell: Cell) -> Row:
+    """The row of ``cell``, its ranks threads of this process."""
+
+    def run(trial: Trial, make_engine: Callable[..., Engine]) -> list[Outcome] | None:
+        def rank(communicator: Communicator, _: None) -> list[Outcome] | None:
+            return run_engine(trial, make_engine, communicator)
+
+        return run_on_threads(cell.ranks, rank, timeout_s=PATIENCE_S)[0]
+
+    try:
+        row = _measure(cell, run, shows=True)
+        assert row is not None
+    except Exception as fault:
+        row = failed(cell, fault)
+    return row
+
+
+def on_ranks(cell: Cell, communicator: Communicator) -> Row | None:
+    """The row of ``cell`` on rank 0, None on the others; every rank takes part."""
+    return _measure(cell, lambda trial, make: run_engine(trial, make, communicator), shows=communicator.rank == 0)
+
+
+def failed(cell: Cell, fault: Exception) -> Row:
+    reason = " ".join(f"{type(fault).__name__}: {fault}".split())
+    return Row(cell, "failed", 0.0, note=reason[:400])
+
+
+def _measure(cell: Cell, run: Ranks, shows: bool) -> Row | None:
+    trial = _trial(cell)
+    plain = _plain(cell.subject, cell.m, cell.dtype, cell.steps) if shows else None
+    begun = time.perf_counter()
+
+    def make_engine(module: nn.Module, loss: Loss, make: MakeOptimizer, communicator: Communicator) -> Engine:
+        shape = (max(trial.sizes), 3, trial.tile, trial.tile)
+        batch = sum(trial.sizes)
+        return assemble(
+            module, loss, make, communicator, cell.strategy, shape=shape, batch=batch, device=CPU, seed=trial.seed
+        )
+
+    try:
+        ranks = run(trial, make_engine)
+    except ValueError as reason:  # every rank refuses alike
+        return Row(cell, "refused", time.perf_counter() - begun, note=" ".join(str(reason).split())) if shows else None
+    if plain is None or ranks is None:
+        return None
+    errors = compare(plain, ranks, [name for name, _ in trial.module.named_parameters()])
+    return _row(cell, errors, time.perf_counter() - begun)
+
+
+def _row(cell: Cell, errors: Errors, seconds: float) -> Row:
+    by_kind = {
+        kind: max(errors.of_tensors[kind].items(), key=lambda pair: pair[1], default=("", 0.0)) for kind in KINDS
+    }
+    tolerance = TOLERANCE[getattr(torch, cell.dtype)]
+    worst = ", ".join(f"{kind} of {name}" for kind, (name, error) in by_kind.items() if not error <= tolerance)
+    status = "passed" if errors.largest <= tolerance else "inexact"
+    largest = {kind: error for kind, (_, error) in by_kind.items()}
+    return Row(cell, status, seconds, errors.loss, **largest, note=worst)
+
+
+def _trial(cell: Cell) -> Trial:
+    subject = SUBJECTS[cell.subject]
+    return Trial(
+        _module(cell.subject), subject.sizes(cell.m), subject.tile, getattr(torch, cell.dtype), CPU, cell.steps, SEED
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _module(subject: str) -> nn.Module:
+    torch.manual_seed(SEED)
+    return build_model(SUBJECTS[subject].model, classes=CLASSES)
+
+
+@functools.lru_cache(maxsize=4)
+def _plain(subject: str, m: int, dtype: str, steps: int) -> Outcome:
+    """All schedules of a model with as many microbatches are held against one plain run."""
+    return run_plain(_trial(Cell(subject, "gpipe", 1, m - 1, "threads", dtype, steps)))  # type: ignore[arg-type]
