@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.schedules.on_paper import simulated_step_s
+from benchmarks.schedules.on_paper import simulated_steps_s
 from benchmarks.schedules.ours import Ours
 from benchmarks.schedules.peers import DataParallel, PlainLoop, TorchPipeline
 from benchmarks.schedules.workload import Contender, Workload
@@ -78,7 +78,7 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
                 flush=True,
             )
     simulated = {
-        ours.name: simulated_step_s(ours, communicator)
+        ours.name: simulated_steps_s(ours, communicator)
         for ours in entered
         if isinstance(ours, Ours) and len(ours.ranks) == communicator.world
     }

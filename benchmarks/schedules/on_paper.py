@@ -1,14 +1,15 @@
 """The step of an engine on paper: `simulate`, fed with what its stages, links and sums were measured to take.
 
-Takes an engine that has recorded some steps; gives the step time that the schedule promises. Stages take the median of
-what their actions took in those steps, so that both ranks were at work; messages and sums are timed by themselves.
+Takes an engine that has recorded some steps; gives the step time that the schedule promises for each. Stages take what
+their actions took on average in that very step, so that both ranks were at work; messages and sums are timed by
+themselves.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -24,8 +25,11 @@ COSTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 TRIES = 11
 
 
-def simulated_step_s(ours: Ours, communicator: Communicator) -> float | None:
-    """Step time on rank 0, None on the others. Every rank takes part. Update and sum of the losses are left out."""
+def simulated_steps_s(ours: Ours, communicator: Communicator) -> list[float] | None:
+    """Step time of each recorded step, on rank 0; None on the others. Every rank takes part.
+
+    The update and the sum of the losses are left out.
+    """
     placement = ours.strategy.placement
     partition = ours.work.partition(placement.stages)
     links = {}
@@ -37,20 +41,25 @@ def simulated_step_s(ours: Ours, communicator: Communicator) -> float | None:
         for stage in range(placement.stages)
         if len(placement.holders(stage)) > 1
     }
-    told = gather_objects(communicator, dict(ours.durations))
+    told = gather_objects(communicator, ours.rounds)
     if told is None:
         return None
-    durations: Durations = defaultdict(list)
-    for own in told:
-        for key, values in own.items():
-            durations[key] += values
-    costs = [
-        StageCost(
-            *(statistics.median(durations.get(f"{stage}{kind.value}", [0.0])) for kind in COSTED), activation_bytes=0
-        )
-        for stage in range(placement.stages)
+    return [
+        simulate(ours.engine.schedule, placement, _costs(of_ranks, placement.stages), links, sums).makespan_s
+        for of_ranks in zip(*told, strict=True)
     ]
-    return simulate(ours.engine.schedule, placement, costs, links, sums).makespan_s
+
+
+def _costs(of_ranks: Sequence[Durations], stages: int) -> list[StageCost]:
+    """What the actions of each stage took in one step, on average over its microbatches and the ranks that hold it."""
+
+    def mean_s(key: str) -> float:
+        durations = [seconds for own in of_ranks for seconds in own.get(key, [])]
+        return statistics.mean(durations) if durations else 0.0
+
+    return [
+        StageCost(*(mean_s(f"{stage}{kind.value}") for kind in COSTED), activation_bytes=0) for stage in range(stages)
+    ]
 
 
 def travel_s(communicator: Communicator, size: int) -> float:

@@ -55,12 +55,14 @@ class Ours:
             )
             for i in self.engine.share
         ]
-        self.durations: Durations = defaultdict(list)
+        self.rounds: list[Durations] = []
 
     def step(self, number: int) -> None:
         self.engine.step(self._microbatches, number, LEARNING_RATE)
 
     def record(self) -> None:
         """Keep how long the actions of the last step took."""
+        durations: Durations = defaultdict(list)
         for span in self.engine.spans():
-            self.durations[f"{span.action.stage}{span.action.kind.value}"].append(span.duration_s)
+            durations[f"{span.action.stage}{span.action.kind.value}"].append(span.duration_s)
+        self.rounds.append(dict(durations))
