@@ -24,7 +24,7 @@ from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
 from parallel.activations import ActivationMeter
-from parallel.assemble import Strategy, assemble
+from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.cut import cut_stage
@@ -32,6 +32,7 @@ from parallel.partition import partition_equal
 from parallel.schedules.registry import SCHEDULES
 from parallel.simulate import StageCost, simulate
 from parallel.step import Microbatch
+from parallel.strategy import Strategy
 from parallel.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"

@@ -23,7 +23,7 @@ def try_to_step(communicator: Communicator, argument: dict[str, Any]) -> str:
     images = torch.randn(M, 3, argument["px"], argument["px"])
     parts = pipeline(model, (images[:1],), split_spec=dict.fromkeys(argument["cuts"], SplitPoint.BEGINNING))
     ranks = range(communicator.rank, parts.num_stages, communicator.world)
-    stages = [parts.build_stage(number, torch.device("cpu")) for number in ranks]
+    stages: list[Any] = [parts.build_stage(number, torch.device("cpu")) for number in ranks]
     try:
         schedule = ScheduleInterleaved1F1B(stages, M, loss_fn=lambda output, _: output.mean())
         if communicator.rank == 0:

@@ -26,13 +26,14 @@ from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
 from parallel.action import Kind
-from parallel.assemble import Strategy, assemble
+from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.partition import RANDOM_STATE, Partition, partition_equal
 from parallel.randomness import state_size
 from parallel.schedules.registry import SCHEDULES, build_schedule
 from parallel.step import Microbatch
+from parallel.strategy import Strategy
 from parallel.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"

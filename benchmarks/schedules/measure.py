@@ -48,10 +48,9 @@ def contenders(model: str, px: int, m: int, communicator: Communicator) -> Itera
 class StandBy:
     """The part of a rank in what another does alone."""
 
-    ranks = (0,)
-
     def __init__(self, name: str) -> None:
         self.name = name
+        self.ranks: tuple[int, ...] = (0,)
 
     def step(self, number: int) -> None:
         """Nothing; the barrier after it waits."""

@@ -57,9 +57,11 @@ def _costs(of_ranks: Sequence[Durations], stages: int) -> list[StageCost]:
         durations = [seconds for own in of_ranks for seconds in own.get(key, [])]
         return statistics.mean(durations) if durations else 0.0
 
-    return [
-        StageCost(*(mean_s(f"{stage}{kind.value}") for kind in COSTED), activation_bytes=0) for stage in range(stages)
-    ]
+    def cost(stage: int) -> StageCost:
+        forward_s, backward_s, input_s, weight_s = (mean_s(f"{stage}{kind.value}") for kind in COSTED)
+        return StageCost(forward_s, backward_s, input_s, weight_s, activation_bytes=0)
+
+    return [cost(stage) for stage in range(stages)]
 
 
 def travel_s(communicator: Communicator, size: int) -> float:

@@ -71,7 +71,7 @@ class TorchPipeline:
     def step(self, number: int) -> None:
         self._optimizer.zero_grad()
         inputs = (self._images,) if self._first else ()
-        targets = {"target": self._labels, "losses": []} if self._last else {}
+        targets: dict[str, Any] = {"target": self._labels, "losses": []} if self._last else {}
         self._pipeline.step(*inputs, **targets, return_outputs=False)
         self._optimizer.step()
 
@@ -83,7 +83,7 @@ class DataParallel:
         self.name = f"ddp m={work.m}"
         self.ranks = tuple(range(communicator.world))
         model = work.build().train()
-        self._model = communicator.replicate(model)
+        self._model: Any = communicator.replicate(model)
         self._optimizer = make_optimizer(model.parameters())
         self._weight = communicator.world / work.m  # it divides by the number of ranks
         images, labels = work.batch()
@@ -102,13 +102,13 @@ class DataParallel:
 class PlainLoop:
     """Gradient accumulation written out, on rank 0."""
 
-    name, ranks = "plain loop", (0,)
-
     def __init__(self, work: Workload) -> None:
+        self.name = "plain loop"
+        self.ranks: tuple[int, ...] = (0,)
         self._model = work.build().train()
         self._optimizer = make_optimizer(self._model.parameters())
         images, labels = work.batch()
-        self._parts = list(zip(images.split(1), labels.split(1), strict=True))
+        self._parts = [(images[i : i + 1], labels[i : i + 1]) for i in range(work.m)]
 
     def step(self, number: int) -> None:
         self._optimizer.zero_grad()

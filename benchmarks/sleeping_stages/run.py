@@ -26,7 +26,7 @@ from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
 from benchmarks.sleeping_stages.model import SleepingModel
 from parallel.action import Action
-from parallel.assemble import Strategy, assemble
+from parallel.assemble import assemble
 from parallel.chrome_trace import chrome_trace
 from parallel.comm.communicator import Communicator
 from parallel.measured import gather_timeline
@@ -35,6 +35,7 @@ from parallel.placement import Placement
 from parallel.schedules.registry import build_schedule
 from parallel.simulate import StageCost, simulate
 from parallel.step import Microbatch
+from parallel.strategy import Strategy
 from parallel.timeline import Span, Timeline
 
 ROOT = Path(__file__).parents[2]
