@@ -84,6 +84,7 @@ def render(files: RunFiles) -> str:
         _headline(files, name),
         _card_row(_cards(files)),
         section("Curves", _grid(curves(files.metrics, files.validation))),
+        section("One step, by rank", files.schedule),
         section("Classes and slides", class_table(files.predictions), slide_table(files.predictions)),
         section("Data", split_table(files.splits, files.summary.get("classes") or []), _overlays(files)),
         section("Failed slides", _failed(files)),

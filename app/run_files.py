@@ -32,7 +32,7 @@ Rows = tuple[Mapping[str, str], ...]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run folder holds."""
+    """What a run folder holds; ``schedule``: the picture of a step as SVG, "" where the model was not split."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -44,6 +44,7 @@ class RunFiles:
     splits: Rows
     failed: Rows
     overlays: tuple[Path, ...]
+    schedule: str
     log_end: tuple[str, ...]
 
 
@@ -69,6 +70,7 @@ def read_run(run: Path) -> RunFiles:
         splits=_rows(run / "splits.csv"),
         failed=_rows(run / "failed_slides.csv"),
         overlays=tuple(sorted((run / "tissue").glob("*.png"))),
+        schedule=_text(run / "schedule.svg"),
         log_end=tuple(_text(run / "run.log").splitlines()[-LOG_LINES:]),
     )
 

@@ -2,7 +2,7 @@
 
 ``config.yaml env.json run.log tissue/ tiles.parquet splits.csv metrics.csv validation.csv predictions.csv
 checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``, and ``fault.txt`` of a run that
-failed on several ranks.
+failed on several ranks. A model split into stages also leaves ``schedule.csv schedule.svg trace.json``.
 """
 
 from __future__ import annotations

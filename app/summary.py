@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from app.launcher import find_launch
 from app.loop import Outcome
 from app.report import write_report
 from app.runfolder import RunFolder
 from app.session import Session
+from app.step_timeline import write_step
 from app.throughput import peak_resident_bytes
-from parallel.engine import Engine
-from parallel.measured import gather_timeline
 
 
 class RunSummary:
@@ -45,18 +43,10 @@ class RunSummary:
         peaks = torch.zeros((2, self._communicator.world), dtype=torch.int64)
         peaks[:, self._communicator.rank] = torch.tensor([peak_bytes, peak_resident_bytes()])
         self._communicator.all_reduce(peaks)
-        bubble = self._bubble()
+        session = self._session
+        step = write_step(session.engine, self._communicator, session.placement.strategy, self._folder.path)
         if self._communicator.rank == 0:
-            self._write(self._outcome.status, peaks.tolist(), None, bubble)
-
-    def _bubble(self) -> float | None:
-        """Share of the ranks' time in the last step in which they did not compute; None where their clocks differ or
-        nobody wrote it down. Called by all ranks."""
-        engine, launch = self._session.engine, find_launch()
-        if not isinstance(engine, Engine) or (launch and launch.local_world < launch.world):
-            return None
-        timeline = gather_timeline(self._communicator, engine.spans())
-        return timeline.bubble if timeline else None
+            self._write(self._outcome.status, peaks.tolist(), None, step.bubble if step else None)
 
     def failed(self, error: str, peak_bytes: int) -> None:
         """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""

@@ -1,12 +1,18 @@
-"""The timeline of a step that really ran, put together from what each rank wrote down."""
+"""A step that really ran: its timeline, put together from what each rank wrote down, and what its stages cost.
+
+The costs go back into ``simulate``, which then says what the same schedule could do at best.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from parallel.action import Action
+from parallel.action import Action, Kind, Schedule
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
+from parallel.simulate import LinkCost, StageCost
 from parallel.timeline import Span, Timeline
 
 
@@ -32,3 +38,43 @@ def gather_timeline(
         },
         peaks or None,
     )
+
+
+def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
+    """What the stages of a measured step cost: the median of each kind of action, 0 where a stage has none.
+
+    Bytes are not measured here and are 0.
+    """
+    found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for spans in timeline.spans.values():
+        for span in spans:
+            found[span.action.stage, span.action.kind].append(span.duration_s)
+
+    def usual(stage: int, kind: Kind) -> float:
+        durations = found[stage, kind]
+        return statistics.median(durations) if durations else 0.0
+
+    return [
+        StageCost(
+            forward_s=usual(stage, Kind.FORWARD),
+            backward_s=usual(stage, Kind.BACKWARD),
+            backward_input_s=usual(stage, Kind.BACKWARD_INPUT),
+            backward_weight_s=usual(stage, Kind.BACKWARD_WEIGHT),
+            activation_bytes=0,
+        )
+        for stage in range(stages)
+    ]
+
+
+def free_links(schedule: Schedule, stages: int) -> dict[tuple[int, int], LinkCost]:
+    """The links of a lowered schedule, at no cost: between neighbours, and those that messages go along."""
+    links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(stages - 1)}
+    for actions in schedule.values():
+        for action in actions:
+            if action.kind is Kind.SEND_FORWARD and action.peer is not None:
+                links.setdefault((action.stage, action.peer), LinkCost(0.0, None))
+    for actions in schedule.values():
+        for action in actions:
+            if action.kind is Kind.SEND_BACKWARD and action.peer is not None:
+                links[action.peer, action.stage] = LinkCost(0.0, 0.0)
+    return links
