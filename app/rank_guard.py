@@ -68,7 +68,8 @@ class RankGuard:
         if not self._several:
             return True
         usage = isinstance(fault, (ValueError, OSError, MemoryError))  # what the command line tells without a traceback
-        first = self.guardian.speak(str(fault) if usage else self.explain(fault)) and not self._told_elsewhere
+        message = str(fault) if usage else self.explain(fault)
+        first = self.guardian.speak(None if self._told_elsewhere else message)
         # After the message is out: ranks that wait in the communicator's own farewell would wait for each other.
         atexit.register(self._communicator.abort)
         return first

@@ -27,6 +27,8 @@ ENDED_BY_OTHERS_S = 35.0
 """How long a rank that lost another waits to be ended: longer than a guardian takes to name a rank that is stuck."""
 AFTER_MESSAGE_S = 3.0
 """The launcher should see the rank that failed before those that merely lost it."""
+ASKED_S = 2.0
+"""A rank asked to end still waits this long for the message: the launcher may have been quicker than who says it."""
 GOODBYE_S = 5.0
 
 
@@ -98,15 +100,18 @@ class Guardian:
         """Number of the step last begun, from 0; -1 before the first."""
         return self._where.read().step
 
-    def speak(self, message: str) -> bool:
-        """This rank fails and knows why: the guardian only sees to it that the process ends.
+    def speak(self, message: str | None) -> bool:
+        """This rank fails: the guardian only sees to it that the process ends.
+
+        Args:
+            message: why; None when that is said elsewhere.
 
         Returns:
             False when another rank has spoken before: keep silent.
         """
         self._where.turn(SPOKEN)
         atexit.unregister(self.close)  # it stays until the process is gone, however long that takes
-        return say_first(message, self._fault_file)
+        return message is not None and say_first(message, self._fault_file)
 
     def await_end(self, asked: Callable[[], bool]) -> bool:
         """This rank has lost another, which is named elsewhere: wait to be ended.
@@ -118,12 +123,14 @@ class Guardian:
             True when the message has been said elsewhere: end in silence. False when nobody seems to know.
         """
         self._where.turn(LOST)
-        deadline_s, said = time.monotonic() + ENDED_BY_OTHERS_S, False
-        while time.monotonic() < deadline_s and not asked():
+        deadline_s, said, ending = time.monotonic() + ENDED_BY_OTHERS_S, False, False
+        while time.monotonic() < deadline_s and not (said and ending):
             if not said and self._fault_file and self._fault_file.exists():
                 deadline_s, said = time.monotonic() + AFTER_MESSAGE_S, True
+            if not ending and asked():
+                deadline_s, ending = min(deadline_s, time.monotonic() + ASKED_S), True
             time.sleep(0.05)
-        return said or asked()
+        return said or ending
 
     def close(self) -> None:
         """The rank ends in order; the guardian goes. Does nothing after ``speak`` or when called again."""

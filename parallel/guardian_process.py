@@ -31,8 +31,6 @@ ENDS_WITHIN_S = 20.0
 """Time for a rank to end once any rank of the run has said why the run failed."""
 STATUS_S = 2.0
 """How long the exit status of a dead rank is looked for; whoever launched it may have taken it."""
-AFTER_OTHERS_S = 0.2
-"""A rank that died while it waited for others was probably not the first to die."""
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
@@ -72,9 +70,9 @@ class GuardianProcess:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended while it was looked at
             if not self._watch(psutil.Process(self._pid)):
                 return
-        place = self._where.read()
+        died_s, place = time.time(), self._where.read()
         if place.phase == WATCHED:
-            self._tell_death(place)
+            self._tell_death(place, died_s)
 
     def _watch(self, rank: psutil.Process) -> bool:
         """Return True when ``rank`` has ended, False when it was killed from here."""
@@ -118,11 +116,9 @@ class GuardianProcess:
         # Where a step is at no action, it may be waiting for the sums over all ranks.
         return self._stuck_s + WAITING_LONGER_S * (place.waiting or place.position == NO_ACTION)
 
-    def _tell_death(self, place: Place) -> None:
+    def _tell_death(self, place: Place, died_s: float) -> None:
         reason, advice = describe_status(_exit_status(self._pid))
-        if place.waiting:
-            time.sleep(AFTER_OTHERS_S)
-        self._say(place, reason, advice)
+        self._say(place, reason, advice, died_s)
 
     def _tell_stop(self, place: Place, stopped_s: float) -> None:
         self._say(
@@ -141,9 +137,9 @@ class GuardianProcess:
             "`py-spy dump` before the time is up.",
         )
 
-    def _say(self, place: Place, reason: str, advice: str) -> None:
+    def _say(self, place: Place, reason: str, advice: str, died_s: float | None = None) -> None:
         message = describe_fault(self._schedule, self._rank, place.position, place.step, place.shapes, reason, advice)
-        if say_first(message, self._fault_file):
+        if say_first(message, self._fault_file, died_s):
             with contextlib.suppress(OSError):  # nobody may be left to read it; the file has it
                 os.write(sys.stderr.fileno(), f"error: {message}\n".encode())
 
