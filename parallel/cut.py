@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from parallel.partition import RANDOM_STATE, Partition
+from parallel.graph import RANDOM_STATE
+from parallel.partition import Partition
 from parallel.trace import Traced
 
 Run = Callable[..., tuple[Any, ...]]

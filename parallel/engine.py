@@ -21,9 +21,9 @@ from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.exchange import completing_backwards
 from parallel.fault import describe_fault
 from parallel.feed import Feed
+from parallel.graph import RANDOM_STATE
 from parallel.handover import describe
 from parallel.microbatch import microbatch_seed
-from parallel.partition import RANDOM_STATE
 from parallel.rank_work import RankWork
 from parallel.stage import LOSS
 from parallel.step import Microbatch, NonFiniteLoss, StepResult, Wants

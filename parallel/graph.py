@@ -13,6 +13,10 @@ INPUT = "input"
 OUTPUT = "output"
 """Kinds of the layers that stand for the model's arguments and for what it returns."""
 
+RANDOM_STATE = "#random"
+"""Pseudo-value: the state of the random generator after a stage's forward pass, handed to the next stage that draws, so
+that dropout is what the plain model draws."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:

@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from parallel.cost import equal_cost
-from parallel.graph import INPUT, Layer, LayerGraph
-
-RANDOM_STATE = "#random"
-"""Pseudo-value: the state of the random generator after a stage's forward pass, handed to the next stage that draws, so
-that dropout is what the plain model draws."""
+from parallel.graph import INPUT, RANDOM_STATE, Layer, LayerGraph
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from parallel.graph import RANDOM_STATE
 from parallel.handover import Routes
 from parallel.messages import Incoming, Messenger
-from parallel.partition import RANDOM_STATE
 from parallel.placement import Placement
 from parallel.stage import Stage
 from parallel.step import Microbatch, Wants

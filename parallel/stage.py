@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parallel.activations import ActivationMeter
 from parallel.batchnorm import RunningStatistics
 from parallel.cut import StageModule
-from parallel.partition import RANDOM_STATE
+from parallel.graph import RANDOM_STATE
 from parallel.randomness import drawing
 from parallel.split_backward import DeferredWeights
 from parallel.step import Loss

@@ -29,7 +29,8 @@ from parallel.action import Kind
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.partition import RANDOM_STATE, Partition, partition_equal
+from parallel.graph import RANDOM_STATE
+from parallel.partition import Partition, partition_equal
 from parallel.randomness import state_size
 from parallel.schedules.registry import SCHEDULES, build_schedule
 from parallel.step import Microbatch

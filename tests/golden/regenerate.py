@@ -76,7 +76,7 @@ def tree() -> str:
     """The folders, one line per file that has a caption."""
     lines: list[str] = []
     folder = None
-    for path in sorted(p for p in tracked() if p.suffix in (".py", ".yaml")):
+    for path in sorted((p for p in tracked() if p.suffix in (".py", ".yaml")), key=lambda p: (p.parent.parts, p.name)):
         if path.parent != folder:
             folder = path.parent
             init = ROOT / folder / "__init__.py"

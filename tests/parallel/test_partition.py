@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.cost import equal_cost
-from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.partition import RANDOM_STATE, Edge, Partition, partition_at, partition_equal
+from parallel.graph import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.partition import Edge, Partition, partition_at, partition_equal
 
 
 def chain(
