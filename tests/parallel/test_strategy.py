@@ -1,0 +1,134 @@
+"""What follows from names and numbers before any rank computes: mesh, stages, proven schedule, or reasons why not."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from parallel.action import Kind
+from parallel.graph import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.placement import Placement
+from parallel.schedules.registry import SCHEDULES
+from parallel.strategy import Strategy
+
+COMPUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def chain(count: int, skip: tuple[int, int] | None = None) -> LayerGraph:
+    """``count`` modules in a row, m1 and so on, all as dear; the second of ``skip`` uses the first's value too."""
+    names = ["x", *(f"m{k}" for k in range(1, count + 1)), "out"]
+    layers = []
+    for k, name in enumerate(names):
+        inputs = (names[k - 1],) if k else ()
+        if skip and k == skip[1]:
+            inputs = (*inputs, names[skip[0]])
+        kind = INPUT if k == 0 else OUTPUT if k == len(names) - 1 else "Conv2d"
+        layers.append(Layer(name, kind, inputs, module=name, flops=100 if kind == "Conv2d" else 0, scope=name))
+    return LayerGraph(tuple(layers))
+
+
+def strategy(name: str, groups: int = 1, depth: int = 3, **more: object) -> Strategy:
+    m = 2 * groups if name == "mast" else 5 * groups
+    chunks = 2 if SCHEDULES[name].chunks else 1
+    return replace(Strategy(name, groups * depth, depth, m, chunks=chunks), **more)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_computes_each_microbatch_of_each_stage_once(name: str, groups: int) -> None:
+    chosen = strategy(name, groups)
+    placement = chosen.placement
+    partition = chosen.partition(chain(12, skip=(1, 11)))
+    assert partition.depth == placement.stages == 3 * chosen.chunks
+    schedule = chosen.schedule(partition.links)
+    assert sorted(schedule) == list(range(3 * groups))
+    forwards = [(a.stage, a.microbatch) for actions in schedule.values() for a in actions if a.kind is Kind.FORWARD]
+    assert sorted(forwards) == [(stage, i) for stage in range(placement.stages) for i in range(chosen.m)]
+
+
+def test_mesh() -> None:
+    assert strategy("1f1b", 2).placement == Placement(2, 3, 3)
+    assert strategy("interleaved").placement == Placement(1, 3, 6)
+    assert strategy("master").placement == Placement(1, 3, 3, 2)
+
+
+def test_stages_are_equal_unless_cuts_are_named() -> None:
+    graph = chain(9)
+    assert strategy("gpipe").partition(graph).starts == (0, 4, 7)
+    assert strategy("gpipe", cuts=("m2", "m9")).partition(graph).starts == (0, 2, 9)
+
+
+def test_values_go_along_the_links_alone() -> None:
+    chosen = strategy("gpipe")
+    partition = chosen.partition(chain(9, skip=(1, 9)))
+    links = {(0, 1): True, (0, 2): True, (1, 2): True}
+    assert partition.links == links
+    assert all(edge.value != RANDOM_STATE for edge in partition.edges)
+    schedule = chosen.schedule(links)
+    sent = {(a.stage, a.peer) for actions in schedule.values() for a in actions if a.kind is Kind.SEND_FORWARD}
+    assert sent == set(links)
+
+
+def test_recompute_comes_before_each_backward_but_where_the_forward_was_just_done() -> None:
+    chosen = strategy("gpipe", recompute=True)
+    links = chosen.partition(chain(9)).links
+    plain = replace(chosen, recompute=False).schedule(links)
+    again = chosen.schedule(links)
+    assert not any(a.kind is Kind.RECOMPUTE for actions in plain.values() for a in actions)
+    for actions in again.values():
+        computed = [a for a in actions if a.kind in (*COMPUTED, Kind.RECOMPUTE)]
+        for before, action in itertools.pairwise(computed):
+            if action.kind is Kind.BACKWARD:
+                assert before.kind in (Kind.RECOMPUTE, Kind.FORWARD)
+                assert (before.stage, before.microbatch) == (action.stage, action.microbatch)
+
+
+def test_a_schedule_file_takes_the_place_of_the_named_one() -> None:
+    rows = "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n"
+    chosen = Strategy("gpipe", 2, 2, 2, schedule_csv=rows)
+    schedule = chosen.schedule({(0, 1): True})
+    computed = [[str(a) for a in schedule[rank] if a.kind in COMPUTED] for rank in range(2)]
+    assert computed == [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (Strategy("gpipe", 4, 3, 4), "4 ranks cannot be grouped by 3 stages' ranks"),
+        (Strategy("gpipe", 2, 0, 4), "2 ranks cannot be grouped by 0"),
+        (Strategy("gpip", 2, 2, 4), "no schedule 'gpip'; the schedules are mp-basic, gpipe"),
+        (Strategy("1f1b", 2, 2, 4, shard_optimizer=True), "1f1b has no pairs of replicas"),
+        (Strategy("zero-bubble", 2, 2, 4, compile=True), "compiled stages cannot"),
+        (Strategy("interleaved", 2, 2, 4), "interleaved needs 2 or more stages a rank, not 1"),
+        (Strategy("master", 2, 1, 4), "takes at least 2 ranks a group, not 1"),
+        (
+            Strategy("zero-bubble", 3, 2, 4, compile=True, shard_optimizer=True),
+            "3 ranks cannot .*; zero-bubble has no pairs .*; zero-bubble splits",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_with_all_reasons(chosen: Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _ = chosen.placement
+
+
+def test_cuts_that_are_not_as_many_as_stages_need() -> None:
+    message = "1 cuts make 2 stages and 3 are needed: name 2 layers or modules"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        strategy("gpipe", cuts=("m2",)).partition(chain(9))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (Strategy("mast", 2, 2, 4), "mast computes 2 microbatches a group"),
+        (Strategy("gpipe", 4, 2, 1), "1 microbatches cannot keep 2 data-parallel groups busy"),
+        (Strategy("gpipe", 2, 2, 1, schedule_csv="0F0,0B0\n1B0,1F0\n"), "1B0"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(chosen: Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen.schedule({(0, 1): True})
