@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.launching import AS_IN_A_CONTAINER
 from parallel.comm.communicator import Communicator
 
 ROOT = Path(__file__).parents[1]
@@ -26,12 +27,6 @@ TIMEOUT_S = 900
 
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
-MPI_ENVIRONMENT = {
-    # Open MPI refuses to run as root, as containers do, and more ranks than cores; MPICH reads none of these.
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 
 
 def run_on_ranks(
@@ -61,7 +56,7 @@ def run_on_ranks(
             start = "import sys; from parallel.comm.torch_launch import launch_ranks as launch; "
             start += f"sys.exit(launch({world}, sys.argv[1:]))"
             command = [sys.executable, "-c", start, *rank]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **MPI_ENVIRONMENT, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **AS_IN_A_CONTAINER, "OMP_NUM_THREADS": "1"})
         if done.returncode:
             raise RuntimeError(f"{target} on {world} ranks ended with exit code {done.returncode}")
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
