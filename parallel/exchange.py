@@ -56,7 +56,7 @@ class GradientExchange:
     Args:
         parameters: of the stage; all dense.
         communicator: the ranks that hold a copy, this one among them.
-        overlap: sum while the last backward pass still runs; needs hooks on the parameters.
+        overlap: sum while the last backward pass still runs; not where gradients of parameters come after it.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], communicator: Communicator, *, overlap: bool) -> None:
@@ -65,10 +65,9 @@ class GradientExchange:
         self._works: list[Work] = []
         self._armed = False
         self._overlap = overlap
-        if overlap:
-            for bucket in self.buckets:
-                for number, parameter in enumerate(bucket.parameters):
-                    parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))  # type: ignore[no-untyped-call]
+        for bucket in self.buckets:
+            for number, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         """Zero the gradients."""
@@ -76,7 +75,6 @@ class GradientExchange:
         self._armed = False
         for bucket in self.buckets:
             bucket.clear()
-            bucket.touched.fill_(0 if self._overlap else 1)
 
     def arm(self) -> None:
         """The next backward pass is the stage's last of this step: each bucket is summed as soon as it is complete."""

@@ -107,6 +107,9 @@ class _Waiting:
                 parameter.grad = gradient
             else:
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            # As autograd does once it has added to a gradient; the sum over ranks is told so.
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
 
 
 class _InputGradientOnly(torch.autograd.Function):

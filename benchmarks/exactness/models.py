@@ -14,7 +14,8 @@ def googlenet(classes: int) -> nn.Module:
     """torchvision's GoogLeNet with both auxiliary heads, which are outputs in training and nothing in evaluation."""
     from torchvision.models import GoogLeNet
 
-    return GoogLeNet(num_classes=classes, aux_logits=True, init_weights=True)
+    network: nn.Module = GoogLeNet(num_classes=classes, aux_logits=True, init_weights=True)
+    return network
 
 
 def _block(channels: int, out: int, stride: int = 1) -> nn.Sequential:
