@@ -85,17 +85,22 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
 
 
 def measure_memory(communicator: Communicator, argument: dict[str, Any]) -> dict[str, int]:
-    """Of one contender alone in its processes: peak bytes kept for backward, and growth of the process in its steps."""
+    """Of one contender alone in its processes: peak bytes kept for backward, and growth of the process in its steps.
+
+    The first step is not counted: it loads code, and allocates gradients that stay.
+    """
     work = Workload(argument["model"], argument["px"], argument["m"])
     meter = ActivationMeter()
     build = Ours if argument["whose"] == "ours" else TorchPipeline
     contender = build(argument["schedule"], work, communicator, meter)
+    for number in range(WARM_UP):
+        contender.step(number)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later would hide growth
     communicator.barrier()
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
-    for number in range(MEMORY_STEPS):
+    for number in range(WARM_UP, WARM_UP + MEMORY_STEPS):
         contender.step(number)
     return {"activation_bytes": meter.peak_bytes, "growth_bytes": _status_bytes("VmHWM") - before}
 

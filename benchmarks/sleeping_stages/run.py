@@ -214,7 +214,8 @@ def main() -> None:
             if case.schedule in PICTURED:
                 (PICTURES / f"{case.schedule}.svg").write_text(draw(case, unit_s, timeline))
     missed = [row for row in table if abs(row["deviation"]) > DEVIATION]
-    print("\n".join(f"missed: {row['schedule']} m={row['m']} deviates by {row['deviation']:+.1%}" for row in missed))
+    for row in missed:
+        print(f"missed: {row['schedule']} m={row['m']} deviates by {row['deviation']:+.1%}")
     sys.exit(bool(missed))
 
 
