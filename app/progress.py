@@ -10,6 +10,8 @@ from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from app.launcher import find_launch
+
 log = logging.getLogger("app.train")
 
 LINE_EVERY_S = 10.0
@@ -30,7 +32,9 @@ class RunProgress:
         self._quiet = quiet
         self._last_line_s = 0.0
         self._bar: Progress | None = None
-        if not quiet and sys.stdout.isatty():
+        launch = find_launch()
+        # Open MPI gives its ranks a terminal, wherever its own output goes.
+        if not quiet and sys.stdout.isatty() and not (launch and launch.mpi):
             self._bar = Progress(
                 TextColumn("training"),
                 BarColumn(),
