@@ -7,6 +7,7 @@ al. 2020, PyTorch Distributed, section 3.2).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -65,9 +66,10 @@ class GradientExchange:
         self._works: list[Work] = []
         self._armed = False
         self._overlap = overlap
-        for bucket in self.buckets:
+        for place, bucket in enumerate(self.buckets):
             for number, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))  # type: ignore[no-untyped-call]
+                hook = _hook(weakref.ref(self), place, number)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         """Zero the gradients."""
@@ -96,17 +98,28 @@ class GradientExchange:
         for bucket in self.buckets:
             bucket.settle()
 
-    def _hook(self, bucket: Bucket, number: int) -> Callable[[Tensor], None]:
-        def count(parameter: Tensor) -> None:
-            bucket.touched[number] = 1
-            if not self._armed:
-                return
-            bucket.missing -= 1
-            # In the order of the buckets, which is the same on every rank.
-            while len(self._works) < len(self.buckets) and self.buckets[len(self._works)].missing == 0:
-                self._works.append(self._communicator.iall_reduce(self.buckets[len(self._works)].flat))
+    def _added(self, place: int, number: int) -> None:
+        """A gradient was added to parameter ``number`` of bucket ``place``."""
+        bucket = self.buckets[place]
+        bucket.touched[number] = 1
+        if not self._armed:
+            return
+        bucket.missing -= 1
+        # In the order of the buckets, which is the same on every rank.
+        while len(self._works) < len(self.buckets) and self.buckets[len(self._works)].missing == 0:
+            self._works.append(self._communicator.iall_reduce(self.buckets[len(self._works)].flat))
 
-        return count
+
+def _hook(exchange: weakref.ref[GradientExchange], place: int, number: int) -> Callable[[Tensor], None]:
+    """A parameter's hook is out of the garbage collector's sight: holding the exchange, which holds the parameter, it
+    would keep both for ever."""
+
+    def added(_: Tensor) -> None:
+        owner = exchange()
+        if owner is not None:
+            owner._added(place, number)
+
+    return added
 
 
 def completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:

@@ -7,6 +7,7 @@ gradients, updated parameters and running statistics.
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,12 +72,15 @@ def on_threads(cell: Cell) -> Row:
         assert row is not None
     except Exception as fault:
         row = failed(cell, fault)
+    gc.collect()  # an engine is cyclic garbage, of hundreds of megabytes
     return row
 
 
 def on_ranks(cell: Cell, communicator: Communicator) -> Row | None:
     """The row of ``cell`` on rank 0, None on the others; every rank takes part."""
-    return _measure(cell, lambda trial, make: run_engine(trial, make, communicator), shows=communicator.rank == 0)
+    row = _measure(cell, lambda trial, make: run_engine(trial, make, communicator), shows=communicator.rank == 0)
+    gc.collect()
+    return row
 
 
 def failed(cell: Cell, fault: Exception) -> Row:
@@ -130,7 +134,7 @@ def _module(subject: str) -> nn.Module:
     return build_model(SUBJECTS[subject].model, classes=CLASSES)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=3)
 def _plain(subject: str, m: int, dtype: str, steps: int) -> Outcome:
     """All schedules of a model with as many microbatches are held against one plain run."""
     return run_plain(_trial(Cell(subject, "gpipe", 1, m - 1, "threads", dtype, steps)))  # type: ignore[arg-type]
