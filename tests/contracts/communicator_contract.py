@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ SENT = (
 )
 SUMMED = SENT[2:]
 CLOSE = torch.channels_last
+LEAVES_WITHIN_S = 10.0
 
 
 def check_communicator(communicator: Communicator, argument: Any = None) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def check_communicator(communicator: Communicator, argument: Any = None) -> dict
         messages_of_every_dtype(communicator)
         messages_keep_their_order(communicator)
         large_messages_cross(communicator)
+        messages_leave_by_themselves(communicator)
         subgroups(communicator)
     averages(communicator)
     communicator.barrier()
@@ -122,6 +125,19 @@ def large_messages_cross(communicator: Communicator) -> None:
         assert place.unique().tolist() == [(rank - 1) % world]
 
 
+def messages_leave_by_themselves(communicator: Communicator) -> None:
+    """A send is done soon after its receiver has it, without anybody waiting for it: then its memory is let go of."""
+    rank, world = communicator.rank, communicator.world
+    sent = torch.full((1 << 18,), float(rank), dtype=torch.float64)
+    sending = communicator.isend(sent, (rank + 1) % world, 2)
+    communicator.irecv(torch.zeros_like(sent), (rank - 1) % world, 2).wait()
+    end_s = time.monotonic() + LEAVES_WITHIN_S
+    while not sending.done():
+        assert time.monotonic() < end_s, f"rank {rank} of {world}: a send is not done {LEAVES_WITHIN_S:g} s later"
+        time.sleep(0.005)
+    sending.wait()
+
+
 def subgroups(communicator: Communicator) -> None:
     """All of them in reverse order, overlapping pairs, and one rank alone."""
     rank, world = communicator.rank, communicator.world
@@ -169,6 +185,12 @@ def averages(communicator: Communicator) -> None:
         replica(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
         assert weight.grad is not None
         assert weight.grad.tolist() == [[mean * (2 if world > 1 else 1)] * 2]
+    del replica
+    gc.collect()
+    layer.zero_grad()
+    layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[rank + 1.0] * 2]
 
 
 def finish(works: list[Work]) -> None:
