@@ -50,8 +50,8 @@ def _note(row: Row) -> None:
 
 def _on_processes(cells: list[Cell]) -> None:
     """All ``cells``, which have ranks and communicator in common; the rest are started again after one that fails."""
-    launcher: Literal["torch", "mpi"] = "mpi" if cells[0].communicator == "mpi" else "torch"
     while cells:
+        launcher: Literal["torch", "mpi"] = "mpi" if cells[0].communicator == "mpi" else "torch"
         earlier = len(read(CSV))
         argument = {"cells": [asdict(cell) for cell in cells]}
         fault = None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
@@ -48,3 +52,32 @@ def test_weight_decay_of_a_parameter_that_no_loss_reaches(schedule: str) -> None
     assert names == {name for name, _ in model.named_parameters()} - unused
     after = ranks[0][1]["model"]
     assert {name for name, value in model.named_parameters() if torch.equal(after[name], value)} == unused
+
+
+@pytest.mark.parametrize("schedule", ["master", "zero-bubble"])
+def test_engines_that_are_let_go_of_free_their_parameters(schedule: str) -> None:
+    """Ranks that ran one engine after the other grew by a model each time until the machine killed one: hooks held the
+    gradient exchange, which holds the parameters that the hooks are on, and the garbage collector does not look into
+    hooks.
+    """
+    held: list[weakref.ref[nn.Parameter]] = []
+
+    def rank(communicator: Communicator, _: None) -> None:
+        def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            own = list(parameters)
+            held.extend(weakref.ref(parameter) for parameter in own)
+            return torch.optim.SGD(own, lr=0.1)
+
+        strategy = Strategy(schedule, 4, 2, 4)
+        shape = (1, 3, 8, 8)
+        tiles = batch_of([1] * 4, 8, 0, torch.float32)
+        engine = assemble(
+            TwoOutputs(), two_losses, sgd, communicator, strategy, shape=shape, batch=4, device=torch.device("cpu")
+        )
+        engine.step([Microbatch(*tiles[i], shape) for i in engine.share], 0, 0.1)
+        engine.close()
+
+    run_on_threads(4, rank)
+    gc.collect()
+    assert held
+    assert not [reference for reference in held if reference() is not None]
