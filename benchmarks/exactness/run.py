@@ -3,7 +3,7 @@
 Takes nothing; gives a row a cell in ``bench-data/exactness.csv`` as they come, so that it may be stopped and continued,
 and the largest errors in the README. Exit code 0 when no cell is inexact or has failed.
 
-    python -m benchmarks.exactness.run [--only WORD ...] [--again] [--write]
+    python -m benchmarks.exactness.run [--only WORD ...] [--again | --known] [--write]
 """
 
 from __future__ import annotations
@@ -78,22 +78,24 @@ def main() -> None:
         "--only", nargs="+", default=[], metavar="WORD", help="cells that have all of these, such as: gloo mast 2x2"
     )
     parser.add_argument("--again", action="store_true", help="also those that the file already has")
+    parser.add_argument("--known", action="store_true", help="compute nothing, sum up what the file has")
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     wanted = chosen(arguments.only)
     known = set() if arguments.again else {row.cell for row in read(CSV) if row.status != "failed"}
+    todo = [] if arguments.known else [cell for cell in wanted if cell not in known]
     begun = time.perf_counter()
-    for (communicator, _), group in itertools.groupby(wanted, key=lambda cell: (cell.communicator, cell.ranks)):
-        cells = [cell for cell in group if cell not in known]
+    for (communicator, _), group in itertools.groupby(todo, key=lambda cell: (cell.communicator, cell.ranks)):
+        cells = list(group)
         if communicator == "threads":
             for cell in cells:
                 _note(on_threads(cell))
         else:
             _on_processes(cells)
     last = {row.cell: row for row in read(CSV)}
-    rows = [last[cell] for cell in wanted]
-    text = results("python -m benchmarks.exactness.run --write", summary(rows))
+    rows = [last[cell] for cell in wanted if cell in last]
+    text = results("python -m benchmarks.exactness.run --write", summary(rows, len(wanted)))
     print(f"\n{text}\n{time.perf_counter() - begun:.0f} s")
     if arguments.write:
         write_results(Path(__file__).with_name("README.md"), text)

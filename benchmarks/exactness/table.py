@@ -47,8 +47,12 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def summary(rows: Iterable[Row]) -> str:
-    """Tables of what was found, then every cell that did not pass."""
+def summary(rows: Iterable[Row], wanted: int) -> str:
+    """Tables of what was found, then every cell that did not pass.
+
+    Args:
+        wanted: cells that were to be computed; there may be fewer rows.
+    """
     every = list(rows)
     short = [row for row in every if row.cell.steps == STEPS]
     many = [row for row in every if row.cell.steps != STEPS]
@@ -63,7 +67,7 @@ def summary(rows: Iterable[Row]) -> str:
         models = ", ".join(sorted({row.cell.subject for row in many}))
         steps = many[0].cell.steps
         parts += [f"float64, {steps} steps, {models}, by schedule:\n", _table("schedule", SCHEDULES, many, _schedule)]
-    parts.append(f"{_total(every)}\n")
+    parts.append(f"{_total(every, wanted)}\n")
     others = [row for row in every if row.status != "passed"]
     if others:
         lines = [(str(row.cell), row.status, row.note.replace("|", "/")) for row in others]
@@ -104,7 +108,7 @@ def _number(error: float) -> str:
     return f"{error:.1e}" if math.isfinite(error) else "infinite"
 
 
-def _total(rows: Sequence[Row]) -> str:
+def _total(rows: Sequence[Row], wanted: int) -> str:
     """How many cells passed, and the largest error of all, for each type."""
     counts = ", ".join(
         f"{sum(row.status == status for row in rows)} {status}" for status in ("passed", "refused", "inexact", "failed")
@@ -114,4 +118,5 @@ def _total(rows: Sequence[Row]) -> str:
         for dtype in ("float64", "float32")
         if any(row.cell.dtype == dtype for row in rows)
     )
-    return f"{len(rows)} cells: {counts}. Largest relative error of all: {largest}."
+    computed = f"{wanted} cells" if len(rows) == wanted else f"{len(rows)} of {wanted} cells computed"
+    return f"{computed}: {counts}. Largest relative error of all: {largest}."
