@@ -94,7 +94,8 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """Bring the other ranks down now; returns where a launcher will do it when this process ends."""
+        """This rank has failed: bring the others down now. A rank that is a process ends here; where the launcher ends
+        the others once one has failed, that is all it does."""
         ...
 
     def close(self) -> None: ...

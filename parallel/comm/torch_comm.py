@@ -11,6 +11,7 @@ import copy
 import inspect
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -158,7 +159,11 @@ class TorchCommunicator:
         )
 
     def abort(self) -> None:
-        """torchrun ends the other ranks when this process fails."""
+        """Ends this process, upon which torchrun ends the others. Left to the interpreter, the group would first wait
+        for messages that wait for ranks that wait for this one."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def close(self) -> None:
         if self._group is not None:
