@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,9 @@ SUMMED = {
     torch.float64: MPI.DOUBLE,
 }
 """Types that MPI adds; the short floats are added as float32."""
+
+PRINTED_S = 1.0
+"""Between the last words of a rank and the end of all: launchers pass on what ranks print, but not after an abort."""
 
 PAUSE_S = 0.0005
 """Between two looks at what is under way, while the rank computes."""
@@ -215,7 +219,10 @@ class MpiCommunicator:
         return AveragedModule(module, self) if self.world > 1 else module
 
     def abort(self) -> None:
-        """Ends all ranks and this process, now."""
+        """Ends all ranks and this process, once what they printed has had time to leave."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(PRINTED_S)
         MPI.COMM_WORLD.Abort(1)
 
     def close(self) -> None:
