@@ -70,6 +70,7 @@ class Engine:
         self._completing = frozenset(completing_backwards(self._actions))
         self._spans: list[Span] = []
         self._shapes = ""
+        self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
 
     def wants(self, i: int) -> Wants:
         return self._wants[i]
@@ -193,7 +194,7 @@ class Engine:
             values[work.inputs] = feed.images(i)
         tiles = feed.shape(i)[0]
         random = values.pop(RANDOM_STATE, None)
-        self._shapes = f"inputs {describe(values)}"
+        self._shapes = self._described(position, feed.shape(i), "inputs", values)
         with self._computing(position, action):
             outputs = work.stages[action.stage].forward(
                 i,
@@ -213,7 +214,7 @@ class Engine:
         self._tell(position, waiting=True)
         gradients = work.handover.take_back(action)
         if gradients:
-            self._shapes = f"gradients {describe(gradients)}"
+            self._shapes = self._described(position, feed.shape(i), "gradients", gradients)
         if position in self._completing:
             work.exchanges[action.stage].arm()
         with self._computing(position, action):
@@ -230,6 +231,13 @@ class Engine:
     def _tell(self, position: int, waiting: bool = False) -> None:
         if self._observer:
             self._observer.at(position, waiting, self._shapes)
+
+    def _described(self, position: int, shape: tuple[int, ...], what: str, values: Mapping[str, Any]) -> str:
+        """Names and shapes of ``values``; they follow from those of the tiles, so they are put into words once."""
+        text = self._texts.get((position, shape))
+        if text is None:
+            text = self._texts[position, shape] = f"{what} {describe(values)}"
+        return text
 
     def _fault(self, position: int, step: int, fault: Exception) -> EngineFault:
         reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"

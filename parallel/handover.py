@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.action import Action
 from parallel.messages import Form, Incoming, Messenger, take_apart
@@ -62,8 +62,7 @@ class Handover:
         for target in self.targets[source]:
             value = {name: outputs[name] for name in self._routes[source, target]}
             if self._links[source, target]:
-                parts = {name: take_apart(part)[0] for name, part in value.items()}
-                self._counts[source, target, i] = {name: len(form.gradient().tensors) for name, form in parts.items()}
+                self._counts[source, target, i] = {name: _asking(part) for name, part in value.items()}
             if self._peer(target, action) == self._rank:
                 value = tree_map(_handed_over, value)
             self._leaving[source, target, i] = value
@@ -153,6 +152,13 @@ class Handover:
 def describe(values: Mapping[str, Any]) -> str:
     """Names and shapes, for messages."""
     return "; ".join(f"{name} {take_apart(value)[0]}" for name, value in values.items())
+
+
+def _asking(value: Any) -> int:
+    """Tensors of ``value`` that a gradient comes back for."""
+    if isinstance(value, Tensor):
+        return int(value.requires_grad)
+    return sum(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
 
 
 def _handed_over(leaf: Any) -> Any:

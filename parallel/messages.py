@@ -40,6 +40,8 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
+        if tensor.is_contiguous():
+            return cls(tuple(tensor.shape), tensor.dtype, tuple(range(tensor.dim())), tensor.requires_grad)
         strides = tensor.stride()
         order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
         return cls(tuple(tensor.shape), tensor.dtype, tuple(order), tensor.requires_grad)
@@ -50,6 +52,8 @@ class TensorForm:
 
     def dense(self, tensor: Tensor) -> Tensor:
         """``tensor`` laid out as this form says, copied only if it is not."""
+        if self.order == tuple(range(len(self.order))):
+            return tensor.contiguous()
         permuted = tensor.permute(self.order)
         return permuted.contiguous().permute([self.order.index(dim) for dim in range(len(self.order))])
 

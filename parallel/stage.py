@@ -218,7 +218,9 @@ class Stage:
         )
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
 
 
 def _gradients(value: Any) -> list[Tensor]:

@@ -13,18 +13,31 @@ import torch
 from torch import Tensor, fx, nn
 
 
+AWAKE_S = 0.0005
+"""Of each pass, at its end: a core that wakes from sleep is late, and slow for as long as its caches are cold, which a
+stage that computes would never see."""
+
+
+def _take(seconds: float) -> None:
+    """Return after ``seconds``, asleep for most of them."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - AWAKE_S))
+    while time.perf_counter() < end:
+        pass
+
+
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.backward_s = backward_s
-        time.sleep(forward_s)
+        _take(forward_s)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        time.sleep(ctx.backward_s)
+        _take(ctx.backward_s)
         return gradient * weight, (gradient * x).sum().reshape(1), None, None
 
 
