@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-
 AWAKE_S = 0.0005
 """Of each pass, at its end: a core that wakes from sleep is late, and slow for as long as its caches are cold, which a
 stage that computes would never see."""
