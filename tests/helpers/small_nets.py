@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +72,22 @@ def pixel_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def two_losses(outputs: Any, targets: Tensor) -> Tensor:
     labels = targets[:, 0, 0]
     return F.cross_entropy(outputs["out"], labels) + 0.4 * F.cross_entropy(outputs["aux"], labels)
+
+
+_DRAWING = threading.Lock()
+_DRAWN: dict[Hashable, nn.Module] = {}
+
+
+def drawn_once(key: Hashable, seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """A copy of what ``make`` gave when ``key`` was first asked for, drawn from ``seed``.
+
+    Ranks may be threads of one process, which share its generator: two that drew at a time would get other weights.
+    """
+    with _DRAWING:
+        if key not in _DRAWN:
+            torch.manual_seed(seed)
+            _DRAWN[key] = make()
+        return copy.deepcopy(_DRAWN[key])
 
 
 NETS = {"skips": (SkipNet, pixel_loss), "two-outputs": (TwoOutputs, two_losses)}

@@ -19,7 +19,7 @@ from parallel.engine import Engine
 from parallel.microbatch import microbatch_seed
 from parallel.step import Microbatch
 from parallel.strategy import Strategy
-from tests.helpers.small_nets import TwoOutputs, batch_of, two_losses
+from tests.helpers.small_nets import TwoOutputs, batch_of, drawn_once, two_losses
 
 SEED, LR = 4, 0.02
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -34,14 +34,8 @@ STRATEGIES = {
 }
 
 
-@functools.cache
-def _model() -> nn.Module:
-    torch.manual_seed(8)
-    return TwoOutputs().double()
-
-
 def model() -> nn.Module:
-    return copy.deepcopy(_model())
+    return drawn_once("canonical", 8, lambda: TwoOutputs().double())
 
 
 def batch(step: int) -> list[tuple[Tensor, Tensor]]:

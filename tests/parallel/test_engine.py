@@ -19,22 +19,15 @@ from parallel.schedules.registry import SCHEDULES
 from parallel.step import Microbatch, NonFiniteLoss
 from parallel.strategy import Strategy
 from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run
-from tests.helpers.small_nets import NETS, batch_of
+from tests.helpers.small_nets import NETS, batch_of, drawn_once
 
 SEED, LR = 11, 0.05
 SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=1e-3)
 CPU = torch.device("cpu")
 
 
-@functools.cache
-def _net(name: str, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(5)
-    return NETS[name][0]().to(dtype)
-
-
 def net(name: str, dtype: torch.dtype) -> nn.Module:
-    """The same parameters every time; ranks are threads that share a generator, so they are drawn once."""
-    return copy.deepcopy(_net(name, dtype))
+    return drawn_once(("engine", name, dtype), 5, lambda: NETS[name][0]().to(dtype))
 
 
 def build(communicator: Communicator, name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> Engine:
@@ -80,7 +73,6 @@ def run(communicator: Communicator, name: str, strategy: Strategy, steps: list[B
 
 
 def on_threads(name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> list[dict[str, Any]]:
-    _net(name, steps[0][0][0].dtype)
     return run_on_threads(strategy.ranks, lambda c, _: run(c, name, strategy, steps, **more), timeout_s=60)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -17,7 +16,7 @@ from parallel.engine import Engine
 from parallel.schedules.registry import SCHEDULES
 from parallel.step import Microbatch, Wants
 from parallel.strategy import Strategy
-from tests.helpers.small_nets import NETS
+from tests.helpers.small_nets import NETS, drawn_once
 
 SIZES = [(2, 3, 12, 12), (1, 3, 20, 16), (3, 3, 8, 8)]
 """Successive microbatches: tiles and shapes change."""
@@ -40,10 +39,12 @@ class AuxiliaryInTraining(nn.Module):
         return (late, early) if self.training else late
 
 
-@functools.cache
 def model(name: str) -> nn.Module:
     """With running statistics that are not those it was made with."""
-    torch.manual_seed(3)
+    return drawn_once(("prediction", name), 3, lambda: _trained(name))
+
+
+def _trained(name: str) -> nn.Module:
     net = AuxiliaryInTraining() if name == "auxiliary" else NETS[name][0]()
     net.train()
     net(torch.randn(4, 3, 12, 12))
@@ -61,7 +62,7 @@ def mean(output: Any, _: Tensor) -> Tensor:
 
 def build(communicator: Communicator, name: str, strategy: Strategy) -> Engine:
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    net = copy.deepcopy(model(name))
+    net = model(name)
     cpu = torch.device("cpu")
     return assemble(net, mean, sgd, communicator, strategy, shape=SIZES[0], batch=2 * strategy.m, device=cpu)
 
@@ -77,12 +78,11 @@ def predicted(name: str, strategy: Strategy) -> list[list[tuple[Wants, Any]]]:
             for k in range(len(SIZES))
         ]
 
-    model(name)
     return run_on_threads(strategy.ranks, rank)
 
 
 def assert_plain(name: str, ranks: list[list[tuple[Wants, Any]]], groups: int) -> None:
-    plain = copy.deepcopy(model(name)).eval()
+    plain = model(name).eval()
     for k in range(len(SIZES)):
         with torch.no_grad():
             expected = plain(images(k))
