@@ -14,10 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+
+from parallel.op import Convolution, Op
+
+_aten = torch.ops.aten
+ALLOCATIONS = (
+    _aten.empty.memory_format,
+    _aten.new_empty.default,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+)
+"""They give memory and touch none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,8 @@ class Facts:
         differentiable: one of the tensors it gave needs a gradient.
         random: it drew random numbers.
         changed: the nodes that made the memory it changed in place.
+        saved: (number, bytes) of each piece of memory that autograd keeps of it, parameters and buffers not counted.
+        ops: what it computed.
     """
 
     output_bytes: int
@@ -37,6 +51,8 @@ class Facts:
     differentiable: bool
     random: bool
     changed: tuple[str, ...]
+    saved: tuple[tuple[int, int], ...]
+    ops: tuple[Op, ...]
 
 
 def fake_run(
@@ -67,10 +83,11 @@ def fake_run(
 def _run(
     training: fx.GraphModule, state: dict[str, Tensor], example: Tensor, mode: AbstractContextManager[Any]
 ) -> dict[str, Facts]:
-    counter, watch = FlopCounterMode(display=False), _Watch()
-    observed = _Observed(training, watch, counter)
+    counter = FlopCounterMode(display=False)
+    watch = _Watch(counter, {_memory(tensor) for tensor in state.values()})
+    observed = _Observed(training, watch)
     named = {f"model.{name}": tensor for name, tensor in state.items()}
-    with mode, counter, watch:
+    with mode, counter, watch, saved_tensors_hooks(watch.pack, lambda tensor: tensor):
         torch.func.functional_call(observed, named, (example,), tie_weights=False)
     return observed.facts
 
@@ -78,70 +95,130 @@ def _run(
 class _Observed(nn.Module):
     """Runs the graph node by node; a module so that ``functional_call`` swaps and restores what it uses."""
 
-    def __init__(self, model: fx.GraphModule, watch: _Watch, counter: FlopCounterMode) -> None:
+    def __init__(self, model: fx.GraphModule, watch: _Watch) -> None:
         super().__init__()
         self.model = model
         self.watch = watch
-        self.counter = counter
 
     def forward(self, example: Tensor) -> None:
-        interpreter = _Interpreter(self.model, self.watch, self.counter)
+        interpreter = _Interpreter(self.model, self.watch)
         interpreter.run(example)
         self.facts = interpreter.facts
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, model: fx.GraphModule, watch: _Watch, counter: FlopCounterMode) -> None:
+    def __init__(self, model: fx.GraphModule, watch: _Watch) -> None:
         super().__init__(model)
         self.extra_traceback = False
         self.facts: dict[str, Facts] = {}
         self._watch = watch
-        self._counter = counter
         # Weak: the data goes when its last use is done, but its address is not given away again during this run.
         self._makers: dict[StorageWeakRef, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self._watch.written.clear()
-        self._watch.drew = False
-        flops = self._counter.get_total_flops()
+        self._watch.begin()
         try:
             value = super().run_node(n)
         except Exception as error:
             where = f"module {n.target!r}" if n.op == "call_module" else f"{n.op} {n.name!r}"
             raise ValueError(f"the model does not run on the example input, at {where}: {error}") from error
         changed = [self._makers[storage] for storage in self._watch.written if storage in self._makers]
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        tensors = _tensors(value)
         for tensor in tensors:
             self._makers.setdefault(_memory(tensor), n.name)
         self.facts[n.name] = Facts(
-            output_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            flops=self._counter.get_total_flops() - flops,
+            output_bytes=sum(map(_bytes, tensors)),
+            flops=sum(op.flops for op in self._watch.ops),
             differentiable=any(tensor.requires_grad for tensor in tensors),
             random=self._watch.drew,
             changed=tuple(changed),
+            saved=tuple(self._watch.saved.items()),
+            ops=tuple(self._watch.ops),
         )
         return value
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which storages are written to, and whether random numbers are drawn."""
+    """Notes what one node computes: storages written to, random numbers drawn, operations, and what autograd keeps.
 
-    def __init__(self) -> None:
+    Args:
+        state: memory of parameters and buffers, which is there anyway.
+    """
+
+    def __init__(self, counter: FlopCounterMode, state: set[StorageWeakRef]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._counter = counter
+        self._state = state
+        self._numbers: dict[StorageWeakRef, int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new node."""
         self.written: set[StorageWeakRef] = set()
+        self.saved: dict[int, int] = {}
+        self.ops: list[Op] = []
         self.drew = False
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Takes what autograd keeps, and keeps it as autograd does."""
+        memory = _memory(tensor)
+        if memory not in self._state:
+            number = self._numbers.setdefault(memory, len(self._numbers))
+            self.saved[number] = tensor.untyped_storage().nbytes()
+        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p", 1) > 0:
             self.drew = True
+        changed = []
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for leaf in tree_leaves(given.get(argument.name)):
-                    if isinstance(leaf, Tensor):
-                        self.written.add(_memory(leaf))
-        return func(*args, **kwargs)
+                changed += _tensors(given.get(argument.name))
+        self.written |= {_memory(tensor) for tensor in changed}
+        before = self._counter.get_total_flops()
+        value = func(*args, **kwargs)
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not views and func not in ALLOCATIONS:
+            self.ops.append(self._op(func, given, value, self._counter.get_total_flops() - before))
+        return value
+
+    def _op(self, func: Any, given: dict[str, Any], value: Any, flops: int) -> Op:
+        read, written = _tensors(list(given.values())), _tensors(value)
+        return Op(
+            name=func._schema.name.rpartition("::")[2],
+            flops=flops,
+            read_bytes=sum(map(_bytes, read)),
+            written_bytes=sum(map(_bytes, written)),
+            differentiable=any(tensor.requires_grad for tensor in read),
+            passes_on=any(tensor.requires_grad for tensor in read if _memory(tensor) not in self._state),
+            convolution=_convolution(given, value) if func is torch.ops.aten.convolution.default else None,
+        )
+
+
+def _convolution(given: dict[str, Any], value: Tensor) -> Convolution:
+    images, weight = given["input"], given["weight"]
+    return Convolution(
+        batch=images.shape[0],
+        channels_in=images.shape[1],
+        channels_out=value.shape[1],
+        kernel=tuple(weight.shape[2:]),
+        stride=tuple(given["stride"]),
+        dilation=tuple(given["dilation"]),
+        groups=given["groups"],
+        size_in=tuple(images.shape[2:]),
+        size_out=tuple(value.shape[2:]),
+        transposed=given["transposed"],
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from parallel.op import Op
+
 INPUT = "input"
 OUTPUT = "output"
 """Kinds of the layers that stand for the model's arguments and for what it returns."""
@@ -33,6 +35,9 @@ class Layer:
         differentiable: a gradient flows back through its value in training.
         random: it may draw random numbers in training.
         scope: path of the module whose forward runs it; ``module`` itself where that is set.
+        saved: (number, bytes) of each piece of memory that autograd keeps of it for backward, parameters and buffers
+            not counted; layers that keep the same memory name the same number.
+        ops: what its forward pass computes.
     """
 
     name: str
@@ -45,6 +50,8 @@ class Layer:
     differentiable: bool = True
     random: bool = False
     scope: str = ""
+    saved: tuple[tuple[int, int], ...] = ()
+    ops: tuple[Op, ...] = ()
 
 
 @dataclass(frozen=True)

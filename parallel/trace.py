@@ -193,6 +193,8 @@ def _layers(training: fx.GraphModule, evaluation: fx.GraphModule, facts: dict[st
                 flops=fact.flops,
                 differentiable=fact.differentiable,
                 random=fact.random or _unknown(training, node),
+                saved=fact.saved,
+                ops=fact.ops,
             )
         )
     ranges += [(min(places), max(places)) for places in uses.values()]
