@@ -180,7 +180,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._counter.get_total_flops()
         value = func(*args, **kwargs)
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not views and func not in ALLOCATIONS:
+        if func.namespace != "prim" and not views and func not in ALLOCATIONS:
             self.ops.append(self._op(func, given, value, self._counter.get_total_flops() - before))
         return value
 

@@ -78,13 +78,12 @@ def simulate(
         action.microbatch for actions in schedule.values() for action in actions if action.microbatch is not None
     }
     weight = {i: 1.0 if weights is None else weights[i] for i in numbers}
-    run = _Run(schedule, placement, costs, links, reduce_s or {}, overhead_s, weight)
+    run = Run(schedule, placement, costs, links, reduce_s or {}, overhead_s, weight)
     run.finish()
-    spans = {rank: tuple(sorted(spans, key=lambda s: (s.start_s, s.end_s))) for rank, spans in run.spans.items()}
-    return Timeline(spans, {rank: _peak_bytes(actions, costs, weight) for rank, actions in schedule.items()})
+    return run.timeline(schedule)
 
 
-class _Run:
+class Run:
     """Ranks at one of their actions each, messages and sums under way.
 
     The order of a rank's actions, of a channel's messages and of a rank's sums is given. So every time follows from
@@ -122,12 +121,18 @@ class _Run:
         while moved:
             moved = False
             for rank, actions in self.actions.items():
-                while self.at[rank] < len(actions) and self._do(rank, actions[self.at[rank]]):
+                while self.at[rank] < len(actions) and self.do(rank, actions[self.at[rank]]):
                     self.at[rank] += 1
                     moved = True
-        self._raise_if_stuck()
+        self.raise_if_stuck()
 
-    def _do(self, rank: int, action: Action) -> bool:
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """The step that was run; ``schedule`` as it was given, for its bytes."""
+        spans = {rank: tuple(sorted(own, key=lambda s: (s.start_s, s.end_s))) for rank, own in self.spans.items()}
+        peaks = {rank: _peak_bytes(actions, self.costs, self.weight) for rank, actions in schedule.items()}
+        return Timeline(spans, peaks)
+
+    def do(self, rank: int, action: Action) -> bool:
         """Whether ``rank`` gets past ``action``."""
         now = self.clock[rank]
         if action.kind in SENDS:
@@ -141,18 +146,33 @@ class _Run:
             self.to_sum[rank].append((now, action))
             self._sum(action.stage)
         else:
-            needs = self.needs[action]
-            if any(need not in self.done for need in needs):
-                return False
-            start = max([now, *(self.done[need] for need in needs)])
-            end = start + self.overhead_s + self._compute_s(action)
-            self.clock[rank] = self.done[action] = end
-            if action.kind is Kind.BACKWARD_INPUT:  # as good as B for the stages that need its gradients
-                self.done[dataclasses.replace(action, kind=Kind.BACKWARD)] = end
-            self.spans[rank].append(Span(action, start, end))
+            return self.compute(rank, action)
         return True
 
-    def _compute_s(self, action: Action) -> float:
+    def compute(self, rank: int, action: Action) -> bool:
+        """Do ``action`` if what it needs is known."""
+        start = self.ready_s(rank, action)
+        if start is None:
+            return False
+        self.computed(rank, action, start, start + self.compute_s(action))
+        return True
+
+    def ready_s(self, rank: int, action: Action) -> float | None:
+        """When ``action`` can start; None as long as that is not known."""
+        needs = self.needs[action]
+        if any(need not in self.done for need in needs):
+            return None
+        return max([self.clock[rank], *(self.done[need] for need in needs)])
+
+    def computed(self, rank: int, action: Action, start: float, end: float) -> None:
+        """Note that ``rank`` did ``action``."""
+        self.clock[rank] = self.done[action] = end
+        if action.kind is Kind.BACKWARD_INPUT:  # as good as B for the stages that need its gradients
+            self.done[dataclasses.replace(action, kind=Kind.BACKWARD)] = end
+        self.spans[rank].append(Span(action, start, end))
+
+    def compute_s(self, action: Action) -> float:
+        """What ``action`` takes on a device of its own."""
         cost = self.costs[action.stage]
         seconds = {
             Kind.FORWARD: cost.forward_s,
@@ -161,7 +181,7 @@ class _Run:
             Kind.BACKWARD_INPUT: cost.backward_input_s,
             Kind.BACKWARD_WEIGHT: cost.backward_weight_s,
         }[action.kind]
-        return seconds * self.weight[_i(action)]
+        return self.overhead_s + seconds * self.weight[_i(action)]
 
     def _carry(self, channel: tuple[int, int]) -> None:
         """Let the messages of a channel arrive, as far as their receives are announced."""
@@ -197,7 +217,7 @@ class _Run:
             if self.to_sum[rank]:
                 self._sum(self.to_sum[rank][0][1].stage)
 
-    def _raise_if_stuck(self) -> None:
+    def raise_if_stuck(self) -> None:
         faults = []
         for rank, actions in self.actions.items():
             if self.at[rank] < len(actions):
