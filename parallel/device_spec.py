@@ -1,0 +1,144 @@
+"""Devices and links by name, as their data sheets give them: for plans of machines that are not at hand.
+
+Takes a name; gives ``DeviceSpec`` or ``LinkSpec``. Figures are those the vendors print for dense arithmetic: NVIDIA's
+data sheets of P100, T4, V100 (SXM2), A10, A40, A100 (SXM4), L4, L40S, RTX 6000 Ada, H100 and H200 (SXM5), its Ampere GA102
+and Ada architecture white papers for the RTX cards, AMD's data sheets of MI250X and MI300X. Where a sheet prints
+arithmetic with 2:4 sparsity, half of it stands here. Memory is what the driver reports, a little below the printed
+size. No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+GIB = 2**30
+DTYPES = ("float32", "tf32", "bfloat16", "float16")
+"""Arithmetic of matrix products; ``tf32`` is float32 data multiplied by tensor cores."""
+
+Spec = TypeVar("Spec")
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device, as its data sheet has it.
+
+    Attributes:
+        flops: dtype -> multiply-adds times two per second, at best; a dtype the device has no unit for is missing.
+        bandwidth: bytes per second between memory and arithmetic, at best.
+        op_s: seconds that an operation takes besides its work; a kernel launch.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[str, float]
+    bandwidth: float
+    op_s: float
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """What joins two ranks.
+
+    Attributes:
+        bandwidth: bytes per second in each direction that large messages attain.
+        latency_s: of an empty message.
+    """
+
+    name: str
+    bandwidth: float
+    latency_s: float
+
+
+LAUNCH_S = 5e-6
+"""Of a CUDA or HIP kernel, first to last: 4 to 6 us on V100 and A100 (assumed alike on all)."""
+
+
+def _gpu(name: str, gib: float, gigabytes_s: float, **teraflops: float) -> DeviceSpec:
+    flops = {dtype: value * 1e12 for dtype, value in teraflops.items()}
+    return DeviceSpec(name, round(gib * GIB), flops, gigabytes_s * 1e9, LAUNCH_S)
+
+
+DEVICES: Mapping[str, DeviceSpec] = {
+    device.name: device
+    for device in (
+        _gpu("p100-16gb", 15.9, 732, float32=10.6, float16=21.2),
+        _gpu("t4-16gb", 14.75, 320, float32=8.1, float16=65),
+        _gpu("v100-16gb", 15.78, 900, float32=15.7, float16=125),
+        _gpu("v100-32gb", 31.74, 900, float32=15.7, float16=125),
+        _gpu("a10-24gb", 22.2, 600, float32=31.2, tf32=62.5, bfloat16=125, float16=125),
+        _gpu("a40-48gb", 44.5, 696, float32=37.4, tf32=74.8, bfloat16=149.7, float16=149.7),
+        _gpu("a100-40gb", 39.5, 1555, float32=19.5, tf32=156, bfloat16=312, float16=312),
+        _gpu("a100-80gb", 79.2, 2039, float32=19.5, tf32=156, bfloat16=312, float16=312),
+        _gpu("l4-24gb", 22.0, 300, float32=30.3, tf32=60, bfloat16=121, float16=121),
+        _gpu("l40s-48gb", 44.4, 864, float32=91.6, tf32=183, bfloat16=362, float16=362),
+        _gpu("h100-80gb", 79.1, 3350, float32=67, tf32=495, bfloat16=989, float16=989),
+        _gpu("h200-141gb", 139.8, 4800, float32=67, tf32=495, bfloat16=989, float16=989),
+        _gpu("rtx3090-24gb", 23.6, 936, float32=35.6, tf32=35.6, bfloat16=71, float16=71),
+        _gpu("rtx4090-24gb", 23.6, 1008, float32=82.6, tf32=82.6, bfloat16=165.2, float16=165.2),
+        _gpu("rtx6000ada-48gb", 47.4, 960, float32=91.1, tf32=182.1, bfloat16=364.2, float16=364.2),
+        _gpu("mi250x-gcd-64gb", 63.9, 1638, float32=47.9, bfloat16=191.5, float16=191.5),
+        _gpu("mi300x-192gb", 191.6, 5300, float32=163.4, tf32=653.7, bfloat16=1307.4, float16=1307.4),
+    )
+}
+"""By name. An MI250X is two devices (GCDs) to its programs; this is one of them."""
+
+NVLINK, PCIE, INFINIBAND, ETHERNET = 0.9, 0.8, 0.95, 0.9
+"""Attained fraction of a link's printed bandwidth; assumed, after what bandwidth tests (p2pBandwidthLatencyTest,
+OSU osu_bw, iperf3) commonly report for large messages."""
+
+
+def _link(name: str, gigabytes_s: float, attained: float, latency_us: float) -> LinkSpec:
+    return LinkSpec(name, gigabytes_s * 1e9 * attained, latency_us * 1e-6)
+
+
+LINKS: Mapping[str, LinkSpec] = {
+    link.name: link
+    for link in (
+        _link("nvlink2", 75, NVLINK, 8),  # three bricks of 25 GB/s, as between neighbours in an AC922 node
+        _link("nvlink2-switch", 150, NVLINK, 8),  # all six bricks, DGX-2
+        _link("nvlink3", 300, NVLINK, 8),  # A100, twelve bricks
+        _link("nvlink4", 450, NVLINK, 8),  # H100 and H200, eighteen bricks
+        _link("pcie3", 15.75, PCIE, 10),  # sixteen lanes, 128b/130b coding taken off; the same below
+        _link("pcie4", 31.5, PCIE, 10),
+        _link("pcie5", 63, PCIE, 10),
+        _link("edr-infiniband", 12.5, INFINIBAND, 5),
+        _link("hdr-infiniband", 25, INFINIBAND, 5),
+        _link("ndr-infiniband", 50, INFINIBAND, 5),
+        _link("ethernet-1g", 0.125, ETHERNET, 50),
+        _link("ethernet-10g", 1.25, ETHERNET, 30),
+        _link("ethernet-25g", 3.125, ETHERNET, 30),
+        _link("ethernet-100g", 12.5, ETHERNET, 20),
+        _link("shared-memory", 5, 1.0, 20),  # two processes of one machine that copy through host memory: assumed
+    )
+}
+"""By name."""
+
+
+def device_named(name: str) -> DeviceSpec:
+    """The device called ``name``.
+
+    Raises:
+        ValueError: there is none; says the close ones and all.
+    """
+    return _named(name, DEVICES, "device")
+
+
+def link_named(name: str) -> LinkSpec:
+    """The link called ``name``.
+
+    Raises:
+        ValueError: there is none; says the close ones and all.
+    """
+    return _named(name, LINKS, "link")
+
+
+def _named(name: str, known: Mapping[str, Spec], what: str) -> Spec:
+    spec = known.get(name.strip().lower())
+    if spec is None:
+        close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+        hint = f"; close are {', '.join(close)}" if close else ""
+        raise ValueError(f"{name!r} is no {what} whose data sheet is known{hint}. All of them: {', '.join(known)}")
+    return spec
