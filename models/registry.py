@@ -1,8 +1,8 @@
 """Models by name.
 
-Takes what ``--model`` takes: a name of ours, ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``; gives
-a plain ``nn.Module`` from float (n, in_channels, h, w) to logits: (n, classes), or (n, classes, h, w) for U-Nets and
-torchvision's segmentation networks. To add a model, write its file and give it a line in ``OURS``.
+Takes what ``--model`` takes: a name of ours, ``torchvision:NAME``, ``timm:NAME``, ``unet:TIMM_NAME`` (a U-Net over that
+encoder) or ``package.module:factory``; gives a plain ``nn.Module`` from float (n, in_channels, h, w) to logits:
+(n, classes), or (n, classes, h, w) for U-Nets and torchvision's segmentation networks. To add a model, write its file and give it a line in ``OURS``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable
 
 from torch import nn
 
+from models.amoebanet import AmoebaNet
 from models.blocks import Norm
 from models.external import build_from_factory, build_timm, build_torchvision, check_foreign, to_group_norm
 from models.resnet import BLOCKS_BY_DEPTH, ResNet
 from models.resnet_v2 import ResNetV2
 from models.unet import UNet
+from models.unet_encoder import build_encoder_unet
 from models.unet_gpipe import UNetGPipe
 
 OURS: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
@@ -26,14 +28,15 @@ OURS: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
     r"unet": (UNet, ("unet",)),
     r"unet_w(\d+)": (lambda base, **common: UNet(base=base, **common), ("unet_w16", "unet_w32")),
     r"unet\((\d+), *(\d+)\)": (UNetGPipe, ("unet(5,64)",)),
+    r"amoebanet\((\d+), *(\d+)\)": (AmoebaNet, ("amoebanet(6,190)", "amoebanet(18,256)")),
 }
 """Pattern of the name -> (what its numbers and classes, norm, in_channels are given to, names to show)."""
 
-ELSEWHERE = ("torchvision:NAME", "timm:NAME", "package.module:factory")
+ELSEWHERE = ("unet:TIMM_NAME", "torchvision:NAME", "timm:NAME", "package.module:factory")
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of our own models; numbers in those of ResNet-v2 (9n+2), unet_w and unet(B,C) are free."""
+    """Names of our own models; numbers in those of ResNet-v2 (9n+2), unet_w, unet(B,C), amoebanet(L,D) are free."""
     return tuple(name for _, shown in OURS.values() for name in shown)
 
 
@@ -41,7 +44,7 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
     """The model called ``name`` with random weights, on the current default device.
 
     Args:
-        name: one of ``model_names()``, ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
+        name: one of ``model_names()``, ``unet:TIMM_NAME``, ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
         classes: of the logits; 1 gives a single logit.
         norm: ``batch``, ``group`` or ``instance`` in our own models; in others ``batch`` keeps what they have and
             ``group`` replaces their BatchNorm.
@@ -61,11 +64,13 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
         hint = f"did you mean {' or '.join(matches)}? " if matches else ""
         raise ValueError(f"unknown model {name!r}; {hint}known are {', '.join((*model_names(), *ELSEWHERE))}")
     source, _, rest = name.partition(":")
-    check_foreign(name, norm=norm, in_channels=in_channels, any_channels=source == "timm")
+    check_foreign(name, norm=norm, in_channels=in_channels, any_channels=source in ("timm", "unet"))
     if source == "torchvision":
         model = build_torchvision(rest, classes=classes)
     elif source == "timm":
         model = build_timm(rest, classes=classes, in_channels=in_channels)
+    elif source == "unet":
+        model = build_encoder_unet(rest, classes=classes, in_channels=in_channels)
     else:
         model = build_from_factory(name, classes=classes)
     if norm == "group":
