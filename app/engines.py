@@ -1,7 +1,7 @@
 """From settings to an engine: the one place of the application that knows which strategies there are.
 
-Takes a model on the CPU, a loss and where this process stands; gives what computes a step. A model that is split is
-never on the device as a whole: each rank moves its own stages there.
+Takes a model on the CPU, a loss and where this process stands; gives what computes a step. A model that is split or
+sharded is never on the device as a whole: each rank moves its own stages or parts there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.data_parallel import DataParallelEngine
 from parallel.engine import Engine
+from parallel.fully_sharded import FullyShardedEngine
 from parallel.guardian import Guardian
 from parallel.step import Loss
 from parallel.strategy import Strategy
@@ -49,6 +50,19 @@ def build_engine(
     Raises:
         ValueError: the model cannot be split as asked, or the schedule does not fit.
     """
+    if asked.name == "fsdp":
+        return FullyShardedEngine(
+            model,
+            loss,
+            make_optimizer,
+            communicator,
+            batch=asked.batch,
+            m=asked.m,
+            device=device,
+            seed=seed,
+            autocast=autocast,
+            statistics=asked.norm_statistics,
+        )
     if not asked.splits:
         model.to(device)
         return DataParallelEngine(

@@ -87,7 +87,7 @@ def evaluate(
     losses = torch.zeros(len(rows), dtype=torch.float64)
     width = classes if dataset.task == "classify" else 2 * classes
     sums = torch.zeros((len(rows), width), dtype=torch.float64)
-    with microbatches() as stream:
+    with engine.predicting(), microbatches() as stream:
         for part in stream:
             output = engine.predict(part.microbatch)
             if output is None:

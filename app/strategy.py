@@ -13,13 +13,14 @@ from typing import Literal
 from app.launcher import find_launch
 from parallel.schedules.registry import SCHEDULES, default_microbatches
 
-WHOLE = ("single", "ddp")
-"""Strategies in which each rank has the whole model."""
+WHOLE = ("single", "ddp", "fsdp")
+"""Strategies that do not split the model into stages: each rank computes all of it."""
 
 Parallel = Literal[
     "auto",
     "single",
     "ddp",
+    "fsdp",
     "mp-basic",
     "gpipe",
     "1f1b",
@@ -36,7 +37,8 @@ class StrategySettings:
     """Ranks, the parts of the model they compute, and precision."""
 
     parallel: Parallel = "auto"
-    """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch. The others
+    """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch; fsdp: the
+    same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block. The others
     split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model;
     mast, master, bidirectional with two, the second in inverse order. auto: ddp with several ranks."""
     ranks: int = 1
@@ -52,8 +54,8 @@ class StrategySettings:
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
-    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp, 1 per group with mp-basic,
-    2 with mast, otherwise 2 per stage and group if the batch has as many tiles."""
+    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per group with
+    mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has as many tiles."""
     recompute: Literal["none", "stage"] = "none"
     """stage: keep a stage's inputs only and compute it again before its backward pass; less memory, more time."""
     shard_optimizer: Literal["none", "pair"] = "none"
@@ -120,6 +122,8 @@ class StrategySettings:
         found = []
         if self.name == "single" and self.world > 1:
             found.append(f"--parallel single uses one process; got {self.world} ranks")
+        if self.name == "fsdp":
+            found += self._sharding_faults()
         if self.splits and self.world < 2:
             found.append(f"--parallel {self.name} splits the model over 2 ranks or more; got --ranks {self.world}")
         elif self.splits and not 2 <= self.depth <= self.world:
@@ -132,6 +136,17 @@ class StrategySettings:
         if self.chunks is not None and self.chunks < 2:
             found.append(f"--chunks must be at least 2; got {self.chunks}")
         return found
+
+    def _sharding_faults(self) -> list[str]:
+        launch = find_launch()
+        if self.world < 2:
+            return [f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {self.world}"]
+        if launch and launch.mpi:
+            return [
+                "--parallel fsdp is torch's own and talks over torch.distributed, not MPI; these ranks were started by "
+                "an MPI launcher: start them with torchrun or --ranks, or use --parallel ddp"
+            ]
+        return []
 
     def _microbatch_faults(self) -> list[str]:
         """On a mesh that is right."""

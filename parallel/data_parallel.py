@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -68,8 +69,12 @@ class DataParallelEngine:
         self._seed = seed
         self._autocast = autocast
         self._device = next(module.parameters()).device
-        self._replica: nn.Module | None = communicator.replicate(module)
+        self._replica: nn.Module | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
+
+    def _distributed(self, module: nn.Module) -> nn.Module:
+        """What forward passes of training go through."""
+        return self._communicator.replicate(module)
 
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)
@@ -100,22 +105,31 @@ class DataParallelEngine:
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
         """Forward and backward of microbatch ``i``; its own mean loss is returned, on the CPU."""
         assert self._replica is not None, "step after close"
-        assert microbatch.images is not None
-        assert microbatch.targets is not None
         last = i == self.share[-1]
         # Gradients are exchanged once a step, by the last backward; the others only add up locally.
         waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[operator]
         with waits:
-            with (
-                drawing(microbatch_seed(self._seed, step, i), self._device),
-                self._statistics.microbatch(i, microbatch.shape[0]),
-                torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None),
-            ):
-                loss = self._loss(self._replica(microbatch.images), microbatch.targets)
+            loss = self._forward(i, microbatch, step)
             # DistributedDataParallel divides by the number of ranks; the global mean weighs every tile alike.
             weight = microbatch.shape[0] * self._communicator.world / self._batch
             (loss * weight).backward()  # type: ignore[no-untyped-call]
         return loss.detach().cpu()
+
+    def _forward(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
+        """The loss of microbatch ``i``."""
+        assert self._replica is not None, "step after close"
+        assert microbatch.images is not None
+        assert microbatch.targets is not None
+        with (
+            drawing(microbatch_seed(self._seed, step, i), self._device),
+            self._statistics.microbatch(i, microbatch.shape[0]),
+            torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None),
+        ):
+            loss: Tensor = self._loss(self._replica(microbatch.images), microbatch.targets)
+        return loss
+
+    def predicting(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @torch.no_grad()
     def predict(self, microbatch: Microbatch) -> Tensor:

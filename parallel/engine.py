@@ -106,6 +106,9 @@ class Engine:
         work.update.apply(learning_rate, scale=work.batch / total)
         return StepResult(loss=float(means @ sizes) / total, tiles=tiles)
 
+    def predicting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def predict(self, microbatch: Microbatch) -> Any:
         return self._work.prediction.run(microbatch)
 

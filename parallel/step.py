@@ -7,6 +7,7 @@ ranks, stages or replicas stand behind it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -92,6 +93,10 @@ class TrainingEngine(Protocol):
         Raises:
             NonFiniteLoss: on every rank alike, before anything was updated.
         """
+        ...
+
+    def predicting(self) -> AbstractContextManager[None]:
+        """Around the predictions of every rank: all enter and leave it together, each with its own number of them."""
         ...
 
     def predict(self, microbatch: Microbatch) -> Any:

@@ -35,6 +35,28 @@ class Work(Protocol):
         ...
 
 
+class Shards(Protocol):
+    """A module whose parameters lie in parts on the ranks. Its forward and backward passes are collective: every rank
+    makes as many, of the same submodules in the same order."""
+
+    def reduce_gradients(self, wanted: bool) -> None:
+        """Whether the backward passes that follow sum gradients over the ranks, or add them up whole on this one."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what the last forward pass left gathered."""
+        ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a parameter, gradient or state of which each rank has a part; every rank takes part. Anything else is
+        given back as it is."""
+        ...
+
+    def part_like(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's part of ``whole``, divided as ``parameter``; nothing is sent."""
+        ...
+
+
 class Communicator(Protocol):
     """A fixed group of ranks. Every rank calls the collective operations in the same order.
 
@@ -93,12 +115,32 @@ class Communicator(Protocol):
         """
         ...
 
+    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
+        """Divide the parameters of ``module``, the same on every rank, among the ranks, in place.
+
+        Args:
+            units: runs of submodules that are gathered together, inner ones first.
+            device: of the parts, and of what is gathered.
+
+        Raises:
+            ValueError: this communicator cannot, or one of the modules; says what to use instead.
+        """
+        ...
+
     def abort(self) -> None:
         """This rank has failed: bring the others down now. A rank that is a process ends here; where the launcher ends
         the others once one has failed, that is all it does."""
         ...
 
     def close(self) -> None: ...
+
+
+def cannot_shard(ranks: str) -> ValueError:
+    """Why ``ranks`` cannot hold a model in parts, and what to do."""
+    return ValueError(
+        f"--parallel fsdp is torch's own and talks over torch.distributed between 2 processes or more; got {ranks}: "
+        "start them with --ranks or torchrun (app.verify: --communicator gloo), or use --parallel ddp"
+    )
 
 
 def agree(communicator: Communicator, flag: bool) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import Work
+from parallel.comm.communicator import Shards, Work, cannot_shard
 
 
 class Finished:
@@ -49,6 +50,9 @@ class LocalCommunicator:
 
     def replicate(self, module: nn.Module) -> nn.Module:
         return module
+
+    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
+        raise cannot_shard("1 rank")
 
     def abort(self) -> None:
         """Nobody to bring down."""

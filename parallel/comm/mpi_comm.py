@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.averaged import AveragedModule
-from parallel.comm.communicator import CommunicationError, Communicator, Work
+from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work, cannot_shard
 from parallel.comm.objects import in_memory_order
 
 try:
@@ -217,6 +217,9 @@ class MpiCommunicator:
 
     def replicate(self, module: nn.Module) -> nn.Module:
         return AveragedModule(module, self) if self.world > 1 else module
+
+    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
+        raise cannot_shard("ranks that talk over MPI")
 
     def abort(self) -> None:
         """Ends all ranks and this process, once what they printed has had time to leave."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.averaged import AveragedModule
-from parallel.comm.communicator import CommunicationError, Communicator, Work
+from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work, cannot_shard
 from parallel.comm.objects import in_memory_order
 
 Result = TypeVar("Result")
@@ -168,6 +168,9 @@ class ThreadCommunicator:
 
     def replicate(self, module: nn.Module) -> nn.Module:
         return AveragedModule(module, self) if self.world > 1 else module
+
+    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
+        raise cannot_shard("ranks that are threads of one process")
 
     def abort(self) -> None:
         self._group.fail(f"rank {self.local_rank} asked all to stop")

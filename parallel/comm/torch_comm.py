@@ -1,7 +1,7 @@
 """The communicator over torch.distributed: Gloo between CPUs, NCCL between GPUs.
 
 The group is described by the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-This is the only module that imports torch.distributed.
+Only the modules named torch_* import torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.comm.communicator import CommunicationError, Communicator, Work
+from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work
 from parallel.comm.objects import in_memory_order
 from parallel.comm.sent import Departures
 
@@ -157,6 +157,16 @@ class TorchCommunicator:
         return DistributedDataParallel(
             module, device_ids=device_ids, process_group=self._group, gradient_as_bucket_view=True, **NO_SYNC
         )
+
+    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
+        if device.type == "cuda" and not self._nccl:
+            raise ValueError(
+                "--parallel fsdp sums parts of gradients over NCCL, which refuses ranks that share a GPU; a model in "
+                "parts on one GPU saves nothing: use one rank per GPU, or --device cpu"
+            )
+        from parallel.comm.torch_shard import TorchShards  # half a second that other strategies need not wait
+
+        return TorchShards(module, units, self._group or dist.group.WORLD, device)
 
     def abort(self) -> None:
         """Ends this process, upon which torchrun ends the others. Left to the interpreter, the group would first wait

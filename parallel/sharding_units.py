@@ -1,0 +1,98 @@
+"""Which parts of a model are gathered at once when its parameters lie in parts on the ranks.
+
+Takes a module; gives runs of modules, inner ones first, that are each gathered before their forward pass and let go of
+after it. What is in none of them is gathered for the whole step. As in Zhao et al. 2023, PyTorch FSDP, section 4: units
+bound what is whole at a time, and too many of them are messages too small for the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+SMALLEST, LARGEST = 64, 8
+"""A unit of its own has at least 1/64 of all parameters, so there are at most 64; one above 1/8 is looked into."""
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def sharding_units(module: nn.Module) -> list[list[nn.Module]]:
+    """Blocks of ``module``: members of Sequential, ModuleList and ModuleDict, which are there to be called.
+
+    Small neighbours in one container make one unit. A parameter that is tied across the border of a unit keeps that
+    unit from being one.
+
+    Returns:
+        Disjoint or nested units, inner ones before those around them; empty when there are no blocks.
+
+    Raises:
+        ValueError: a parameter without dims, which cannot be divided.
+    """
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise ValueError(
+                f"{name} is a single number without dims, which --parallel fsdp cannot divide among ranks: make it "
+                "torch.Tensor of shape (1,), or use --parallel ddp"
+            )
+    return _Search(module).found
+
+
+class _Search:
+    def __init__(self, root: nn.Module) -> None:
+        self.found: list[list[nn.Module]] = []
+        total = sum(parameter.numel() for parameter in root.parameters())
+        self._smallest, self._largest = total / SMALLEST, total / LARGEST
+        self._taken: set[nn.Parameter] = set()
+        self._owners: dict[nn.Parameter, set[nn.Module]] = {}
+        for module in root.modules():
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(parameter, set()).add(module)
+        self._seen = {root}
+        self._look_into(root)
+
+    def _look_into(self, module: nn.Module) -> None:
+        """Add the units below ``module``."""
+        if is_parametrized(module):
+            return  # its weights are made by modules that it calls in ways of its own
+        children = [child for child in module.children() if child not in self._seen]
+        self._seen.update(children)
+        if not isinstance(module, _CONTAINERS):
+            for child in children:
+                self._look_into(child)
+            return
+        run: list[nn.Module] = []
+        for child in children:
+            bare = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # nobody calls these
+            if bare or self._left_in([child]) > self._largest:
+                self._look_into(child)
+                self._close(run)
+                run = []
+            if not bare:
+                run.append(child)
+            if self._left_in(run) >= self._smallest:
+                self._close(run)
+                run = []
+        self._close(run)
+
+    def _close(self, run: list[nn.Module]) -> None:
+        """Make ``run`` a unit if it is worth it and can be gathered by itself."""
+        inside = {module for member in run for module in member.modules()}
+        own = [parameter for parameter in _parameters(run) if parameter not in self._taken]
+        if self._left_in(run) >= self._smallest and all(self._owners[parameter] <= inside for parameter in own):
+            self.found.append([member for member in run if next(member.parameters(), None) is not None])
+            self._taken.update(own)
+
+    def _left_in(self, run: Iterable[nn.Module]) -> int:
+        """Numbers in the parameters of ``run`` that are in no unit yet."""
+        return sum(parameter.numel() for parameter in _parameters(run) if parameter not in self._taken)
+
+
+def _parameters(run: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    seen: set[nn.Parameter] = set()
+    for member in run:
+        for parameter in member.parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield parameter
