@@ -1,10 +1,9 @@
 """Devices and links by name, as their data sheets give them: for plans of machines that are not at hand.
 
-Takes a name; gives ``DeviceSpec`` or ``LinkSpec``. Figures are those the vendors print for dense arithmetic: NVIDIA's
-data sheets of P100, T4, V100 (SXM2), A10, A40, A100 (SXM4), L4, L40S, RTX 6000 Ada, H100 and H200 (SXM5), its Ampere GA102
-and Ada architecture white papers for the RTX cards, AMD's data sheets of MI250X and MI300X. Where a sheet prints
-arithmetic with 2:4 sparsity, half of it stands here. Memory is what the driver reports, a little below the printed
-size. No torch here.
+Takes a name; gives ``DeviceSpec`` or ``LinkSpec``. Figures are those the vendors print for dense arithmetic: NVIDIA on
+P100, T4, V100 (SXM2), A10, A40, A100 (SXM4), L4, L40S, RTX 6000 Ada, H100 and H200 (SXM5), in its white papers on GA102
+and Ada for the RTX cards, AMD on MI250X and MI300X. Where a sheet prints arithmetic with 2:4 sparsity, half of it
+stands here. Memory is what the driver reports, a little below the printed size. No torch here.
 """
 
 from __future__ import annotations
