@@ -2,7 +2,8 @@
 
 Takes what ``--model`` takes: a name of ours, ``torchvision:NAME``, ``timm:NAME``, ``unet:TIMM_NAME`` (a U-Net over that
 encoder) or ``package.module:factory``; gives a plain ``nn.Module`` from float (n, in_channels, h, w) to logits:
-(n, classes), or (n, classes, h, w) for U-Nets and torchvision's segmentation networks. To add a model, write its file and give it a line in ``OURS``.
+(n, classes), or (n, classes, h, w) for U-Nets and torchvision's segmentation networks. To add a model, write its file
+and give it a line in ``OURS``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
     """The model called ``name`` with random weights, on the current default device.
 
     Args:
-        name: one of ``model_names()``, ``unet:TIMM_NAME``, ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
+        name: one of ``model_names()``, or as in ``ELSEWHERE``: ``unet:TIMM_NAME``, ``torchvision:NAME``, ``timm:NAME``,
+            ``package.module:factory``.
         classes: of the logits; 1 gives a single logit.
         norm: ``batch``, ``group`` or ``instance`` in our own models; in others ``batch`` keeps what they have and
             ``group`` replaces their BatchNorm.
