@@ -80,7 +80,7 @@ def trace(
         for path, mode in modes_in_training.items()
         if (mode, modes_in_evaluation[path]) != (True, False)
     }
-    return Traced(_layers(training, evaluation, facts), training, evaluation, module, modes)
+    return Traced(_layers(module, training, evaluation, facts), training, evaluation, module, modes)
 
 
 def _modes(module: nn.Module) -> dict[str, bool]:
@@ -169,7 +169,9 @@ def _name_alike(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
     evaluation.recompile()
 
 
-def _layers(training: fx.GraphModule, evaluation: fx.GraphModule, facts: dict[str, Facts]) -> LayerGraph:
+def _layers(
+    module: nn.Module, training: fx.GraphModule, evaluation: fx.GraphModule, facts: dict[str, Facts]
+) -> LayerGraph:
     nodes = list(training.graph.nodes)
     position = {node.name: k for k, node in enumerate(nodes)}
     ranges = [(position[maker], position[node.name]) for node in nodes for maker in facts[node.name].changed]
@@ -201,7 +203,8 @@ def _layers(training: fx.GraphModule, evaluation: fx.GraphModule, facts: dict[st
     # What only training does stays with what it works on: evaluation goes around it and can send no more than training.
     common = {node.name for node in evaluation.graph.nodes}
     ranges += [(k - 1, k) for k, node in enumerate(nodes) if node.name not in common]
-    return LayerGraph(tuple(layers), merged(ranges))
+    classes = {path: type(part).__name__ for path, part in module.named_modules()}
+    return LayerGraph(tuple(layers), merged(ranges), classes)
 
 
 def _state(training: fx.GraphModule, node: fx.Node) -> list[Tensor]:

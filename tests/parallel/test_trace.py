@@ -80,6 +80,7 @@ def test_facts_of_layers() -> None:
     assert layers["size"].output_bytes == 0
     assert not any(layers[name].differentiable for name in ("x", "size", "detach", "sum_1"))
     assert [layer.name for layer in traced.graph.layers if layer.random] == ["drop"]
+    assert {path: traced.graph.classes[path] for path in ("", "conv")} == {"": "Body", "conv": "Conv2d"}
     # The ReLU changes what the BatchNorm made.
     assert traced.graph.inseparable == ((2, 3),)
 
