@@ -1,9 +1,9 @@
 """From a graph to its blocks: bottlenecks, Inception modules, cells, levels of a U-Net, and what stands between them.
 
-Takes a ``LayerGraph``; gives the positions at which a block begins. A region between two values that each carry
-everything stays whole: it is a residual or branched block, however the model is written. Where long skips leave no such
-values, as in a U-Net, or are many, as in a dense block, the repeated modules inside are the blocks. Light layers (norms,
-activations, pools) go with the heavy ones beside them, so that fewest bytes cross between blocks.
+Takes a ``LayerGraph``; gives consecutive layers that belong together. A region between two values that each carry
+everything stays whole: it is a residual or branched block, however the model is written. Where long skips leave no
+such values, as in a U-Net, or there are many skips, as in a dense block, the repeated modules inside are the blocks.
+Light layers (norms, activations, pools) go with the heavy ones beside them, so that fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from parallel.articulation import articulations, bytes_across
 from parallel.graph import INPUT, OUTPUT, LayerGraph
-from parallel.scopes import heavy_positions, repeated, units
+from parallel.scopes import heavy_positions, owner_of, repeated, scope_tree, units
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +25,43 @@ class Block:
     scope: tuple[str, ...] = ()
 
 
-def find_blocks(graph: LayerGraph, unit_of: list[tuple[str, ...]] | None = None) -> list[Block]:
-    """Blocks of the graph, in order, without gaps; the model's input and output are in none.
+def find_blocks(graph: LayerGraph) -> list[Block]:
+    """Blocks of the graph, in order, without gaps; the model's input and output are in none."""
+    return _with_light_layers(graph, units(graph), regions=True)
+
+
+def find_modules(graph: LayerGraph) -> list[Block]:
+    """The model's first level of modules, as ``find_blocks`` gives blocks.
+
+    A module that holds nearly all is looked into where it leaves fewer than three.
+    """
+    root = scope = scope_tree(graph)
+    while True:
+        depth = len(scope.path) + 1
+        paths = [owner_of(layer)[:depth] for layer in graph.layers]
+        outer = [path if path != scope.path[: len(path)] else () for path in paths]
+        blocks = _with_light_layers(graph, outer, regions=False)
+        wrapped = [part for part in scope.parts.values() if 10 * part.heavy >= 9 * root.heavy > 0 and part.parts]
+        if len(blocks) > 2 or not wrapped:
+            return blocks
+        scope = wrapped[0]
+
+
+def _with_light_layers(graph: LayerGraph, unit_of: list[tuple[str, ...]], *, regions: bool) -> list[Block]:
+    """Blocks around the heavy layers.
 
     Args:
-        unit_of: path of the module that each layer belongs to, () for none; ``units`` unless given.
+        unit_of: path of the module that each layer belongs to, () for none.
+        regions: keep whole what lies between two articulations.
     """
-    unit_of = units(graph) if unit_of is None else unit_of
     heavy = heavy_positions(graph)
     begin = next(k for k, layer in enumerate(graph.layers) if layer.kind != INPUT)
     end = next((k for k, layer in enumerate(graph.layers) if layer.kind == OUTPUT), len(graph.layers))
     if begin >= end:
         return []
-    runs = _whole_regions(graph, _runs(unit_of, begin, end), unit_of, heavy)
+    runs = _runs(unit_of, begin, end)
+    if regions:
+        runs = _whole_regions(graph, runs, unit_of, heavy)
     rich = _joined([run for run in runs if not heavy.isdisjoint(range(run.start, run.stop))] or runs[:1])
     across = bytes_across(graph)
     starts = [begin]

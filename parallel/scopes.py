@@ -23,7 +23,9 @@ def heavy_positions(graph: LayerGraph) -> frozenset[int]:
     """Positions of the layers that multiply matrices: convolutions, linear layers, attention; of all that compute
     where the graph knows no flops."""
     known = frozenset(position for position, layer in enumerate(graph.layers) if layer.flops > 0)
-    return known or frozenset(k for k, layer in enumerate(graph.layers) if layer.kind not in (INPUT, OUTPUT, "get_attr"))
+    return known or frozenset(
+        k for k, layer in enumerate(graph.layers) if layer.kind not in (INPUT, OUTPUT, "get_attr")
+    )
 
 
 @dataclass
