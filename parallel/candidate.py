@@ -1,0 +1,114 @@
+"""The ways to train that a planner chooses from: strategy, mesh, microbatches.
+
+Takes the number of ranks and the global batch; gives ``Candidate``, all those that a schedule allows. What they cost and
+whether they fit is for others to say. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parallel.schedules.registry import SCHEDULES
+
+WHOLE = ("single", "ddp", "fsdp")
+"""Strategies in which each rank computes the whole model."""
+
+MAX_DEPTH = 64
+"""Ranks that a model is spread over at most in a search; deeper pipelines have stages of a layer or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to train.
+
+    Attributes:
+        name: of the strategy.
+        ranks: all of them; d groups of ``depth``.
+        depth: ranks that a copy of the model is spread over; 1 where each rank computes all of it.
+        m: microbatches of the global batch, over all groups.
+        chunks: stages a rank holds of each replica.
+        recompute: keep only what enters a stage.
+        shard_optimizer: ranks of a pair of inverted replicas keep half of their optimizer state each.
+    """
+
+    name: str
+    ranks: int
+    depth: int
+    m: int
+    chunks: int = 1
+    recompute: bool = False
+    shard_optimizer: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Data-parallel groups, d."""
+        return self.ranks // self.depth
+
+    @property
+    def splits(self) -> bool:
+        """The model is cut into stages."""
+        return self.name not in WHOLE
+
+    @property
+    def paired(self) -> bool:
+        """A rank holds two stages, one of each of two inverted replicas."""
+        return self.splits and SCHEDULES[self.name].replicas == 2
+
+    @property
+    def stages(self) -> int:
+        return self.depth * self.chunks
+
+    def __str__(self) -> str:
+        mesh = f" {self.groups} x {self.depth}" if self.splits else f" {self.ranks}" if self.ranks > 1 else ""
+        extra = " +recompute" * self.recompute + " +shard-optimizer" * self.shard_optimizer
+        return f"{self.name}{mesh}, m={self.m}{extra}"
+
+
+def candidates(
+    ranks: int,
+    batch: int,
+    *,
+    names: Sequence[str],
+    most_stages: int,
+    depth: int | None = None,
+    m: int | None = None,
+) -> Iterator[Candidate]:
+    """All without recomputation and without a sharded optimizer, which are for those that do not fit.
+
+    Microbatches are of 1, 2, 4, ... tiles, up to a group's share of the batch.
+
+    Args:
+        names: strategies to choose from.
+        most_stages: that the model can be cut into.
+        depth, m: given by the user; None leaves them free.
+    """
+    for name in names:
+        if name in WHOLE:
+            if depth is None and (ranks == 1) == (name == "single"):
+                yield from (Candidate(name, ranks, 1, n) for n in _microbatches(name, ranks, batch, m))
+            continue
+        chunks = 2 if SCHEDULES[name].chunks else 1
+        for ranks_of_group in _depths(ranks, depth):
+            if ranks_of_group * chunks > most_stages:
+                continue
+            for n in _microbatches(name, ranks // ranks_of_group, batch, m):
+                if SCHEDULES[name].chunks and n // (ranks // ranks_of_group) < ranks_of_group:
+                    continue  # too few to fill the chunks: slower than without them
+                yield Candidate(name, ranks, ranks_of_group, n, chunks)
+
+
+def _depths(ranks: int, asked: int | None) -> list[int]:
+    return [d for d in range(2, min(ranks, MAX_DEPTH) + 1) if ranks % d == 0 and asked in (None, d)]
+
+
+def _microbatches(name: str, groups: int, batch: int, asked: int | None) -> list[int]:
+    """Numbers of microbatches: every group has one, every one has a tile."""
+    if name == "mast":
+        return [2 * groups] if 2 * groups <= batch and asked in (None, 2 * groups) else []
+    if asked is not None:
+        return [asked] if groups <= asked <= batch else []
+    if groups > batch:
+        return []
+    sizes = [2**k for k in range(batch.bit_length())]
+    return sorted({groups, *(n for tiles in sizes if (n := -(-batch // tiles)) >= groups)})

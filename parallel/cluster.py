@@ -1,0 +1,68 @@
+"""The machines a plan is for: nodes of ranks, what joins them, and what their devices can hold and do.
+
+Ranks are numbered node by node. Links are one device to another inside a node, and one network card a node between
+nodes, which its ranks share. No torch here, and no figure of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel.device_spec import LinkSpec
+from parallel.simulate_shared import Device
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks and what joins them.
+
+    Attributes:
+        memory_bytes: that each rank may use.
+        per_node: ranks of a node.
+        lanes: ranks of a node that can compute at once without slowing each other; its GPUs, or cores by threads.
+        inside, between: the links inside a node and from one node to another.
+        update_bandwidth: bytes per second that an optimizer reads and writes.
+    """
+
+    name: str
+    memory_bytes: int
+    per_node: int
+    lanes: float
+    inside: LinkSpec
+    between: LinkSpec
+    update_bandwidth: float
+
+    def link(self, first: int, second: int) -> LinkSpec | None:
+        """What joins two ranks; None from a rank to itself."""
+        if first == second:
+            return None
+        return self.inside if first // self.per_node == second // self.per_node else self.between
+
+    def slowdown(self, ranks: int) -> float:
+        """By how much ranks that all compute at once slow each other."""
+        return max(1.0, min(ranks, self.per_node) / self.lanes)
+
+    def devices(self, ranks: int) -> list[Device]:
+        """What the first ``ranks`` ranks share; empty where each has a device of its own."""
+        if self.slowdown(ranks) == 1.0:
+            return []
+        return [
+            Device(tuple(range(begin, min(begin + self.per_node, ranks))), self.lanes)
+            for begin in range(0, ranks, self.per_node)
+        ]
+
+    def sum_s(self, size: int, holders: Sequence[int], *, at_once: int = 1) -> float:
+        """Time to sum ``size`` bytes over ``holders`` by a ring: everybody sends 2 (n - 1) / n of them (Patarasuk and
+        Yuan, J. Parallel Distrib. Comput. 2009).
+
+        Args:
+            at_once: ranks of a node that sum at the same time, each with others, over its one network card.
+        """
+        n = len(set(holders))
+        if n < 2:
+            return 0.0
+        crosses = len({rank // self.per_node for rank in holders}) > 1
+        link = self.between if crosses else self.inside
+        bandwidth = link.bandwidth / at_once if crosses else link.bandwidth
+        return 2 * (n - 1) / n * size / bandwidth + 2 * (n - 1) * link.latency_s
