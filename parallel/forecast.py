@@ -1,0 +1,152 @@
+"""How long a step of a candidate takes, on paper.
+
+Takes a candidate, the costs of its stages or of the whole model, and the cluster; gives ``Forecast``. A split model is
+simulated, one group for all, with ranks that share a device sharing it; gradients are summed beside the remaining
+backward passes, as the engine does. Where each rank computes the whole model, sums are written out: no simulation
+is needed where nobody waits for anybody before the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel.action import Kind, Schedule
+from parallel.candidate import Candidate
+from parallel.cluster import Cluster
+from parallel.lowering import add_recompute
+from parallel.microbatch import share_of, split_batch
+from parallel.placement import Placement
+from parallel.schedules.registry import build_schedule, placement_for
+from parallel.simulate import LinkCost, StageCost, simulate
+from parallel.simulate_shared import simulate_shared
+from parallel.timeline import Timeline
+
+DDP_BUCKET = 25 << 20
+"""Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
+UPDATE_PASSES = 3
+"""Times that an optimizer reads or writes each of: parameters, gradients, each of its states. Read, write, and zero."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one step.
+
+    Attributes:
+        bubble: part of the ranks' time until the last backward pass in which they do not compute.
+        exchange_s: that summing gradients adds after the last backward pass.
+        timeline: of the first group of a split model.
+    """
+
+    step_s: float
+    bubble: float
+    exchange_s: float
+    update_s: float
+    timeline: Timeline | None = None
+
+
+def schedule_of(candidate: Candidate) -> tuple[Schedule, Placement]:
+    """What the ranks of the first group of a split model compute, and where.
+
+    Raises:
+        ValueError: the schedule does not run with these numbers.
+    """
+    placement = placement_for(candidate.name, groups=1, depth=candidate.depth, chunks=candidate.chunks)
+    share = share_of(0, candidate.groups, candidate.m)
+    schedule = build_schedule(candidate.name, placement, len(share))
+    return (add_recompute(schedule) if candidate.recompute else schedule), placement
+
+
+def weights_of(candidate: Candidate, batch: int) -> list[float]:
+    """Of the first group's microbatches, 1 for the largest."""
+    sizes = [len(part) for part in split_batch(batch, candidate.m)]
+    return [sizes[i] / max(sizes) for i in share_of(0, candidate.groups, candidate.m)]
+
+
+def forecast_split(
+    candidate: Candidate,
+    batch: int,
+    costs: Sequence[StageCost],
+    links: dict[tuple[int, int], LinkCost],
+    gradient_bytes: Sequence[int],
+    state_bytes: Sequence[int],
+    cluster: Cluster,
+) -> Forecast:
+    """A model cut into stages.
+
+    Args:
+        costs: of the stages, for the largest microbatch.
+        gradient_bytes: by stage.
+        state_bytes: by stage, of parameters, gradients and optimizer state together.
+    """
+    schedule, placement = schedule_of(candidate)
+    weights = weights_of(candidate, batch)
+    devices = cluster.devices(candidate.depth)
+    timeline = (
+        simulate_shared(schedule, placement, costs, links, devices, weights=weights)
+        if devices
+        else simulate(schedule, placement, costs, links, weights=weights)
+    )
+    computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
+    summed = _summed_s(candidate, timeline, placement, gradient_bytes, cluster)
+    held = [{stage for stage, _ in placement.held_by(rank)} for rank in range(placement.world)]
+    share = 2 if candidate.shard_optimizer else 1
+    update = max(sum(state_bytes[stage] for stage in stages) / share for stages in held)
+    update_s = UPDATE_PASSES * update / cluster.update_bandwidth * cluster.slowdown(candidate.ranks)
+    end = max(computed, summed)
+    return Forecast(end + update_s, timeline.bubble, end - computed, update_s, timeline)
+
+
+def _summed_s(
+    candidate: Candidate,
+    timeline: Timeline,
+    placement: Placement,
+    gradient_bytes: Sequence[int],
+    cluster: Cluster,
+) -> float:
+    """When the last sum of gradients is done: each begins with the last backward pass of its stage, on every holder,
+    and a rank does its sums one after the other."""
+    last: dict[tuple[int, int], float] = {}
+    for rank in timeline.spans:
+        for span in timeline.compute(rank):
+            if span.action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                place = (rank, span.action.stage)
+                last[place] = max(last.get(place, 0.0), span.end_s)
+    free = dict.fromkeys(timeline.spans, 0.0)
+    stages = sorted(range(placement.stages), key=lambda s: max(last[rank, s] for rank in placement.holders(s)))
+    for stage in stages:
+        own = placement.holders(stage)
+        everybody = [group * candidate.depth + rank for group in range(candidate.groups) for rank in own]
+        begin = max(*(last[rank, stage] for rank in own), *(free[rank] for rank in own))
+        at_once = min(cluster.per_node, candidate.depth)
+        end = begin + cluster.sum_s(gradient_bytes[stage], everybody, at_once=at_once)
+        for rank in own:
+            free[rank] = end
+    return max(free.values())
+
+
+def forecast_whole(
+    candidate: Candidate, batch: int, forward_s: float, backward_s: float, param_bytes: int, slots: int, cluster: Cluster
+) -> Forecast:
+    """Each rank computes the whole model.
+
+    Args:
+        forward_s, backward_s: of the largest microbatch.
+        slots: values that the optimizer keeps for each parameter.
+    """
+    ranks = candidate.ranks
+    slow = cluster.slowdown(ranks)
+    units = sum(weights_of(candidate, batch))
+    compute_s = units * (forward_s + backward_s) * slow
+    state = param_bytes * (2 + slots) / (ranks if candidate.name == "fsdp" else 1)
+    update_s = UPDATE_PASSES * state / cluster.update_bandwidth * slow
+    exchange_s = 0.0
+    if candidate.name == "ddp":
+        sum_s = cluster.sum_s(param_bytes, range(ranks))
+        exposed = sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes))
+        exchange_s = max(sum_s - backward_s * slow, exposed)
+    elif candidate.name == "fsdp":
+        # Gathering is half of a ring sum, and so is scattering; every microbatch gathers for forward and for backward.
+        gather_s = cluster.sum_s(param_bytes, range(ranks)) / 2
+        exchange_s = units * (max(0.0, gather_s - forward_s * slow) + max(0.0, gather_s - backward_s * slow)) + gather_s
+    return Forecast(compute_s + exchange_s + update_s, 0.0, exchange_s, update_s)

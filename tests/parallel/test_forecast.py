@@ -1,0 +1,76 @@
+"""Forecasts of steps whose time can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.candidate import Candidate
+from parallel.cluster import Cluster
+from parallel.device_spec import LinkSpec
+from parallel.forecast import DDP_BUCKET, UPDATE_PASSES, forecast_split, forecast_whole
+from parallel.simulate import LinkCost, StageCost
+
+FAST = LinkSpec("fast", 1e30, 0.0)
+
+
+def cluster(per_node: int = 8, lanes: float = 8, link: LinkSpec = FAST, update: float = 1e30) -> Cluster:
+    return Cluster("test", 1 << 30, per_node, lanes, link, link, update)
+
+
+def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: bool) -> float:
+    costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)] * depth
+    links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(depth - 1)}
+    gradients, state = [100] * depth, [400] * depth
+    return forecast_split(Candidate(name, ranks, depth, m, **more), m, costs, links, gradients, state, on).step_s
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "expected"),
+    [("mp-basic", 3, 36), ("gpipe", 4, 21), ("1f1b", 4, 21), ("mast", 2, 21), ("master", 4, 4 * (4 * 2 + 1) + 3)],
+)
+def test_formulas_of_the_papers(name: str, m: int, expected: float) -> None:
+    assert split(name, 4, 4, m, cluster()) == pytest.approx(expected)
+
+
+def test_recomputation_takes_a_forward_pass_more() -> None:
+    assert split("gpipe", 2, 2, 2, cluster()) == 9
+    assert split("gpipe", 2, 2, 2, cluster(), recompute=True) == 9 + 2  # the last stage has just computed one of two
+    assert split("mp-basic", 2, 2, 1, cluster(), recompute=True) == split("mp-basic", 2, 2, 1, cluster())
+
+
+def test_groups_sum_their_gradients_after_the_last_backward_pass() -> None:
+    """Two groups of two: the last stage is done one backward pass (2 s) before the first, whose sum is not hidden."""
+    link = LinkSpec("100 bytes/s", 100.0, 0.0)
+    alone, grouped = (split("gpipe", ranks, 2, ranks * 2, cluster(link=link)) for ranks in (2, 4))
+    assert alone == split("gpipe", 2, 2, 4, cluster())
+    assert grouped == pytest.approx(alone + 1.0)  # half of 2 x 100 bytes at 100 a second
+
+
+def test_ranks_on_one_core_compute_one_after_the_other() -> None:
+    assert split("gpipe", 2, 2, 4, cluster(lanes=1)) == pytest.approx(2 * 4 * 3)
+
+
+def test_update() -> None:
+    plain = split("gpipe", 2, 2, 4, cluster())
+    assert split("gpipe", 2, 2, 4, cluster(update=UPDATE_PASSES * 400.0)) == pytest.approx(plain + 1)
+    pairs = split("bidirectional", 2, 2, 4, cluster())
+    assert split("bidirectional", 2, 2, 4, cluster(update=UPDATE_PASSES * 400.0)) == pytest.approx(pairs + 2)
+    half = split("bidirectional", 2, 2, 4, cluster(update=UPDATE_PASSES * 400.0), shard_optimizer=True)
+    assert half == pytest.approx(pairs + 1)
+
+
+def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:
+    return forecast_whole(Candidate(name, ranks, 1, m), batch, 1.0, 2.0, params, 2, on).step_s
+
+
+def test_whole_models() -> None:
+    assert whole("single", 1, 4, cluster()) == pytest.approx(12)
+    assert whole("ddp", 2, 4, cluster()) == pytest.approx(6)
+    assert whole("ddp", 2, 4, cluster(lanes=1)) == pytest.approx(12)
+    assert whole("ddp", 2, 3, cluster(), batch=3) == pytest.approx(6)  # rank 0 has two of three microbatches
+
+
+def test_data_parallel_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> None:
+    slow = cluster(link=LinkSpec("slow", 4 * DDP_BUCKET, 0.0))  # 1 s for all gradients
+    assert whole("ddp", 2, 4, slow) == pytest.approx(6 + 0.25)
+    assert whole("fsdp", 2, 4, slow) == pytest.approx(6 + 0.5)  # gathering hides behind computing, scattering does not
