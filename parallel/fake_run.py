@@ -44,6 +44,7 @@ class Facts:
         changed: the nodes that made the memory it changed in place.
         saved: (number, bytes) of each piece of memory that autograd keeps of it, parameters and buffers not counted.
         ops: what it computed.
+        gives: (number, bytes) of each piece of memory that its value lies in, parameters and buffers not counted.
     """
 
     output_bytes: int
@@ -53,10 +54,15 @@ class Facts:
     changed: tuple[str, ...]
     saved: tuple[tuple[int, int], ...]
     ops: tuple[Op, ...]
+    gives: tuple[tuple[int, int], ...]
 
 
 def fake_run(
-    training: fx.GraphModule, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    training: fx.GraphModule,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
 ) -> dict[str, Facts]:
     """Facts of every node by name. Parameters, buffers and random state of the modules stay as they are.
 
@@ -67,7 +73,8 @@ def fake_run(
         **dict(training.named_parameters(remove_duplicate=False)),
         **dict(training.named_buffers(remove_duplicate=False)),
     }
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), precision:
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             with fake:
@@ -134,6 +141,7 @@ class _Interpreter(fx.Interpreter):
             changed=tuple(changed),
             saved=tuple(self._watch.saved.items()),
             ops=tuple(self._watch.ops),
+            gives=tuple(sorted(set(filter(None, map(self._watch.numbered, tensors))))),
         )
         return value
 
@@ -161,11 +169,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Takes what autograd keeps, and keeps it as autograd does."""
-        memory = _memory(tensor)
-        if memory not in self._state:
-            number = self._numbers.setdefault(memory, len(self._numbers))
-            self.saved[number] = tensor.untyped_storage().nbytes()
+        if piece := self.numbered(tensor):
+            number, size = piece
+            self.saved[number] = size
         return tensor
+
+    def numbered(self, tensor: Tensor) -> tuple[int, int] | None:
+        """(number, bytes) of the memory of ``tensor``; None where a parameter or buffer lies in it."""
+        memory = _memory(tensor)
+        if memory in self._state:
+            return None
+        return self._numbers.setdefault(memory, len(self._numbers)), tensor.untyped_storage().nbytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -50,6 +50,7 @@ def trace(
     shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    autocast: torch.dtype | None = None,
 ) -> Traced:
     """Layers of ``module`` and what passes between them.
 
@@ -58,6 +59,7 @@ def trace(
     Args:
         shape: (n, c, h, w) of a microbatch; bytes and flops are for it, the graph holds for every shape.
         device: where the layers will run.
+        autocast: type for mixed precision there; None computes in ``dtype``.
 
     Raises:
         ValueError: the module's own forward cannot be traced, or does not run on ``shape``.
@@ -66,7 +68,7 @@ def trace(
         module.train()
         modes_in_training = _modes(module)
         training = _graph(module)
-        facts = fake_run(training, shape, dtype, torch.device(device))
+        facts = fake_run(training, shape, dtype, torch.device(device), autocast)
     with _untouched(module):
         module.eval()
         modes_in_evaluation = _modes(module)
@@ -197,6 +199,7 @@ def _layers(
                 random=fact.random or _unknown(training, node),
                 saved=fact.saved,
                 ops=fact.ops,
+                gives=fact.gives,
             )
         )
     ranges += [(min(places), max(places)) for places in uses.values()]
