@@ -47,11 +47,21 @@ class VerifyCommand:
     float32, where the rounding of one step may decide the next one's maxima."""
     communicator: Literal["auto", "threads", "gloo", "mpi"] = "auto"
     """How ranks talk. threads: in this process; gloo: processes, started here or by torchrun; mpi: started by mpirun;
-    auto: as they were started, else threads."""
+    auto: as they were started, else threads, or gloo where threads cannot, as with fsdp."""
     seed: int = 0
     """Of weights, tiles and dropout."""
     out: Path | None = None
     """Folder for verify.json."""
+
+    @property
+    def talks_over(self) -> Literal["threads", "gloo", "mpi"]:
+        """How ranks talk, ``auto`` decided."""
+        if self.communicator != "auto":
+            return self.communicator
+        launch = find_launch()
+        if launch is None:
+            return "gloo" if self.strategy.name == "fsdp" else "threads"
+        return "mpi" if launch.mpi else "gloo"
 
     def validate(self) -> list[str]:
         found = self.strategy.validate()
@@ -62,6 +72,8 @@ class VerifyCommand:
             found.append("--precision bf16 rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
             found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.norm}")
+        if self.strategy.name == "fsdp" and self.communicator == "threads":
+            found.append("--parallel fsdp talks over torch.distributed: leave --communicator threads out, or use gloo")
         launch = find_launch()
         started = "nothing" if launch is None else "mpirun" if launch.mpi else "torchrun"
         if self.communicator != "auto" and (
@@ -108,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: VerifyCommand, arguments: Sequence[str]) -> int:
-    if command.communicator == "gloo" and find_launch() is None and command.strategy.world > 1:
+    if command.talks_over == "gloo" and find_launch() is None and command.strategy.world > 1:
         from app.launch import start_ranks
 
         return start_ranks(command.strategy.world, "app.verify", arguments)
@@ -137,9 +149,7 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     trial = _trial(command, choose_device(asked.device, launch.local_rank if launch else 0))
     plain = run_plain(trial) if launch is None or launch.rank == 0 else None
     make_engine = _engine_maker(command, trial.device)
-    name = command.communicator
-    if name == "auto":
-        name = "threads" if launch is None else "mpi" if launch.mpi else "gloo"
+    name = command.talks_over
     if name == "threads":
         from parallel.comm.thread_comm import run_on_threads
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -69,10 +69,10 @@ class DataParallelEngine:
         self._seed = seed
         self._autocast = autocast
         self._device = next(module.parameters()).device
-        self._replica: nn.Module | None = self._distributed(module)
+        self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
 
-    def _distributed(self, module: nn.Module) -> nn.Module:
+    def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
         """What forward passes of training go through."""
         return self._communicator.replicate(module)
 
@@ -107,7 +107,7 @@ class DataParallelEngine:
         assert self._replica is not None, "step after close"
         last = i == self.share[-1]
         # Gradients are exchanged once a step, by the last backward; the others only add up locally.
-        waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[operator]
+        waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[attr-defined]
         with waits:
             loss = self._forward(i, microbatch, step)
             # DistributedDataParallel divides by the number of ranks; the global mean weighs every tile alike.

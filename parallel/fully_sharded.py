@@ -8,7 +8,7 @@ Rajbhandari et al. 2020, ZeRO, stage 3, and Zhao et al. 2023, PyTorch FSDP; the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -75,8 +75,8 @@ class FullyShardedEngine(DataParallelEngine):
         self._dtype = next(module.parameters()).dtype
         self._idle = len(self.share) < len(share_of(0, communicator.world, m))
 
-    def _distributed(self, module: nn.Module) -> nn.Module:
-        return module
+    def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
+        return self._shards.forward
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
         last = i == self.share[-1]
@@ -106,7 +106,7 @@ class FullyShardedEngine(DataParallelEngine):
     def _predict(self, images: Tensor) -> Tensor:
         self.module.eval()
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            output: Tensor = self.module(images)
+            output: Tensor = self._shards.forward(images)
         self._shards.release()
         return output.float()
 

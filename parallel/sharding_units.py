@@ -19,7 +19,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def sharding_units(module: nn.Module) -> list[list[nn.Module]]:
-    """Blocks of ``module``: members of Sequential, ModuleList and ModuleDict, which are there to be called.
+    """Blocks of ``module``: members of Sequential, ModuleList and ModuleDict, and modules made of modules, which are
+    there to be called.
 
     Small neighbours in one container make one unit. A parameter that is tied across the border of a unit keeps that
     unit from being one.
@@ -60,11 +61,16 @@ class _Search:
         self._seen.update(children)
         if not isinstance(module, _CONTAINERS):
             for child in children:
-                self._look_into(child)
+                found = len(self.found)
+                if self._left_in([child]) > self._largest or isinstance(child, _CONTAINERS):
+                    self._look_into(child)
+                # The weight of a single layer may be used without calling it, what is made of layers is called.
+                if len(self.found) == found and next(child.children(), None) and not _is_list(child):
+                    self._close([child])
             return
         run: list[nn.Module] = []
         for child in children:
-            bare = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # nobody calls these
+            bare = _is_list(child)
             if bare or self._left_in([child]) > self._largest:
                 self._look_into(child)
                 self._close(run)
@@ -87,6 +93,11 @@ class _Search:
     def _left_in(self, run: Iterable[nn.Module]) -> int:
         """Numbers in the parameters of ``run`` that are in no unit yet."""
         return sum(parameter.numel() for parameter in _parameters(run) if parameter not in self._taken)
+
+
+def _is_list(module: nn.Module) -> bool:
+    """True of what only holds modules: nobody calls it."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
 def _parameters(run: Iterable[nn.Module]) -> Iterator[nn.Parameter]:

@@ -8,7 +8,7 @@ schedule that is right with sends that return at once stays free of deadlock on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ class Work(Protocol):
 class Shards(Protocol):
     """A module whose parameters lie in parts on the ranks. Its forward and backward passes are collective: every rank
     makes as many, of the same submodules in the same order."""
+
+    def forward(self, *inputs: Any) -> Any:
+        """The module's own, gathered unit by unit.
+
+        Raises:
+            ValueError: the module uses parameters of a submodule that it does not call.
+        """
+        ...
 
     def reduce_gradients(self, wanted: bool) -> None:
         """Whether the backward passes that follow sum gradients over the ranks, or add them up whole on this one."""

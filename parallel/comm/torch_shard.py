@@ -41,23 +41,27 @@ class TorchShards:
                 each.set_gradient_divide_factor(1.0)
                 each.set_force_sum_reduction_for_comms(True)
 
+    def forward(self, *inputs: Any) -> Any:
+        try:
+            return self._module(*inputs)
+        except RuntimeError as fault:
+            if "mixed torch.Tensor and DTensor" not in str(fault):
+                raise
+            raise ValueError(
+                "--parallel fsdp gathers the parameters of a module when it is called; this model uses those of one "
+                f"that it does not call ({str(fault).split(':')[0]}): have it call the module, or use --parallel ddp"
+            ) from fault
+
     def reduce_gradients(self, wanted: bool) -> None:
-        """Whether the backward passes that follow sum gradients over the ranks, or add them up whole on this one."""
         self._module.set_requires_gradient_sync(wanted)
 
     def release(self) -> None:
-        """Let go of what the last forward pass left gathered."""
         self._module.reshard()
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All of a parameter, gradient or state, of which each rank has a part; every rank takes part. Anything else
-        is given back as it is."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        return tensor.full_tensor()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def part_like(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's part of ``whole``, divided as ``parameter``; nothing is sent."""
         if not isinstance(parameter, DTensor):
             return whole
         mesh = parameter.device_mesh

@@ -41,6 +41,15 @@ def test_launchers_are_recognised(launcher: str, monkeypatch: pytest.MonkeyPatch
     assert StrategySettings(ranks=1).world == 4
 
 
+def test_ranks_that_talk_over_mpi_cannot_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHERS["mpich"].items():
+        monkeypatch.setenv(name, value)
+    (fault,) = StrategySettings(parallel="fsdp").validate()
+    assert "not MPI" in fault
+    assert "torchrun" in fault
+    assert "--parallel ddp" in fault
+
+
 def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
@@ -56,6 +65,7 @@ def test_every_schedule_can_be_asked_for() -> None:
     [
         ({}, ("single", 1, 1, 1)),
         ({"ranks": 3}, ("ddp", 1, 3, 3)),
+        ({"parallel": "fsdp", "ranks": 3}, ("fsdp", 1, 3, 3)),
         ({"parallel": "mp-basic", "ranks": 2}, ("mp-basic", 2, 1, 1)),
         ({"parallel": "gpipe", "ranks": 2}, ("gpipe", 2, 1, 4)),
         ({"parallel": "gpipe", "ranks": 4, "stages": 2}, ("gpipe", 2, 2, 8)),
@@ -74,6 +84,11 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
     ("asked", "messages"),
     [
         ({"parallel": "gpipe"}, ["--parallel gpipe splits the model over 2 ranks or more; got --ranks 1"]),
+        ({"parallel": "fsdp"}, ["--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks 1"]),
+        (
+            {"parallel": "fsdp", "ranks": 2, "cuts": "fc"},
+            ["--cuts is about a model split into stages; --parallel fsdp"],
+        ),
         ({"parallel": "gpipe", "ranks": 3, "stages": 2}, ["3 ranks cannot be divided into groups of --stages 2"]),
         ({"parallel": "gpipe", "ranks": 2, "stages": 3}, ["--stages must be 2 to the number of ranks, 2; got 3"]),
         ({"parallel": "gpipe", "ranks": 4, "stages": 2, "microbatches": 1}, ["each of 2 groups of 2 ranks needs a"]),

@@ -67,10 +67,10 @@ def test_a_wrong_gradient_is_found(
 
 @pytest.mark.slow
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "app.verify", *TINY, "--parallel", "1f1b", "--ranks", "2", "--out", str(tmp_path)]
-    for more in ((), ("--dtype", "float32")):
+    command = [sys.executable, "-m", "app.verify", *TINY, "--ranks", "2", "--out", str(tmp_path)]
+    for more in (("1f1b", "--communicator", "gloo"), ("fsdp", "--dtype", "float32", "--microbatches", "3")):
         done = subprocess.run(
-            [*command, "--communicator", "gloo", *more],
+            [*command, "--parallel", *more],
             cwd=ROOT,
             env=train_environment(),
             capture_output=True,
@@ -88,6 +88,7 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
         (("--communicator", "mpi"), "--communicator mpi does not fit ranks started by nothing"),
         (("--precision", "bf16", "--steps", "0"), "--steps must be at least 1; got 0"),
         (("--parallel", "gpipe", "--ranks", "2", "--cuts", "nowhere"), "nowhere"),
+        (("--parallel", "fsdp", "--ranks", "2", "--communicator", "threads"), "fsdp talks over torch.distributed"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
