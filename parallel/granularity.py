@@ -13,7 +13,7 @@ from typing import get_args
 
 from parallel.blocks import Block, find_blocks, find_modules
 from parallel.graph import LayerGraph
-from parallel.outline import Level, Link, Outline, Part, Repeat, saved_bytes, seconds_of
+from parallel.outline import Group, Level, Link, Outline, Part, saved_bytes, seconds_of
 from parallel.scopes import heavy_positions
 
 PLAIN = ("Module", "ModuleDict", "ModuleList", "Sequential")
@@ -63,8 +63,8 @@ def coarsen(
             for block, name in zip(blocks, names, strict=True)
             for piece, name in _split(block, name, cuts)
         ]
-    repeats = _repeats(graph, parts) if level in ("block", "module") else ()
-    return Outline(graph, level, tuple(parts), _links(graph, parts), repeats)
+    groups = _repeats(graph, parts) if level in ("block", "module") else _in_blocks(graph, parts)
+    return Outline(graph, level, tuple(parts), _links(graph, parts), groups)
 
 
 def block_cuts(graph: LayerGraph) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ def _links(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Link, ...]:
     return tuple(sorted(links))
 
 
-def _repeats(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Repeat, ...]:
+def _repeats(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
     """Neighbours that are modules of one class, numbered or named inside one module."""
 
     def family(number: int) -> tuple[str, str]:
@@ -201,5 +201,18 @@ def _repeats(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Repeat, ...]:
         modules = {parts[number].scope for number in numbers}
         if kind and len(modules) > 1:
             called = parent if kind in PLAIN else kind.lstrip("_")
-            found.append(Repeat(numbers[0], numbers[-1], f"{len(modules)} × {called}"))
+            found.append(Group(numbers[0], numbers[-1], f"{len(modules)} × {called}"))
+    return tuple(found)
+
+
+def _in_blocks(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
+    """Parts of each block that has several."""
+    blocks = _with_ends(graph, find_blocks(graph))
+    found, number = [], 0
+    for block, name in zip(blocks, _names(graph, blocks), strict=True):
+        first = number
+        while number < len(parts) and parts[number].start < block.stop:
+            number += 1
+        if number - first > 1:
+            found.append(Group(first, number - 1, name))
     return tuple(found)

@@ -32,7 +32,10 @@ def nets_of(outline: Outline) -> list[Net]:
 
 
 def rows_of(outline: Outline, stages: Sequence[int]) -> list[int]:
-    """Row of each part; ``stages`` is the stage of each."""
+    """Row of each part; ``stages`` is the stage of each. Layers of one block have rows of their own, too."""
+    begins = {group.first for group in outline.groups} | {group.last + 1 for group in outline.groups}
+    if outline.level in ("block", "module"):
+        begins = set()
     sources: dict[int, list[int]] = {}
     users: dict[int, list[int]] = {}
     for link in outline.links:
@@ -41,7 +44,7 @@ def rows_of(outline: Outline, stages: Sequence[int]) -> list[int]:
     rows: list[int] = []
     base = 0
     for number, stage in enumerate(stages):
-        if number and stage != stages[number - 1]:
+        if number and (stage != stages[number - 1] or number in begins):
             base = max(rows) + 1
         rows.append(max([base, *(rows[source] + 1 for source in sources.get(number, ()))]))
     for number in reversed(range(len(rows))):

@@ -1,4 +1,4 @@
-"""From a graph to plain data for ``json.dump``: nodes, edges, repeats, cuts and stages.
+"""From a graph to plain data for ``json.dump``: nodes, edges, groups, cuts and stages.
 
 The schema, version 1; bytes and flops are for the traced shapes of one microbatch, seconds null where unknown:
 
@@ -8,7 +8,7 @@ The schema, version 1; bytes and flops are for the traced shapes of one microbat
   ``output_bytes``, ``forward_s``, ``backward_s``.
 - ``edges``: ``source`` and ``target`` (ids), ``values`` (names of layers; none between operations of one layer),
   ``bytes``.
-- ``repeats``: ``first`` and ``last`` (ids), ``label``.
+- ``groups``: ``first`` and ``last`` (ids), ``label``: blocks of one class in one place, layers of one block.
 - ``cuts``: ``before`` (name of the layer that begins the next stage), ``position`` of it, ``values``, ``bytes``.
 - ``stages``: ``stage``, ``first`` and ``last`` (ids of nodes), ``flops``, ``param_bytes``, ``saved_bytes``,
   ``forward_s``, ``backward_s``; ``sends``: ``target`` (stage) and ``bytes`` of each stage it sends to.
@@ -61,7 +61,7 @@ def graph_json(
         "title": title,
         "nodes": nodes,
         "edges": [{**asdict(link), "values": list(link.values)} for link in outline.links],
-        "repeats": [asdict(repeat) for repeat in outline.repeats],
+        "groups": [asdict(group) for group in outline.groups],
         "cuts": [
             {
                 "before": graph.layers[cut.position].name,

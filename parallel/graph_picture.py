@@ -14,7 +14,9 @@ from itertools import pairwise
 
 from parallel.granularity import coarsen
 from parallel.graph import LayerGraph
-from parallel.graph_layout import BOX_HEIGHT, Band, Box, Layout, Wire, lay_out
+from parallel.graph_layout import BOX_HEIGHT, Band, Box, Layout, lay_out
+from parallel.graph_strokes import wire_strokes
+from parallel.graph_style import HUES, style, svg_text
 from parallel.outline import Level, Outline, Part
 from parallel.partition import Partition
 from parallel.picture import FONT
@@ -26,30 +28,10 @@ MARGIN, HEAD = 24.0, 84.0
 """Space around, and above the boxes for title and legend, in px."""
 NARROWEST, WIDEST = 168.0, 296.0
 """Of the boxes, in px; within these as their words need it."""
-STAGE_WORDS, REPEAT_WORDS = 116.0, 26.0
-"""Width left of a column for what is said of stages, and for brackets around repeated parts."""
+STAGE_WORDS, GROUP_WORDS = 116.0, 26.0
+"""Width left of a column for what is said of stages, and for brackets around groups of parts."""
 ROWS, SHAPE = 16, 1.5
 """Rows before the picture is folded, and width by height that a larger one is folded to."""
-
-HUES = (
-    ("#dbe9fa", "#1f66b1", "#16324f", "#5b9fe3"),
-    ("#fde3c8", "#c25a0a", "#4f2c10", "#f0954a"),
-    ("#d5eee6", "#157f64", "#123f34", "#46b895"),
-    ("#ecdff5", "#7b42a8", "#38224a", "#b287d8"),
-    ("#f8dbe1", "#b52c4b", "#4c1c28", "#e57f97"),
-    ("#f3ecc4", "#8a7300", "#40380d", "#cdb53c"),
-    ("#d4ecf1", "#1b7f93", "#123b44", "#4fb4c8"),
-    ("#e4e6ea", "#566074", "#2d3340", "#98a3b8"),
-)
-"""(fill, line) of a stage on light and on dark paper; neighbours differ for colour-blind eyes too."""
-
-INKS = {
-    "ink": ("#1f2733", "#e8ebf0"),
-    "pale": ("#5b6575", "#a3adbd"),
-    "paper": ("#ffffff", "#14181f"),
-    "line": ("#dde1e7", "#39414e"),
-    "track": ("#ffffff", "#0b0e13"),
-}
 
 
 def graph_svg(
@@ -75,15 +57,15 @@ def graph_svg(
     outline = coarsen(graph, level, cuts=whole.starts, forward_s=forward_s, backward_s=backward_s)
     stages = [whole.stage_of(graph.layers[part.start].name) for part in outline.parts]
     box_width = _box_width(outline)
-    margin = (STAGE_WORDS if partition else 0.0) + (REPEAT_WORDS if outline.repeats else 0.0)
+    margin = (STAGE_WORDS if partition else 0.0) + (GROUP_WORDS if outline.groups else 0.0)
     rows = max(ROWS, round(math.sqrt(len(outline.parts) * (1.6 * box_width + margin) / (BOX_HEIGHT + 26) / SHAPE)))
     layout = lay_out(outline, stages, box_width=box_width, margin=margin, top=HEAD, most_rows=rows)
     sums = stage_sums(whole, forward_s, backward_s)
 
-    parts = [*_bands(layout, sums, cut_sums(whole), margin)] if partition else []
-    parts += _wires(layout, outline, stages)
+    parts = [*_bands(layout, sums, cut_sums(whole))] if partition else []
+    parts += wire_strokes(layout, outline, stages)
     parts += _boxes(layout, outline, stages)
-    parts += _repeats(layout, outline)
+    parts += _groups(layout, outline)
     legend, legend_width = _legend(outline, sums, bool(partition))
     width = max(layout.width, legend_width, text_width(title, 19)) + 2 * MARGIN
     height = layout.height + 2 * MARGIN
@@ -92,32 +74,16 @@ def graph_svg(
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" font-family="{FONT}">',
             f"<title>{escape(title)}</title>",
-            f"<style>{_style()}</style>",
+            f"<style>{style()}</style>",
             f'<rect class="paper edge" width="{width:g}" height="{height:g}" rx="10"/>',
             f'<g transform="translate({MARGIN:g} {MARGIN:g})">',
-            _text(0, 18, title, 19, bold=True),
+            svg_text(0, 18, title, 19, bold=True),
             *legend,
-            *parts,
+            *filter(None, parts),
             "</g>",
             "</svg>\n",
         ]
     )
-
-
-def _style() -> str:
-    """Colours on light paper, and on dark paper where the reader asks for it."""
-    sheets = []
-    for dark in (0, 1):
-        rules = [f".{name}{{fill:{colours[dark]}}}" for name, colours in INKS.items()]
-        rules += [f".edge{{stroke:{INKS['line'][dark]}}}", f".rule{{stroke:{INKS['ink'][dark]};fill:none}}"]
-        rules.append(f".bracket{{stroke:{INKS['pale'][dark]};fill:none}}")
-        for stage, hue in enumerate(HUES):
-            fill, line = hue[2 * dark : 2 * dark + 2]
-            rules.append(
-                f".s{stage}{{fill:{fill};stroke:{line}}}.f{stage}{{fill:{line}}}.w{stage}{{stroke:{line};fill:none}}"
-            )
-        sheets.append("".join(rules))
-    return f"{sheets[0]}@media (prefers-color-scheme:dark){{{sheets[1]}}}"
 
 
 def _box_width(outline: Outline) -> float:
@@ -162,14 +128,15 @@ def _boxes(layout: Layout, outline: Outline, stages: Sequence[int]) -> Iterator[
         name = fitted(part.name, 13 * 1.06, inner, keep_end=True)
         room = inner - text_width(name, 13 * 1.06) - 10
         kind = fitted(part.kind, 11, room) if 2 * room > text_width(part.kind, 11) and part.kind != part.name else ""
+        place = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:g}"'
         yield f'<g class="part"><title>{escape(_hover(part))}</title>'
-        yield f'<rect class="s{hue}" x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:g}" rx="5"/>'
-        yield _text(box.x + 8, box.y + 16, name, 13, bold=True)
-        yield _text(box.x + box.width - 8, box.y + 16, kind, 11, "pale", "end") if kind else ""
+        yield f'<rect class="s{hue}" {place} rx="5"/>'
+        yield svg_text(box.x + 8, box.y + 16, name, 13, bold=True)
+        yield svg_text(box.x + box.width - 8, box.y + 16, kind, 11, "pale", "end")
         time = _time(part)
         sizes = fitted(_sizes(part), 11, inner - text_width(time, 11) - (8 if time else 0))
-        yield _text(box.x + 8, box.y + 31, sizes, 11, "pale") if sizes else ""
-        yield _text(box.x + box.width - 8, box.y + 31, time, 11, "ink", "end") if time else ""
+        yield svg_text(box.x + 8, box.y + 31, sizes, 11, "pale")
+        yield svg_text(box.x + box.width - 8, box.y + 31, time, 11, "ink", "end")
         yield from _bar(box, hue, shares[box.number])
         yield "</g>"
 
@@ -192,98 +159,20 @@ def _hover(part: Part) -> str:
     return "\n".join(words)
 
 
-def _wires(layout: Layout, outline: Outline, stages: Sequence[int]) -> Iterator[str]:
-    bytes_of: dict[int, int] = {}
-    for link in outline.links:
-        bytes_of[link.source] = max(bytes_of.get(link.source, 0), link.bytes)
-    most = max(bytes_of.values(), default=0) or 1
-    level = _crossings(layout)
-    for wire in layout.wires:
-        hue, size = stages[wire.source] % len(HUES), bytes_of[wire.source]
-        width = 1.0 + 2.2 * math.sqrt(size / most)
-        dash = "" if size else ' stroke-dasharray="2 3"'
-        yield f'<path class="w{hue}" d="{_rounded(wire)}" stroke-width="{width:.1f}" stroke-linejoin="round"{dash}/>'
-        if wire.dot:
-            x, y = wire.points[0]
-            yield f'<circle class="f{hue}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
-        if wire.arrow:
-            yield f'<path class="f{hue}" d="{_arrow(wire)}"/>'
-        if wire.kind == "trunk" and size:
-            x, y = wire.points[0]
-            yield _text(x - 7, y + 14.5, bytes_text(size), 10, "pale", "end")
-        if wire.kind == "lane" and size:
-            yield from _lane_words(wire, bytes_text(size), level)
-
-
-def _rounded(wire: Wire) -> str:
-    """Corners of a small radius; the line stops short under an arrow."""
-    points = list(wire.points)
-    if wire.arrow:
-        (ax, ay), (bx, by) = points[-2:]
-        length = math.hypot(bx - ax, by - ay) or 1.0
-        points[-1] = (bx - 4 * (bx - ax) / length, by - 4 * (by - ay) / length)
-    path = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
-    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
-        radius = min(5.0, math.dist(before, corner) / 2, math.dist(corner, after) / 2)
-        if radius < 0.05:
-            continue
-        start = _towards(corner, before, radius)
-        end = _towards(corner, after, radius)
-        path.append(f"L{start[0]:.1f} {start[1]:.1f}Q{corner[0]:.1f} {corner[1]:.1f} {end[0]:.1f} {end[1]:.1f}")
-    path.append(f"L{points[-1][0]:.1f} {points[-1][1]:.1f}")
-    return "".join(path)
-
-
-def _towards(start: tuple[float, float], end: tuple[float, float], length: float) -> tuple[float, float]:
-    whole = math.dist(start, end)
-    return start[0] + (end[0] - start[0]) * length / whole, start[1] + (end[1] - start[1]) * length / whole
-
-
-def _arrow(wire: Wire) -> str:
-    (ax, ay), (x, y) = wire.points[-2:]
-    if abs(x - ax) > abs(y - ay):
-        back = 7.0 if x < ax else -7.0
-        return f"M{x:.1f} {y:.1f}l{back:g} -3.6v7.2z"
-    return f"M{x:.1f} {y:.1f}l-3.6 -7h7.2z"
-
-
-def _crossings(layout: Layout) -> list[tuple[float, float, float]]:
-    """(y, left, right) of all that runs level."""
-    found = [(band.top, band.left, band.right) for band in layout.bands]
-    for wire in layout.wires:
-        for (ax, ay), (bx, by) in pairwise(wire.points):
-            if ay == by:
-                found.append((ay, min(ax, bx), max(ax, bx)))
-    return found
-
-
-def _lane_words(wire: Wire, words: str, level: Sequence[tuple[float, float, float]]) -> Iterator[str]:
-    """Upright beside the longest free piece of the lane, where one is long enough."""
-    x, top, bottom = max(
-        ((a[0], min(a[1], b[1]), max(a[1], b[1])) for a, b in pairwise(wire.points) if a[0] == b[0]),
-        key=lambda piece: piece[2] - piece[1],
-    )
-    stops = sorted(
-        {top, bottom, *(y for y, left, right in level if left < x - 1 and right > x - 12 and top < y < bottom)}
-    )
-    free, begin = max(((b - a, a) for a, b in pairwise(stops)), default=(0.0, 0.0))
-    if free >= text_width(words, 9.5) + 8:
-        place = f"translate({x - 4:.1f} {begin + free / 2:.1f}) rotate(-90)"
-        yield f'<text class="pale" transform="{place}" font-size="9.5" text-anchor="middle">{escape(words)}</text>'
-
-
-def _bands(layout: Layout, sums: Sequence[StageSum], cuts: Sequence[CutSum], margin: float) -> Iterator[str]:
+def _bands(layout: Layout, sums: Sequence[StageSum], cuts: Sequence[CutSum]) -> Iterator[str]:
     """Left of the boxes a strip in the stage's colour and what the stage holds; above it the cut it begins with."""
     for band in layout.bands:
         hue = band.stage % len(HUES)
         x = band.left + STAGE_WORDS - 10
         top = band.top + (5 if band.begins and band.stage else 0)
-        yield f'<rect class="f{hue}" x="{x:.1f}" y="{top:.1f}" width="5" height="{max(band.bottom - 5 - top, 4):.1f}" rx="2.5"/>'
+        height = max(band.bottom - 5 - top, 4)
+        yield f'<rect class="f{hue}" x="{x:.1f}" y="{top:.1f}" width="5" height="{height:.1f}" rx="2.5"/>'
         yield from _stage_words(band, sums[band.stage], top, x - 8)
         if band.begins and band.stage:
             cut = cuts[band.stage - 1]
-            yield f'<path class="rule" d="M{band.left:.1f} {band.top:.1f}H{band.right:.1f}" stroke-dasharray="7 4" stroke-width="1.3"/>'
-            yield _text(band.left, band.top - 6, f"cut: {bytes_text(cut.bytes)}", 12, bold=True)
+            path = f"M{band.left:.1f} {band.top:.1f}H{band.right:.1f}"
+            yield f'<path class="rule cut" d="{path}" stroke-dasharray="7 4" stroke-width="1.3"/>'
+            yield svg_text(band.left, band.top - 6, f"cut: {bytes_text(cut.bytes)}", 12, bold=True)
 
 
 def _stage_words(band: Band, total: StageSum, top: float, right: float) -> Iterator[str]:
@@ -292,15 +181,15 @@ def _stage_words(band: Band, total: StageSum, top: float, right: float) -> Itera
         lines += [seconds_text(total.seconds)] if total.seconds else []
         lines += [f"{bytes_text(total.param_bytes)} params", f"{bytes_text(total.saved_bytes)} saved"]
     for k, line in enumerate(lines):
-        yield _text(right, top + 12 + 13.5 * k, line, 12 if not k else 11, "pale" if k else "ink", "end", bold=not k)
+        yield svg_text(right, top + 12 + 13.5 * k, line, 12 if not k else 11, "pale" if k else "ink", "end", bold=not k)
 
 
-def _repeats(layout: Layout, outline: Outline) -> Iterator[str]:
-    """A bracket around the repeated parts of each column."""
+def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
+    """A bracket around the parts of each group, in each column."""
     boxes = {box.number: box for box in layout.boxes}
-    for repeat in outline.repeats:
+    for group in outline.groups:
         columns: dict[int, list[Box]] = {}
-        for number in range(repeat.first, repeat.last + 1):
+        for number in range(group.first, group.last + 1):
             columns.setdefault(boxes[number].column, []).append(boxes[number])
         for column in columns.values():
             x = min(box.x for box in column) - 7
@@ -309,7 +198,7 @@ def _repeats(layout: Layout, outline: Outline) -> Iterator[str]:
             # In the longest piece that no cut runs through.
             stops = [top, *sorted({band.top for band in layout.bands if top < band.top < bottom}), bottom]
             low, high = max(pairwise(stops), key=lambda piece: piece[1] - piece[0])
-            words = fitted(repeat.label, 11, high - low)
+            words = fitted(group.label, 11, high - low)
             place = f"translate({x - 5:.1f} {(low + high) / 2:.1f}) rotate(-90)"
             yield f'<text class="pale" transform="{place}" font-size="11" text-anchor="middle">{escape(words)}</text>'
 
@@ -329,15 +218,5 @@ def _legend(outline: Outline, sums: Sequence[StageSum], staged: bool) -> tuple[l
     bar = "share of the time, light forward, dark backward" if timed else "share of the bytes saved for backward"
     notes = [f"bar: {bar}", "wires: the wider, the more bytes", *(["colour: stage"] if staged else [])]
     lines = [" · ".join(words), " · ".join(notes)]
-    texts = [_text(0, 40, lines[0], 13, "pale"), _text(0, 58, lines[1], 12, "pale")]
+    texts = [svg_text(0, 40, lines[0], 13, "pale"), svg_text(0, 58, lines[1], 12, "pale")]
     return texts, max(text_width(line, 13) for line in lines)
-
-
-def _text(
-    x: float, y: float, text: str, size: float, ink: str = "ink", anchor: str = "start", *, bold: bool = False
-) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return (
-        f'<text class="{ink}" x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}"{weight}>'
-        f"{escape(text)}</text>"
-    )

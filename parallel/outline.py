@@ -59,8 +59,8 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
-    """Parts ``first`` to ``last`` are modules of one class in one place, called ``label``."""
+class Group:
+    """Parts ``first`` to ``last`` belong together: blocks of one class in one place, or the layers of one block."""
 
     first: int
     last: int
@@ -74,14 +74,14 @@ class Outline:
     Attributes:
         graph: what the parts are of.
         links: between parts, by source and target.
-        repeats: by first part; they do not overlap.
+        groups: by first part; they do not overlap.
     """
 
     graph: LayerGraph
     level: Level
     parts: tuple[Part, ...]
     links: tuple[Link, ...]
-    repeats: tuple[Repeat, ...]
+    groups: tuple[Group, ...]
 
 
 def saved_bytes(graph: LayerGraph, positions: Iterable[int]) -> int:
