@@ -27,7 +27,8 @@ class FullyShardedEngine(DataParallelEngine):
 
     A forward or backward pass gathers what the other ranks hold, so all ranks make as many passes, of the same
     submodules in the same order. Where one has fewer microbatches than another, it meanwhile computes one of its own
-    once more, and does not count it. With several microbatches a rank, gradients add up whole until the last one.
+    once more, and does not count it. With several microbatches a rank, gradients add up whole until the last one; under
+    autocast, the copies of weights in the smaller type are kept from the forward to the backward pass.
 
     Args:
         module: the whole model on the CPU, the same on every rank; changed in place.
