@@ -89,14 +89,19 @@ def place_column(first: int, last: int, rows: Sequence[int], nets: Sequence[Net]
             sources.setdefault(target, []).append(net.source)
     chains = chains_of(members, rows, sources)
     column.straight = {pair for chain in chains for pair in pairwise(chain)}
-    _ends(column, chains, rows, nets, sources, inside)
+    targets_of = {net.source: net.targets for net in nets}
+    _ends(column, chains, rows, targets_of, sources, inside)
     for chain in chains:
-        end = rows[chain[-1]]
-        if chain[-1] in column.leaving:
+        tail = chain[-1]
+        end = rows[tail]
+        if tail in column.leaving:
             end = last
-        elif chain[-1] in column.dropped:
-            end = rows[column.dropped[chain[-1]]] - 1
-        x = space.place(rows[chain[0]], max(end, rows[chain[-1]]), box)
+        elif tail in column.dropped:
+            end = rows[column.dropped[tail]]
+        elif any(target in inside for target in targets_of.get(tail, ())):
+            # Nothing begins right under it, or its wires would seem to lead there.
+            end += 1
+        x = space.place(rows[chain[0]], end, box)
         column.x |= dict.fromkeys(chain, x)
     wanted = []
     for net in nets:
@@ -121,12 +126,11 @@ def _ends(
     column: Column,
     chains: Sequence[Sequence[int]],
     rows: Sequence[int],
-    nets: Sequence[Net],
+    targets_of: Mapping[int, Sequence[int]],
     sources: Mapping[int, Sequence[int]],
     inside: set[int],
 ) -> None:
     """How chains begin and end: from an earlier column, into a later one, or down to where they are joined."""
-    targets_of = {net.source: net.targets for net in nets}
     for chain in chains:
         head, tail = chain[0], chain[-1]
         before = [source for source in sources.get(head, ()) if rows[source] < column.first]

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from parallel.outline import Outline
 
+UNEVEN = 20.0
+"""Nets that may cross a fold rather than a column be twice as long as it should."""
+
 
 @dataclass(frozen=True, slots=True)
 class Net:
@@ -54,21 +57,25 @@ def rows_of(outline: Outline, stages: Sequence[int]) -> list[int]:
     return rows
 
 
-def folds_of(rows: Sequence[int], nets: Sequence[Net], most: int) -> list[int]:
-    """First row of each column of about ``most`` rows; folded where few nets cross."""
+def folds_of(rows: Sequence[int], nets: Sequence[Net], ideal: int) -> list[int]:
+    """First row of each column of about ``ideal`` rows, folded where few nets cross; the best of all ways to fold."""
     count = max(rows) + 1
-    columns = -(-count // most)
     crossing = [0] * (count + 1)
     for net in nets:
         for row in range(rows[net.source] + 1, max(rows[target] for target in net.targets) + 1):
             crossing[row] += 1
-    starts = [0]
-    for column in range(1, columns):
-        ideal = round(count * column / columns)
-        reach = max(1, count // columns // 3)
-        near = range(max(starts[-1] + 1, ideal - reach), min(count, ideal + reach + 1))
-        starts.append(min(near, key=lambda row: (crossing[row] + abs(row - ideal) / 2, row)))
-    return starts
+    best, begin = [0.0], [0]
+    for end in range(1, count + 1):
+        starts = range(max(0, end - 2 * ideal), end)
+        # The last column may be short.
+        off = [max(end - start - ideal, 0 if end == count else ideal - (end - start)) / ideal for start in starts]
+        costs = [best[start] + crossing[start] + UNEVEN * part**2 for start, part in zip(starts, off, strict=True)]
+        best.append(min(costs))
+        begin.append(starts[costs.index(best[-1])])
+    folds = [begin[count]]
+    while folds[-1]:
+        folds.append(begin[folds[-1]])
+    return folds[::-1]
 
 
 def chains_of(members: Sequence[int], rows: Sequence[int], sources: Mapping[int, Sequence[int]]) -> list[list[int]]:

@@ -79,7 +79,7 @@ class Layout:
 
 
 def lay_out(
-    outline: Outline, stages: Sequence[int], *, box_width: float, margin: float, top: float, most_rows: int
+    outline: Outline, stages: Sequence[int], *, box_width: float, margin: float, top: float, column_rows: int
 ) -> Layout:
     """Places of all parts and wires.
 
@@ -88,10 +88,10 @@ def lay_out(
         box_width: of every box.
         margin: left of each column, for words about stages and repeats.
         top: y of the first row's gap.
-        most_rows: about as many rows in a column.
+        column_rows: about as many in a column.
     """
     rows, nets = rows_of(outline, stages), nets_of(outline)
-    starts = folds_of(rows, nets, most_rows)
+    starts = folds_of(rows, nets, column_rows)
     ends = [*(start - 1 for start in starts[1:]), max(rows)]
     box_units = int(-(-box_width // UNIT)) + 1
     columns = [place_column(*ends_, rows, nets, box_units) for ends_ in zip(starts, ends, strict=True)]

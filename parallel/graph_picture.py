@@ -59,7 +59,7 @@ def graph_svg(
     box_width = _box_width(outline)
     margin = (STAGE_WORDS if partition else 0.0) + (GROUP_WORDS if outline.groups else 0.0)
     rows = max(ROWS, round(math.sqrt(len(outline.parts) * (1.6 * box_width + margin) / (BOX_HEIGHT + 26) / SHAPE)))
-    layout = lay_out(outline, stages, box_width=box_width, margin=margin, top=HEAD, most_rows=rows)
+    layout = lay_out(outline, stages, box_width=box_width, margin=margin, top=HEAD, column_rows=rows)
     sums = stage_sums(whole, forward_s, backward_s)
 
     parts = [*_bands(layout, sums, cut_sums(whole))] if partition else []
@@ -127,7 +127,7 @@ def _boxes(layout: Layout, outline: Outline, stages: Sequence[int]) -> Iterator[
         inner = box.width - 16
         name = fitted(part.name, 13 * 1.06, inner, keep_end=True)
         room = inner - text_width(name, 13 * 1.06) - 10
-        kind = fitted(part.kind, 11, room) if 2 * room > text_width(part.kind, 11) and part.kind != part.name else ""
+        kind = fitted(part.kind, 11, room) if room > 0.8 * text_width(part.kind, 11) and part.kind != part.name else ""
         place = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:g}"'
         yield f'<g class="part"><title>{escape(_hover(part))}</title>'
         yield f'<rect class="s{hue}" {place} rx="5"/>'
