@@ -1,0 +1,133 @@
+"""The model and its loss as a planner sees them: traced with one tile, on tensors without data.
+
+Takes the names a user gives; gives a ``Task``. No weights are drawn and no memory is taken, whatever the size of model
+and tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from app.objective import PixelClassLoss, TileClassLoss
+from models.blocks import Norm
+from models.registry import build_model
+from parallel.cost import Costs
+from parallel.graph import LayerGraph
+from parallel.split_backward import DeferredWeights
+from parallel.task import Task
+from parallel.trace import trace
+
+SLOTS = {"sgd": 1, "adamw": 2}
+"""Values that an optimizer keeps for each parameter."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, by name.
+
+    Attributes:
+        tile: side in px.
+        segments: a class per pixel, or one per tile; None: whichever the model gives.
+        autocast: type for mixed precision; None computes in float32.
+    """
+
+    model: str
+    tile: int
+    classes: int
+    norm: Norm = "batch"
+    segments: bool | None = None
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    autocast: torch.dtype | None = None
+
+    def build(self) -> nn.Module:
+        """The model, without data where it can be made so.
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        try:
+            with torch.device("meta"):
+                return build_model(self.model, classes=self.classes, norm=self.norm)
+        except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
+            return build_model(self.model, classes=self.classes, norm=self.norm)
+
+    def trace(self, autocast: torch.dtype | None = None) -> LayerGraph:
+        """The graph of model and loss for one tile.
+
+        Raises:
+            ValueError: the model cannot be traced, or does not run on such a tile.
+        """
+        graph = trace(self.build(), (1, 3, self.tile, self.tile), autocast=autocast).graph
+        segments = self.segments
+        if segments is None:
+            segments = graph.layers[-1].output_bytes >= self.classes * self.tile**2
+        return with_loss(graph, self.classes, self.tile if segments else None)
+
+    def task(self, batch: int, estimate: Callable[[LayerGraph], Callable[[int], Costs]]) -> Task:
+        """For a planner.
+
+        Args:
+            estimate: takes the graph in float32, gives what its layers cost by tiles of a microbatch.
+
+        Raises:
+            ValueError: as ``trace``.
+        """
+        plain = self.trace()
+        kept = self.trace(self.autocast) if self.autocast else plain
+        refused = {}
+        try:
+            DeferredWeights(self.build())
+        except ValueError as fault:
+            refused["zero-bubble"] = str(fault)
+        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused)
+
+
+def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:
+    """``graph`` of one tile, its output layer computing the loss too, as the last stage does.
+
+    Args:
+        side: px of the pixels that are classified; None: one class per tile.
+    """
+    shape = (1, classes) if side is None else (1, classes, side, side)
+    loss = trace(_OnTargets(TileClassLoss() if side is None else PixelClassLoss()), shape).graph
+    computed = loss.layers[3:]  # behind the input, the zero, and their sum
+    free = 1 + max((number for layer in graph.layers for number, _ in layer.saved), default=0)
+    output = dataclasses.replace(
+        graph.layers[-1],
+        saved=tuple({free + number: size for layer in computed for number, size in layer.saved}.items()),
+        ops=tuple(op for layer in computed for op in layer.ops),
+    )
+    return dataclasses.replace(graph, layers=(*graph.layers[:-1], output))
+
+
+class _OnTargets(nn.Module):
+    """A loss of logits (n, C) or (n, C, h, w) that need a gradient."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(()))
+        self.loss = _OfZeros(loss)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        value: Tensor = self.loss(logits + self.zero)
+        return value
+
+
+class _OfZeros(nn.Module):
+    """A loss whose targets are all class 0."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: Tensor) -> Tensor:
+        places = (logits.shape[0], *logits.shape[2:])
+        dtype = torch.uint8 if len(places) > 1 else torch.int64  # as the stream gives masks and labels
+        value: Tensor = self.loss(logits, torch.zeros(places, dtype=dtype, device=logits.device))
+        return value

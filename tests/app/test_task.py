@@ -1,0 +1,52 @@
+"""What a planner is told of a model and its loss: what really is kept, and whether the model gives classes of pixels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.objective import PixelClassLoss, TileClassLoss
+from app.task import Workload
+from parallel.activations import ActivationMeter
+from parallel.cost import Costs, LayerCost
+from parallel.graph import LayerGraph
+
+CLASSES = 5
+
+
+def kept(graph: LayerGraph) -> int:
+    return sum(dict(entry for layer in graph.layers for entry in layer.saved).values())
+
+
+@pytest.mark.parametrize(("model", "loss"), [("resnet18", TileClassLoss()), ("unet_w4", PixelClassLoss())])
+def test_model_and_loss_keep_what_is_predicted(model: str, loss: nn.Module) -> None:
+    graph = Workload(model, 64, CLASSES).trace()
+    net = Workload(model, 64, CLASSES).build().to_empty(device="cpu")
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.data.zero_()
+    meter = ActivationMeter(net)
+    targets = torch.zeros((1, 64, 64), dtype=torch.uint8) if model == "unet_w4" else torch.zeros(1, dtype=torch.int64)
+    with meter.watching():
+        value: Tensor = loss(net(torch.zeros(1, 3, 64, 64)), targets)
+    assert value.requires_grad
+    assert kept(graph) == pytest.approx(meter.bytes, rel=0.001)
+
+
+def test_the_loss_is_the_last_layers() -> None:
+    plain, masks = (Workload("unet_w4", 64, CLASSES, segments=s).trace().layers[-1] for s in (None, True))
+    assert plain == masks
+    assert any("log_softmax" in op.name for op in masks.ops)
+    assert sum(size for _, size in masks.saved) > 64 * 64 * CLASSES * 4
+
+
+def test_a_task() -> None:
+    costs = Costs((LayerCost(1, 2, 1),), "test")
+    task = Workload("torchvision:densenet121", 64, CLASSES, optimizer="sgd").task(4, lambda _: lambda tiles: costs)
+    assert (task.batch, task.slots, dict(task.refused)) == (4, 1, {})
+    assert task.estimate(1) is costs
+
+
+def test_unknown_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean"):
+        Workload("resnet5O", 64, CLASSES).trace()
