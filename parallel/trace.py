@@ -22,7 +22,7 @@ from parallel.fake_run import Facts, fake_run
 from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.tracer import GraphTracer, scope_of
 
-DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.")
+DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.", "timm.")
 """Packages whose modules draw random numbers whenever they can, so that one run shows it."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 SCOPE = "scope"
 """Key in a node's ``meta``: path of the module whose forward the node is from."""
@@ -64,6 +65,8 @@ class GraphTracer(fx.Tracer):
         return (
             super().is_leaf_module(m, module_qualified_name)
             or module_qualified_name in self.opaque
+            # Also others' kinds of it: running statistics are kept right layer by layer.
+            or isinstance(m, _NormBase)
             or isinstance(m, torch.jit.ScriptModule)
             or any(getattr(m, hooks) for hooks in HOOKS)
         )

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
@@ -81,3 +82,47 @@ def test_engines_that_are_let_go_of_free_their_parameters(schedule: str) -> None
     gc.collect()
     assert held
     assert not [reference for reference in held if reference() is not None]
+
+
+class NormAndReLU(nn.BatchNorm2d):
+    """As timm has one: batch norm and activation in one layer."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = self.momentum or 0.0
+        norm = F.batch_norm(
+            images, self.running_mean, self.running_var, self.weight, self.bias, self.training, momentum, self.eps
+        )
+        return norm.relu()
+
+
+@pytest.mark.parametrize("strategy", [Strategy("master", 2, 2, 4), Strategy("gpipe", 2, 2, 4, recompute=True)], ids=str)
+def test_running_statistics_of_batch_norms_that_are_not_torchs_own(strategy: Strategy) -> None:
+    """timm's BatchNormAct2d was traced into: its stage held two bare tensors in place of a normalisation layer, nobody
+    kept them right, and under master the running statistics of an EfficientNet were those of half of the tiles, under
+    recomputation those of all of them twice."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), NormAndReLU(4), nn.Conv2d(4, 4, 3), NormAndReLU(4), nn.Flatten(2), nn.AdaptiveAvgPool1d(1)
+    ).double()
+    tiles = batch_of([2] * 4, 8, 0, torch.float64)
+    plain = copy.deepcopy(model).train()
+    for images, _ in tiles:
+        plain(images)
+
+    def rank(communicator: Communicator, _: None) -> dict[str, Any]:
+        engine = assemble(
+            copy.deepcopy(model),
+            lambda output, targets: output.square().mean(),
+            functools.partial(torch.optim.SGD, lr=0.0),
+            communicator,
+            strategy,
+            shape=(2, 3, 8, 8),
+            batch=8,
+            device=torch.device("cpu"),
+        )
+        engine.step([Microbatch(*tiles[i], (2, 3, 8, 8)) for i in engine.share], 0, 0.0)
+        return engine.state_dict()
+
+    torch.testing.assert_close(dict(run_on_threads(2, rank)[0]["model"]), dict(plain.state_dict()))
