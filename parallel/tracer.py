@@ -65,9 +65,8 @@ class GraphTracer(fx.Tracer):
         return (
             super().is_leaf_module(m, module_qualified_name)
             or module_qualified_name in self.opaque
-            # Also others' kinds of it: running statistics are kept right layer by layer.
-            or isinstance(m, _NormBase)
-            or isinstance(m, torch.jit.ScriptModule)
+            # Also others' kinds of batch norm: running statistics are kept right layer by layer.
+            or isinstance(m, (_NormBase, torch.jit.ScriptModule))
             or any(getattr(m, hooks) for hooks in HOOKS)
         )
 
