@@ -1,0 +1,212 @@
+"""Times of single operations on the device, forward and backward apart, as autograd runs them.
+
+Takes a shape, of a convolution or a matrix product, or the name of an operation and a number of bytes; gives
+``Reading``. Each pass runs once to warm up, then until its fastest run is settled: the fastest of several runs is what
+the operation takes while nothing else runs on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.calibration_design import Product
+from parallel.op import Convolution, Op
+
+LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 12, 0.01
+"""Runs of a pass after the first: at least, at most, and the time after which no more follow."""
+SIDE_BY_SIDE = 8
+"""Runs that an accelerator is given at once, so that launching them is not what is timed."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and how operations are timed.
+
+    Attributes:
+        channels_last: memory layout of images and of the kernels of convolutions.
+        clock: seconds; of the thread instead of the wall to look at a model's form on a machine that is busy.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = True
+    clock: Clock = time.perf_counter
+
+    def tensor(self, *shape: int) -> Tensor:
+        """Random numbers, in the layout of the setting where there are four dims."""
+        made = torch.randn(shape, device=self.device, dtype=self.dtype)
+        return made.contiguous(memory_format=torch.channels_last) if self.channels_last and len(shape) == 4 else made
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Seconds of one operation.
+
+    Attributes:
+        input_s: of the backward pass for the gradient of what goes in.
+        weight_s: of the backward pass for the gradients of the parameters alone; 0 where there are none.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+
+def fastest(run: Callable[[], object], setting: Setting) -> float:
+    """Seconds of the fastest of several runs."""
+    at_once = 1 if setting.device.type == "cpu" else SIDE_BY_SIDE
+    run()
+    taken: list[float] = []
+    while len(taken) < LEAST_RUNS or (len(taken) < MOST_RUNS and sum(taken) * at_once < ENOUGH_S):
+        _settle(setting.device)
+        start = setting.clock()
+        for _ in range(at_once):
+            run()
+        _settle(setting.device)
+        taken.append((setting.clock() - start) / at_once)
+    return min(taken)
+
+
+def time_convolution(shape: Convolution, setting: Setting) -> Reading:
+    """A convolution of two dims with a kernel of its own."""
+    images = setting.tensor(shape.batch, shape.channels_in, *shape.size_in).requires_grad_()
+    outer, inner = (
+        (shape.channels_in, shape.channels_out) if shape.transposed else (shape.channels_out, shape.channels_in)
+    )
+    weight = setting.tensor(outer, inner // shape.groups, *shape.kernel).requires_grad_()
+    if shape.transposed:
+        padding = [max(math.ceil((k - s) / 2), 0) for k, s in zip(shape.kernel, shape.stride, strict=True)]
+        rest = [s - k + 2 * p for s, k, p in zip(shape.stride, shape.kernel, padding, strict=True)]
+        return _time(
+            lambda: F.conv_transpose2d(images, weight, None, shape.stride, padding, rest), images, [weight], setting
+        )
+    padding = [d * (k - 1) // 2 for d, k in zip(shape.dilation, shape.kernel, strict=True)]
+    return _time(
+        lambda: F.conv2d(images, weight, None, shape.stride, padding, shape.dilation, shape.groups),
+        images,
+        [weight],
+        setting,
+    )
+
+
+def time_product(shape: Product, setting: Setting) -> Reading:
+    """A linear layer."""
+    rows = setting.tensor(shape.rows, shape.inner).requires_grad_()
+    weight = setting.tensor(shape.columns, shape.inner).requires_grad_()
+    bias = setting.tensor(shape.columns).requires_grad_()
+    return _time(lambda: F.linear(rows, weight, bias), rows, [weight, bias], setting)
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """An operation that moves bytes.
+
+    Attributes:
+        run: it, on images (n, c, h, w).
+        inputs: how often it is given the images.
+        in_place: it changes what it is given.
+        backward: time its backward pass; others have none, or share that of the operation not in place.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    inputs: int = 1
+    in_place: bool = False
+    backward: bool = True
+
+
+def _batch_norm(images: Tensor) -> Tensor:
+    state = [torch.ones(images.shape[1], device=images.device) for _ in range(4)]
+    return F.batch_norm(images, state[0], state[1], state[2].requires_grad_(), state[3].requires_grad_(), training=True)
+
+
+def _layer_norm(images: Tensor) -> Tensor:
+    rows = images.view(-1, images.shape[1]) if images.is_contiguous() else images.permute(0, 2, 3, 1)
+    return F.layer_norm(rows, rows.shape[-1:])
+
+
+def _changed(run: Callable[[Tensor], object], inputs: int = 1) -> Moving:
+    def changed(images: Tensor) -> Tensor:
+        run(images)
+        return images
+
+    return Moving(changed, inputs, in_place=True, backward=False)
+
+
+MOVING: dict[str, Moving] = {
+    "native_batch_norm": Moving(_batch_norm),
+    "relu": Moving(F.relu),
+    "relu_": _changed(torch.relu_),
+    "add": Moving(lambda images: images + images, inputs=2, backward=False),
+    "add_": _changed(lambda images: images.add_(images), inputs=2),
+    "cat": Moving(lambda images: torch.cat([images, images.detach()], 1), inputs=2),
+    "max_pool2d_with_indices": Moving(lambda images: F.max_pool2d(images, 3, 2, 1)),
+    "avg_pool2d": Moving(lambda images: F.avg_pool2d(images, 2)),
+    "mean": Moving(lambda images: images.mean((2, 3), keepdim=True)),
+    "upsample_nearest2d": Moving(lambda images: F.interpolate(images, scale_factor=2.0)),
+    "upsample_bilinear2d": Moving(lambda images: F.interpolate(images, scale_factor=2.0, mode="bilinear")),
+    "mul": Moving(lambda images: images * images[:, :, :1, :1].detach()),
+    "gelu": Moving(F.gelu),
+    "silu": Moving(F.silu),
+    "silu_": _changed(lambda images: F.silu(images, inplace=True)),
+    "hardswish": Moving(F.hardswish),
+    "hardswish_": _changed(lambda images: F.hardswish(images, inplace=True)),
+    "hardtanh": Moving(F.relu6),
+    "hardtanh_": _changed(lambda images: F.relu6(images, inplace=True)),
+    "sigmoid": Moving(torch.sigmoid),
+    "native_layer_norm": Moving(_layer_norm),
+    "native_group_norm": Moving(lambda images: F.group_norm(images, 8)),
+    "_softmax": Moving(lambda images: images.softmax(-1)),
+    "clone": Moving(lambda images: images.clone(), backward=False),
+    "bernoulli_": _changed(lambda images: images.bernoulli_(0.5)),
+    "div_": _changed(lambda images: images.div_(0.5)),
+    "mul_": _changed(lambda images: images.mul_(0.5)),
+}
+"""torch's name of an operation -> how it is run."""
+
+
+def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Reading]:
+    """The operation ``name`` on ``images`` (n, c, h, w): as a graph has it, and its times."""
+    moving = MOVING[name]
+    with torch.set_grad_enabled(not moving.in_place):
+        given = images.detach() if moving.in_place or not moving.backward else images.detach().requires_grad_()
+        output = moving.run(given)
+        indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
+        op = Op(name, 0, moving.inputs * _bytes(images), _bytes(output) + indices)
+        if moving.backward:
+            return op, _time(lambda: moving.run(given), given, [], setting)
+        return op, Reading(fastest(lambda: moving.run(given), setting), 0.0, 0.0)
+
+
+def time_fresh(size: int, setting: Setting) -> float:
+    """Seconds that ``size`` bytes cost for being new to the process each time, besides being written."""
+    kept = torch.empty(size, dtype=torch.uint8, device=setting.device)
+    return max(fastest(lambda: torch.empty_like(kept).fill_(1), setting) - fastest(lambda: kept.fill_(1), setting), 0.0)
+
+
+def _time(run: Callable[[], Tensor], images: Tensor, weights: list[Tensor], setting: Setting) -> Reading:
+    forward_s = fastest(run, setting)
+    output = run()
+    gradient = torch.randn_like(output)
+
+    def backward_s(wanted: list[Tensor]) -> float:
+        return fastest(lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True), setting)
+
+    return Reading(forward_s, backward_s([images]), backward_s(weights) if weights else 0.0)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,99 @@
+"""Polynomials that predict the time of an operation from its shape.
+
+Takes shapes as rows of features, and the ratio of measured seconds to what the operation would take at the device's
+best; gives ``Polynomial``: the logarithm of that ratio as a polynomial of second degree in the features, by ridge
+regression, with the strength of the penalty found by cross-validation (Pedregosa et al., Scikit-learn, JMLR 2011).
+Beyond the shapes it has seen it is constant, so that time goes in proportion to the work. scikit-learn is needed to fit
+it, numpy to use it. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+FOLDS, ENOUGH = 5, 15
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """log(ratio) = intercept + coefficients . monomials of the features, each scaled to [-1, 1] and bounded there."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    powers: tuple[tuple[int, ...], ...]
+    coefficients: tuple[float, ...]
+    intercept: float
+
+    def __call__(self, features: Sequence[Sequence[float]]) -> Floats:
+        """The ratio, for each row."""
+        scaled = _unit(np.asarray(features, float), np.asarray(self.low), np.asarray(self.high))
+        powers = np.asarray(self.powers, int).reshape(-1, scaled.shape[1])
+        monomials = np.prod(scaled[:, None, :] ** powers[None], axis=2)
+        ratios: Floats = np.exp(self.intercept + monomials @ np.asarray(self.coefficients, float))
+        return ratios
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Polynomial:
+        """What ``to_dict`` gave, through JSON or not."""
+        return Polynomial(
+            tuple(data["low"]),
+            tuple(data["high"]),
+            tuple(tuple(row) for row in data["powers"]),
+            tuple(data["coefficients"]),
+            data["intercept"],
+        )
+
+
+def fit(features: Sequence[Sequence[float]], ratios: Sequence[float]) -> tuple[Polynomial, list[float]]:
+    """A polynomial, and the relative errors of its like on rows that were left out of fitting.
+
+    Args:
+        features: rows; fewer than ``ENOUGH`` give a constant, the median.
+        ratios: measured over best possible seconds, positive.
+    """
+    from sklearn.model_selection import KFold, cross_val_predict
+
+    x, y = np.asarray(features, float), np.log(np.asarray(ratios, float))
+    low, high = x.min(0), x.max(0)
+    if len(y) < ENOUGH:
+        middle = float(np.median(y))
+        constant = Polynomial(tuple(low.tolist()), tuple(high.tolist()), (), (), middle)
+        return constant, np.abs(np.exp(middle - y) - 1).tolist()
+    x = _unit(x, low, high)
+    model = _pipeline()
+    left_out = cross_val_predict(model, x, y, cv=KFold(FOLDS, shuffle=True, random_state=0))
+    model.fit(x, y)
+    expand, ridge = model[0], model[-1]
+    polynomial = Polynomial(
+        tuple(low.tolist()),
+        tuple(high.tolist()),
+        tuple(tuple(int(power) for power in row) for row in expand.powers_),
+        tuple(ridge.coef_.tolist()),
+        float(ridge.intercept_),
+    )
+    return polynomial, np.abs(np.exp(left_out - y) - 1).tolist()
+
+
+def _pipeline() -> Any:
+    from sklearn.linear_model import RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import PolynomialFeatures
+
+    return make_pipeline(PolynomialFeatures(2, include_bias=False), RidgeCV(PENALTIES))
+
+
+def _unit(x: Floats, low: Floats, high: Floats) -> Floats:
+    bounded: Floats = 2 * (np.clip(x, low, high) - low) / np.maximum(high - low, 1e-9) - 1
+    return bounded
