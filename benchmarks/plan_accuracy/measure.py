@@ -1,0 +1,204 @@
+"""What runs on the ranks: every way to train of one problem, each built as ``app.train`` builds it, in turn.
+
+Takes a communicator, the name of a problem, and candidates with their cuts; gives when the steps of each began and ended
+on this rank, by how much the process grew, and what autograd kept. The first step of each is not timed: it makes the
+optimizer's state, and what autograd keeps is counted in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import gc
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from app.config import OptimizerSettings
+from app.engines import build_engine, build_optimizer
+from app.machine import usable_cores
+from app.objective import PixelClassLoss, TileClassLoss
+from app.strategy import StrategySettings
+from benchmarks.plan_accuracy.problems import CLASSES, Problem, named
+from models.registry import build_model
+from parallel.activations import ActivationMeter
+from parallel.candidate import Candidate
+from parallel.comm.communicator import Communicator
+from parallel.microbatch import split_batch
+from parallel.step import Microbatch
+
+CPU = torch.device("cpu")
+LEARNING_RATE = 1e-3
+LOADING_PX = 64
+FREE = 0.4
+"""Part of the machine's free memory that may be taken to keep all candidates of a problem at hand at once."""
+
+
+class Contender:
+    """One way to train, at work."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, cuts: Iterable[str], communicator: Communicator) -> None:
+        self.problem, self.candidate = problem, candidate
+        self._communicator = communicator
+        self._base = _status_bytes("VmRSS")
+        self._times: list[tuple[float, float]] = []
+        self._number = 0
+        torch.manual_seed(0)
+        model = build_model(problem.model, classes=CLASSES).to(memory_format=torch.channels_last)
+        parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        self._engine = build_engine(
+            _settings(problem, candidate, cuts),
+            model,
+            PixelClassLoss() if problem.segments else TileClassLoss(),
+            functools.partial(_optimizer, problem.optimizer),
+            communicator,
+            tile=problem.tile,
+            seed=0,
+            device=CPU,
+        )
+        self._sizes = [len(part) for part in split_batch(problem.batch, candidate.m)]
+        self._images, self._targets = _tiles(problem, max(self._sizes))
+        del model
+        trim()
+        # Other stages than this rank's are gone by now.
+        self._parameters = [parameter for ref in parameters if (parameter := ref()) is not None]
+
+    def first(self) -> None:
+        """The step that is not timed."""
+        meter = ActivationMeter()
+        meter.exclude(self._parameters)
+        with meter.watching():
+            self._step()
+        # What fully sharded parameters are gathered into is kept by torch, not by autograd alone.
+        self.kept_bytes = None if self.candidate.name == "fsdp" else meter.peak_bytes
+
+    def grown(self) -> None:
+        """A timed step, and by how much the process is larger in it than before the model was there."""
+        _forget_peak()
+        self.timed()
+        self.growth_bytes = _status_bytes("VmHWM") - self._base
+
+    def timed(self) -> None:
+        self._communicator.barrier()
+        begun = time.perf_counter()
+        self._step()
+        self._times.append((begun, time.perf_counter()))
+
+    def _step(self) -> None:
+        self._engine.step(self._microbatches(), self._number, LEARNING_RATE)
+        self._number += 1
+
+    def _microbatches(self) -> Iterator[Microbatch]:
+        """Made as they are asked for, as tiles read from slides are."""
+        for i in self._engine.share:
+            n, wants = self._sizes[i], self._engine.wants(i)
+            yield Microbatch(
+                self._images[:n].clone() if wants.images else None,
+                self._targets[:n] if wants.targets else None,
+                (n, *self._images.shape[1:]),
+            )
+
+    def told(self) -> dict[str, Any]:
+        """What was measured, as JSON can hold it."""
+        return {"times": self._times, "growth_bytes": self.growth_bytes, "kept_bytes": self.kept_bytes}
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was measured of each of ``argument["entries"]``, on this rank.
+
+    Candidates take turns, step by step, where all of them fit the machine at once; else one follows the other.
+    """
+    problem = named(argument["problem"])
+    # As app.train starts its ranks: the cores of the machine are theirs together.
+    torch.set_num_threads(max(1, usable_cores() // communicator.world))
+    entries = [(Candidate(**entry["candidate"]), entry["cuts"]) for entry in argument["entries"]]
+    # Loads code and its tables, which are of no candidate.
+    loading = Contender(dataclasses.replace(problem, tile=LOADING_PX), *entries[0], communicator)
+    loading.first()
+    loading.close()
+    del loading
+    told = []
+    for lot in _lots(entries, problem, communicator):
+        contenders = []
+        for candidate, cuts in lot:
+            trim()
+            contender = Contender(problem, candidate, cuts, communicator)
+            contender.first()
+            contender.grown()
+            contenders.append(contender)
+        for _ in range(argument["steps"] - 1):
+            for contender in contenders:
+                contender.timed()
+        for contender in contenders:
+            told.append(contender.told())
+            contender.close()
+    return told
+
+
+def _lots(
+    entries: list[tuple[Candidate, list[str]]], problem: Problem, communicator: Communicator
+) -> list[list[tuple[Candidate, list[str]]]]:
+    """All at once or each alone; the same on every rank."""
+    with torch.device("meta"):
+        model = build_model(problem.model, classes=CLASSES)
+    values = 4 if problem.optimizer == "adamw" else 3  # parameters, gradients and state
+    state = values * sum(parameter.nbytes for parameter in model.parameters())
+    held = sum(state * problem.ranks / candidate.depth for candidate, _ in entries)
+    together = torch.tensor([held < FREE * psutil.virtual_memory().available], dtype=torch.int64)
+    communicator.broadcast(together)
+    return [entries] if together.item() else [[entry] for entry in entries]
+
+
+def _settings(problem: Problem, candidate: Candidate, cuts: Iterable[str]) -> StrategySettings:
+    return StrategySettings(
+        parallel=candidate.name,  # type: ignore[arg-type]
+        ranks=candidate.ranks,
+        stages=candidate.depth if candidate.splits else None,
+        chunks=candidate.chunks if candidate.chunks > 1 else None,
+        cuts=",".join(cuts),
+        batch=problem.batch,
+        microbatches=candidate.m,
+        recompute="stage" if candidate.recompute else "none",
+        shard_optimizer="pair" if candidate.shard_optimizer else "none",
+    )
+
+
+def _optimizer(name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return build_optimizer(OptimizerSettings(optimizer=name), parameters)
+
+
+def _tiles(problem: Problem, n: int) -> tuple[Tensor, Tensor]:
+    """Images (n, 3, h, w) in the layout of the convolutions, and targets."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(n, 3, problem.tile, problem.tile, generator=generator)
+    shape = (n, problem.tile, problem.tile) if problem.segments else (n,)
+    targets = torch.randint(CLASSES, shape, generator=generator, dtype=torch.uint8 if problem.segments else torch.int64)
+    return images.to(memory_format=torch.channels_last), targets
+
+
+def trim() -> None:
+    """Give back what nothing uses: the allocator would keep it, and what comes next would grow into it unseen."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _forget_peak() -> None:
+    """Let ``VmHWM`` start again (Linux, Documentation/filesystems/proc.rst, clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status_bytes(field: str) -> int:
+    """A field of this process's status that the kernel gives in kB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])

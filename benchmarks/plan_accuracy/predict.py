@@ -1,0 +1,38 @@
+"""What the planner says of a problem: of each candidate that will be measured, and what it would choose itself.
+
+Takes a problem; gives ``Row``s. Candidates are forecast as they are, whatever they take; the search has the problem's
+memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from app.machine_plan import Machine, named_machine, this_machine
+from app.task import Workload
+from benchmarks.plan_accuracy.problems import CLASSES, PLENTY, QUICK, Problem
+from parallel.candidate import WHOLE
+from parallel.plan import Row
+from parallel.planner import Planner, best_of
+from parallel.schedules.registry import SCHEDULES
+
+NAMES = (*WHOLE, *SCHEDULES)
+
+
+def predicted(problem: Problem) -> tuple[list[Row], Row | None]:
+    """Rows of the problem's candidates, in order; and the best of all that the planner knows, within the memory."""
+    machine = _machine(problem)
+    work = Workload(problem.model, problem.tile, CLASSES, segments=problem.segments, optimizer=problem.optimizer)
+    task = work.task(problem.batch, machine.estimate)
+    free = Planner(task, dataclasses.replace(machine.cluster, memory_bytes=PLENTY))
+    limited = Planner(task, dataclasses.replace(machine.cluster, memory_bytes=problem.memory_bytes))
+    rows = [free.row(candidate) for candidate in problem.candidates]
+    for row, candidate in zip(rows, problem.candidates, strict=True):
+        assert row.candidate == candidate, f"{candidate} takes more than there is plenty of"
+    return rows, best_of(limited.rows(NAMES, ranks=problem.ranks))
+
+
+def _machine(problem: Problem) -> Machine:
+    if problem == QUICK:  # a calibration would take longer than all the rest
+        return named_machine("v100-16gb", problem.ranks)
+    return this_machine(problem.ranks)
