@@ -1,8 +1,8 @@
 """What runs on the ranks: every way to train of one problem, each built as ``app.train`` builds it, in turn.
 
-Takes a communicator, the name of a problem, and candidates with their cuts; gives when the steps of each began and ended
-on this rank, by how much the process grew, and what autograd kept. The first step of each is not timed: it makes the
-optimizer's state, and what autograd keeps is counted in it.
+Takes a communicator, the name of a problem, and candidates with their cuts; gives when the steps of each began and
+ended on this rank, by how much the process grew, and what autograd kept. The first step of each is not timed: it makes
+the optimizer's state, and what autograd keeps is counted in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is planned and measured: ten problems, each with the ways to train that are tried on it.
 
-Takes nothing; gives ``PROBLEMS``. Sizes are such that all of them run in ten minutes on two cores, which four ranks share.
-Limits of memory rule out what would be chosen without them.
+Takes nothing; gives ``PROBLEMS``. Sizes are such that all of them run in ten minutes on two cores, which four ranks
+share. Limits of memory rule out what would be chosen without them.
 """
 
 from __future__ import annotations

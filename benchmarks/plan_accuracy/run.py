@@ -69,7 +69,7 @@ def _name(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _measured(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One candidate, from what every rank told of it. A step lasts from the first rank's begin to the last one's end."""
+    """One candidate, from what every rank told of it. A step lasts until its last rank is done."""
     of_steps = zip(*(rank["times"] for rank in told), strict=True)
     return {
         "steps_s": [max(end for _, end in step) - min(begin for begin, _ in step) for step in of_steps],
