@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from parallel.outline import Outline
 
 UNEVEN = 20.0
-"""Nets that may cross a fold rather than a column be twice as long as it should."""
+"""Nets that may cross a fold before a column becomes twice as long as the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,10 @@ def rows_of(outline: Outline, stages: Sequence[int]) -> list[int]:
     return rows
 
 
-def folds_of(rows: Sequence[int], nets: Sequence[Net], ideal: int) -> list[int]:
-    """First row of each column of about ``ideal`` rows, folded where few nets cross; the best of all ways to fold."""
+def folds_of(rows: Sequence[int], nets: Sequence[Net], most: int) -> list[int]:
+    """First row of each column: equal columns of about ``most`` rows, folded where few nets cross."""
     count = max(rows) + 1
+    ideal = -(-count // -(-count // most))
     crossing = [0] * (count + 1)
     for net in nets:
         for row in range(rows[net.source] + 1, max(rows[target] for target in net.targets) + 1):
@@ -67,8 +68,7 @@ def folds_of(rows: Sequence[int], nets: Sequence[Net], ideal: int) -> list[int]:
     best, begin = [0.0], [0]
     for end in range(1, count + 1):
         starts = range(max(0, end - 2 * ideal), end)
-        # The last column may be short.
-        off = [max(end - start - ideal, 0 if end == count else ideal - (end - start)) / ideal for start in starts]
+        off = [abs(end - start - ideal) / ideal for start in starts]
         costs = [best[start] + crossing[start] + UNEVEN * part**2 for start, part in zip(starts, off, strict=True)]
         best.append(min(costs))
         begin.append(starts[costs.index(best[-1])])

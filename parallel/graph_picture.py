@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 
 from parallel.granularity import coarsen
-from parallel.graph import LayerGraph
+from parallel.graph import INPUT, OUTPUT, LayerGraph
 from parallel.graph_layout import BOX_HEIGHT, Band, Box, Layout, lay_out
 from parallel.graph_strokes import wire_strokes
 from parallel.graph_style import HUES, style, svg_text
@@ -191,14 +191,17 @@ def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
         columns: dict[int, list[Box]] = {}
         for number in range(group.first, group.last + 1):
             columns.setdefault(boxes[number].column, []).append(boxes[number])
-        for column in columns.values():
+        tallest = max(columns, key=lambda column: len(columns[column]))
+        for number, column in columns.items():
             x = min(box.x for box in column) - 7
             top, bottom = min(box.y for box in column), max(box.y + box.height for box in column)
             yield f'<path class="bracket" d="M{x + 3:.1f} {top:.1f}h-4v{bottom - top:.1f}h4"/>'
             # In the longest piece that no cut runs through.
             stops = [top, *sorted({band.top for band in layout.bands if top < band.top < bottom}), bottom]
             low, high = max(pairwise(stops), key=lambda piece: piece[1] - piece[0])
-            words = fitted(group.label, 11, high - low)
+            words = fitted(group.label, 11, high - low, keep_end=True)
+            if words != group.label and number != tallest:
+                continue
             place = f"translate({x - 5:.1f} {(low + high) / 2:.1f}) rotate(-90)"
             yield f'<text class="pale" transform="{place}" font-size="11" text-anchor="middle">{escape(words)}</text>'
 
@@ -206,7 +209,8 @@ def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
 def _legend(outline: Outline, sums: Sequence[StageSum], staged: bool) -> tuple[list[str], float]:
     """What is drawn, in words; and how wide they are."""
     params, saved = sum(total.param_bytes for total in sums), sum(total.saved_bytes for total in sums)
-    parts = f"{len(outline.parts)} {'operations' if outline.level == 'op' else f'{outline.level}s'}"
+    count = sum(part.kind not in (INPUT, OUTPUT) for part in outline.parts)
+    parts = f"{count} {'operations' if outline.level == 'op' else f'{outline.level}s'}"
     words = [
         f"{parts} of {len(outline.graph.layers)} layers",
         f"{bytes_text(params)} params",

@@ -57,9 +57,10 @@ def graph_text(
 
 def _rows(outline: Outline) -> list[list[str]]:
     """Headings, then a row for each part."""
-    timed = any(seconds is not None for part in outline.parts for seconds in (part.forward_s, part.backward_s))
-    rows = [["#", "part", "kind", "takes", "gives", "params", "saved", "flops"]]
-    rows[0] += ["forward", "backward"] if timed else []
+    columns = [[part.forward_s for part in outline.parts], [part.backward_s for part in outline.parts]]
+    times = [column for column in columns if any(seconds is not None for seconds in column)]
+    names = ["forward" if column is columns[0] else "backward" for column in times]
+    rows = [["#", "part", "kind", "takes", "gives", "params", "saved", "flops", *names]]
     sources: dict[int, list[int]] = {}
     for link in outline.links:
         sources.setdefault(link.target, []).append(link.source)
@@ -72,8 +73,7 @@ def _rows(outline: Outline) -> list[list[str]]:
             *(bytes_text(size) if size else "" for size in (part.output_bytes, part.param_bytes, part.saved_bytes)),
             flops_text(part.flops) if part.flops else "",
         ]
-        if timed:
-            row += ["" if seconds is None else seconds_text(seconds) for seconds in (part.forward_s, part.backward_s)]
+        row += [seconds_text(column[number] or 0.0) for column in times]
         rows.append(row)
     return rows
 

@@ -20,10 +20,10 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(0.0), seconds_text(3.21e-5), seconds_text(0.0998), seconds_text(12)
     ('0 s', '32.1 µs', '99.8 ms', '12 s')
     """
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if not seconds or seconds * factor >= 0.9995:
             return f"{_digits(seconds * factor)} {unit}"
-    return f"{_digits(seconds * 1e6)} µs"
+    return f"{_digits(seconds * 1e9)} ns"
 
 
 def flops_text(flops: float) -> str:
