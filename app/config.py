@@ -89,8 +89,8 @@ class ModelSettings:
     """The model."""
 
     model: str = "resnet50"
-    """resnet18-152, resnet110_v2 (any depth 9n+2), unet, unet(B,C), torchvision:NAME, timm:NAME or
-    package.module:factory."""
+    """resnet18-152, resnet110_v2 (any depth 9n+2), unet, unet(B,C), amoebanet(L,D), unet:NAME (over that encoder of
+    timm), torchvision:NAME, timm:NAME or package.module:factory."""
     norm: Literal["batch", "group", "instance"] = "batch"
     """Normalisation; group and instance do not depend on which tiles are computed together."""
     weights: Path | None = None
