@@ -98,7 +98,7 @@ def place_column(first: int, last: int, rows: Sequence[int], nets: Sequence[Net]
             end = last
         elif tail in column.dropped:
             end = rows[column.dropped[tail]]
-        elif any(target in inside for target in targets_of.get(tail, ())):
+        elif tail in targets_of:
             # Nothing begins right under it, or its wires would seem to lead there.
             end += 1
         x = space.place(rows[chain[0]], end, box)

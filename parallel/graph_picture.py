@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from parallel.granularity import coarsen
 from parallel.graph import INPUT, OUTPUT, LayerGraph
-from parallel.graph_layout import BOX_HEIGHT, Band, Box, Layout, lay_out
+from parallel.graph_layout import lay_out
+from parallel.graph_places import BOX_HEIGHT, Band, Box, Layout
 from parallel.graph_strokes import wire_strokes
 from parallel.graph_style import HUES, style, svg_text
 from parallel.outline import Level, Outline, Part

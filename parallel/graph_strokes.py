@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
 
-from parallel.graph_layout import Layout, Wire
+from parallel.graph_places import Layout, Wire
 from parallel.graph_style import HUES, svg_text
 from parallel.outline import Outline
 from parallel.quantity import bytes_text

@@ -27,7 +27,7 @@ def graph_of(*inputs: tuple[int, ...], weights: tuple[int, ...] = (), sizes: tup
 @st.composite
 def graphs(draw: st.DrawFn) -> LayerGraph:
     """Every layer depends on the input and is used."""
-    count = draw(st.integers(2, 9))
+    count = draw(st.integers(2, 16))
     uses = [set(draw(st.sets(st.integers(0, k - 1), min_size=1, max_size=3))) for k in range(1, count + 1)]
     for k in range(count):
         if not any(k in used for used in uses):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from parallel.articulation import bytes_across
 from parallel.granularity import coarsen
 from parallel.graph import LayerGraph
-from parallel.graph_layout import BOX_HEIGHT, Layout, Wire, lay_out
+from parallel.graph_layout import lay_out
 from parallel.graph_picture import graph_svg
+from parallel.graph_places import BOX_HEIGHT, Layout, Wire
 from parallel.outline import Level, Outline
 from parallel.partition import Partition, partition_at, partition_equal
 from parallel.quantity import bytes_text
