@@ -120,7 +120,7 @@ def test_nothing_lies_over_anything(model: str, level: Level, stages: int) -> No
     check_bands(drawn)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs(), st.integers(1, 3), st.integers(1, 12))
 def test_nothing_lies_over_anything_in_any_graph(graph: LayerGraph, stages: int, rows: int) -> None:
     """However many rows a column has."""
