@@ -50,16 +50,22 @@ def load_or_calibrate(
     together: int = 1,
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
+    heap_kept: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
     """The model kept of an earlier calibration as long as this one, else a new one, which is kept. As ``calibrate``."""
-    wanted = calibration_key(device, threads, together, dtype, channels_last)
-    path = kept_at(wanted)
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
     kept = load(path)
     if kept is not None and kept.seconds_taken >= seconds:
         return kept
     model = calibrate(
-        device, threads=threads, together=together, dtype=dtype, channels_last=channels_last, seconds=seconds
+        device,
+        threads=threads,
+        together=together,
+        dtype=dtype,
+        channels_last=channels_last,
+        heap_kept=heap_kept,
+        seconds=seconds,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -75,6 +81,7 @@ def calibrate(
     together: int = 1,
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
+    heap_kept: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
     """Time operations on ``device`` and fit a model to them.
@@ -83,6 +90,7 @@ def calibrate(
         threads: of each rank, on a CPU.
         together: ranks that will compute at the same time on this machine, if it is a CPU; on an accelerator 1.
         channels_last: memory layout of images.
+        heap_kept: the ranks call ``keep_freed_memory``.
         seconds: budget of the timing; starting the processes comes on top.
 
     Raises:
@@ -93,10 +101,12 @@ def calibrate(
         "threads": threads,
         "dtype": str(dtype).removeprefix("torch."),
         "channels_last": channels_last,
+        "heap_kept": heap_kept,
         "seconds": seconds,
     }
     found = _run([settings | {"seed": seed} for seed in range(together)], seconds)
-    return fit_model(found, calibration_key(device, threads, together, dtype, channels_last), seconds)
+    key = calibration_key(device, threads, together, dtype, channels_last, heap_kept)
+    return fit_model(found, key, seconds)
 
 
 def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
@@ -134,7 +144,7 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
 
 
 def calibration_key(
-    device: torch.device, threads: int, together: int, dtype: torch.dtype, channels_last: bool
+    device: torch.device, threads: int, together: int, dtype: torch.dtype, channels_last: bool, heap_kept: bool
 ) -> dict[str, Any]:
     """All that a calibration holds for."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
@@ -147,6 +157,7 @@ def calibration_key(
         "together": together,
         "dtype": str(dtype),
         "channels_last": channels_last,
+        "heap_kept": heap_kept,
     }
 
 

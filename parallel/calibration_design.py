@@ -17,9 +17,16 @@ FLOPS = (5e7, 2e9)
 """Least and most of one product; more costs time and tells nothing new, since time grows in proportion."""
 MOST_BYTES = 48e6
 """Of a product's largest tensor."""
-ROUND = {"dense": 6, "pointwise": 3, "depthwise": 1, "grouped": 1, "transposed": 1, "matmul": 1}
+ROUND = {"dense": 6, "pointwise": 3, "stem": 1, "depthwise": 1, "grouped": 1, "transposed": 1, "matmul": 1}
 """Kind of product -> how many are drawn in a round."""
+SMALLEST = 7
+"""Side of what a convolution gives, px."""
+
+STEM = 8
+"""A convolution of fewer channels is a program of its own: the first layer of a net."""
+
 KERNELS = {
+    "stem": ((3, 3), (3, 3), (5, 5), (7, 7)),
     "dense": ((3, 3),) * 10 + ((5, 5),) * 3 + ((7, 7),) * 3 + ((1, 7), (7, 1)),
     "pointwise": ((1, 1),),
     "depthwise": ((3, 3), (3, 3), (5, 5), (5, 5), (7, 7)),
@@ -43,6 +50,8 @@ def kind_of(shape: Convolution) -> str:
     if shape.transposed:
         return "transposed"
     if shape.groups == 1:
+        if shape.channels_in < STEM:
+            return "stem"
         return "pointwise" if math.prod(shape.kernel) == 1 else "dense"
     return "depthwise" if shape.groups == shape.channels_in else "grouped"
 
@@ -83,10 +92,10 @@ def _convolution(draw: random.Random, kind: str) -> Convolution:
 def _drawn(draw: random.Random, kind: str) -> Convolution:
     kernel = draw.choice(KERNELS[kind])
     stride = draw.choice((1, 1, 1, 2))
-    dilation = draw.choice((1,) * 8 + (2, 4)) if kernel == (3, 3) and stride == 1 else 1
+    dilation = draw.choice((1,) * 14 + (2, 4)) if kind == "dense" and kernel == (3, 3) and stride == 1 else 1
     groups, channels_in, channels_out = 1, _channels(draw), _channels(draw)
-    if kind == "dense" and draw.random() < 0.2:
-        channels_in = draw.choice((1, 3, 3, 3, 4))  # the first layer of a net
+    if kind == "stem":
+        channels_in, channels_out = draw.choice((1, 3, 3, 3, 4)), min(channels_out, 128)
     elif kind == "pointwise" and stride == 2:
         channels_in = max(channels_in, 16)  # torch 2.15 writes beyond its memory in the weights' gradient of fewer
     elif kind == "depthwise":
@@ -102,8 +111,8 @@ def _drawn(draw: random.Random, kind: str) -> Convolution:
     px = min(max(_log_uniform(draw, low, high) / per_px, 4.0**2), 1024.0**2)
     if kind == "transposed":
         px /= stride**2  # flops are counted per px that goes in
-    batch = draw.choice((1, 1, 1, 1, 2, 4))
-    side = max(round(math.sqrt(px / batch)), 4)
+    batch = draw.choice((1, 1, 1, 1, 1, 2, 4))
+    side = max(round(math.sqrt(px / batch)), SMALLEST)
     size = (side, side)
     double = (side * stride, side * stride)
     size_in, size_out = (size, double) if kind == "transposed" else (double, size)

@@ -35,14 +35,16 @@ SHARE_OF_MOVING = 0.35
 """Of the budget, at most; the rest is for products."""
 
 
-def readings(setting: Setting, seconds: float, seed: int) -> Iterator[dict[str, Any]]:
+def readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> Iterator[dict[str, Any]]:
     """Everything a model is fitted to, one reading at a time; at least one of every kind of product."""
     begin = time.perf_counter()
     left: Callable[[float], bool] = lambda share: time.perf_counter() - begin < share * seconds  # noqa: E731
+    if heap_kept:
+        keep_freed_memory()
     torch.empty(LARGEST_OF_HEAP, dtype=torch.uint8).fill_(1)  # glibc learns from it, as from any training step
     for size in FRESH_BYTES:
         yield {"what": "fresh", "bytes": size, "seconds": time_fresh(size, setting)}
-    keep_freed_memory()
+    keep_freed_memory()  # what new memory costs is known, and may not blur what follows
     for number, size in enumerate((MOVED_BYTES[-2], MOVED_BYTES[0], MOVED_BYTES[-1], MOVED_BYTES[1])):
         side = math.isqrt(size // 4 // CHANNELS)
         images = setting.tensor(1, CHANNELS, side, side)
@@ -68,7 +70,7 @@ def main() -> None:
     setting.tensor(1)  # starts the accelerator
     print("ready", flush=True)
     sys.stdin.readline()
-    for reading in readings(setting, given["seconds"], given["seed"]):
+    for reading in readings(setting, given["seconds"], given["seed"], given["heap_kept"]):
         print(json.dumps(reading), flush=True)
 
 

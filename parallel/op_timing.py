@@ -7,6 +7,7 @@ the operation takes while nothing else runs on the machine.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -111,26 +112,28 @@ class Moving:
     """An operation that moves bytes.
 
     Attributes:
-        run: it, on images (n, c, h, w).
+        run: it, on images (n, c, h, w) and on its parameters, if it has any.
         inputs: how often it is given the images.
+        parameters: tensors of a number for each channel.
         in_place: it changes what it is given.
         backward: time its backward pass; others have none, or share that of the operation not in place.
     """
 
-    run: Callable[[Tensor], Tensor]
+    run: Callable[..., Tensor]
     inputs: int = 1
+    parameters: int = 0
     in_place: bool = False
     backward: bool = True
 
 
-def _batch_norm(images: Tensor) -> Tensor:
-    state = [torch.ones(images.shape[1], device=images.device) for _ in range(4)]
-    return F.batch_norm(images, state[0], state[1], state[2].requires_grad_(), state[3].requires_grad_(), training=True)
+def _batch_norm(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    mean, variance = torch.zeros_like(weight), torch.ones_like(bias)
+    return F.batch_norm(images, mean, variance, weight, bias, training=True)
 
 
-def _layer_norm(images: Tensor) -> Tensor:
+def _layer_norm(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     rows = images.view(-1, images.shape[1]) if images.is_contiguous() else images.permute(0, 2, 3, 1)
-    return F.layer_norm(rows, rows.shape[-1:])
+    return F.layer_norm(rows, rows.shape[-1:], weight, bias)
 
 
 def _changed(run: Callable[[Tensor], object], inputs: int = 1) -> Moving:
@@ -142,7 +145,7 @@ def _changed(run: Callable[[Tensor], object], inputs: int = 1) -> Moving:
 
 
 MOVING: dict[str, Moving] = {
-    "native_batch_norm": Moving(_batch_norm),
+    "native_batch_norm": Moving(_batch_norm, parameters=2),
     "relu": Moving(F.relu),
     "relu_": _changed(torch.relu_),
     "add": Moving(lambda images: images + images, inputs=2, backward=False),
@@ -162,8 +165,8 @@ MOVING: dict[str, Moving] = {
     "hardtanh": Moving(F.relu6),
     "hardtanh_": _changed(lambda images: F.relu6(images, inplace=True)),
     "sigmoid": Moving(torch.sigmoid),
-    "native_layer_norm": Moving(_layer_norm),
-    "native_group_norm": Moving(lambda images: F.group_norm(images, 8)),
+    "native_layer_norm": Moving(_layer_norm, parameters=2),
+    "native_group_norm": Moving(lambda images, *parameters: F.group_norm(images, 8, *parameters), parameters=2),
     "_softmax": Moving(lambda images: images.softmax(-1)),
     "clone": Moving(lambda images: images.clone(), backward=False),
     "bernoulli_": _changed(lambda images: images.bernoulli_(0.5)),
@@ -176,14 +179,17 @@ MOVING: dict[str, Moving] = {
 def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Reading]:
     """The operation ``name`` on ``images`` (n, c, h, w): as a graph has it, and its times."""
     moving = MOVING[name]
+    parameters = [setting.tensor(images.shape[1]).requires_grad_() for _ in range(moving.parameters)]
     with torch.set_grad_enabled(not moving.in_place):
         given = images.detach() if moving.in_place or not moving.backward else images.detach().requires_grad_()
-        output = moving.run(given)
+        run = functools.partial(moving.run, given, *parameters)
+        output = run()
         indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
         op = Op(name, 0, moving.inputs * _bytes(images), _bytes(output) + indices)
-        if moving.backward:
-            return op, _time(lambda: moving.run(given), given, [], setting)
-        return op, Reading(fastest(lambda: moving.run(given), setting), 0.0, 0.0)
+        forward_s = fastest(run, setting)
+        # Normalisations give the gradients of their parameters with that of what went in, and slower without.
+        backward_s = _backward_s(output, [given, *parameters], setting) if moving.backward else 0.0
+        return op, Reading(forward_s, backward_s, 0.0)
 
 
 def time_fresh(size: int, setting: Setting) -> float:
@@ -195,12 +201,12 @@ def time_fresh(size: int, setting: Setting) -> float:
 def _time(run: Callable[[], Tensor], images: Tensor, weights: list[Tensor], setting: Setting) -> Reading:
     forward_s = fastest(run, setting)
     output = run()
+    return Reading(forward_s, _backward_s(output, [images], setting), _backward_s(output, weights, setting))
+
+
+def _backward_s(output: Tensor, wanted: list[Tensor], setting: Setting) -> float:
     gradient = torch.randn_like(output)
-
-    def backward_s(wanted: list[Tensor]) -> float:
-        return fastest(lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True), setting)
-
-    return Reading(forward_s, backward_s([images]), backward_s(weights) if weights else 0.0)
+    return fastest(lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True), setting)
 
 
 def _bytes(tensor: Tensor) -> int:
