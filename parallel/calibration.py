@@ -89,6 +89,7 @@ def calibrate(
     Args:
         threads: of each rank, on a CPU.
         together: ranks that will compute at the same time on this machine, if it is a CPU; on an accelerator 1.
+        dtype: of the products; half types are mixed precision, for graphs traced in float32.
         channels_last: memory layout of images.
         heap_kept: the ranks call ``keep_freed_memory``.
         seconds: budget of the timing; starting the processes comes on top.
@@ -110,7 +111,7 @@ def calibrate(
 
 
 def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
-    """The model that explains ``readings``, as ``calibration_worker`` gives them."""
+    """The model that explains ``readings``, as ``calibration_worker`` gives them; ``key`` as ``calibration_key``."""
     products: dict[str, list[tuple[Work, dict[str, float]]]] = defaultdict(list)
     curves: dict[str, dict[str, list[list[float]]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
     fresh: list[list[float]] = []
@@ -124,7 +125,8 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
         else:
             shape = _shape(reading)
             seconds_of = {name: reading["reading"][f"{name}_s"] for name in PASSES}
-            products[work_of_shape(shape).kind].append((work_of_shape(shape), seconds_of))
+            work = work_of_shape(shape, 8 if key["dtype"] == str(torch.float64) else 4)
+            products[work.kind].append((work, seconds_of))
     models: dict[str, dict[str, PassModel]] = {}
     errors: list[float] = []
     for kind, rows in products.items():
@@ -144,7 +146,12 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
 
 
 def calibration_key(
-    device: torch.device, threads: int, together: int, dtype: torch.dtype, channels_last: bool, heap_kept: bool
+    device: torch.device,
+    threads: int,
+    together: int,
+    dtype: torch.dtype,
+    channels_last: bool,
+    heap_kept: bool = False,
 ) -> dict[str, Any]:
     """All that a calibration holds for."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()

@@ -210,7 +210,8 @@ def _backward_s(output: Tensor, wanted: list[Tensor], setting: Setting) -> float
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    """As graphs have them, which are traced in float32 where arithmetic is in a half type."""
+    return tensor.numel() * max(tensor.element_size(), 4)
 
 
 def _settle(device: torch.device) -> None:
