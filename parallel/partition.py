@@ -100,6 +100,12 @@ class Partition:
         )
 
 
+def cut_positions(graph: LayerGraph) -> list[int]:
+    """Positions at which a stage may begin: the model's input alone, or its output alone, is no stage."""
+    held = {position for first, last in graph.inseparable for position in range(first + 1, last + 1)}
+    return [position for position in range(2, len(graph.layers) - 1) if position not in held]
+
+
 def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
     """The partition whose stages, after the first, begin at ``cuts``.
 
@@ -110,7 +116,7 @@ def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
         ValueError: all that is wrong with the list: unknown names, cuts out of order, cuts where none may fall.
     """
     places = _places(graph)
-    allowed = _allowed(graph)
+    allowed = cut_positions(graph)
     faults, starts = [], [0]
     for cut in cuts:
         if cut not in places:
@@ -147,7 +153,7 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     Raises:
         ValueError: the model cannot be cut into so many stages.
     """
-    allowed = _allowed(graph)
+    allowed = cut_positions(graph)
     if not 1 <= stages <= len(allowed) + 1:
         raise ValueError(
             f"the model can be cut into 1 to {len(allowed) + 1} stages; got {stages}. A stage needs a layer of its "
@@ -161,11 +167,6 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     limit = _smallest_limit(upto, stages)
     chosen = _fewest_bytes(upto, [crossing[end] for end in ends], stages, limit)
     return Partition(graph, tuple(ends[block] for block in chosen))
-
-
-def _allowed(graph: LayerGraph) -> list[int]:
-    """Positions at which a stage may begin: the model's input alone, or its output alone, is no stage."""
-    return [position for position in range(2, len(graph.layers) - 1) if graph.can_cut(position)]
 
 
 def _places(graph: LayerGraph) -> dict[str, int]:

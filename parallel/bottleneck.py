@@ -1,0 +1,206 @@
+"""The cuts of a line whose largest load is smallest, by dynamic programming over matrices of windows.
+
+Takes, for every stage, the load of each window [i, j) of places in line as a matrix; gives the places of the cuts. In
+``best_chain`` every stage is a load of its own; in ``best_pairs`` stages k and D-1-k together are one, as on the ranks
+of inverted replicas. Both are exact: first the smallest possible largest load, then, among all that reach it, the
+fewest bytes. Infinite entries are windows that may not be used. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+Loads = npt.NDArray[np.float64]
+
+
+def best_chain(loads: Callable[[int], Loads], stages: int, bytes_: Loads) -> tuple[float, list[int]]:
+    """Cuts into ``stages`` windows.
+
+    Args:
+        loads: (P, P) by stage; infinite where i >= j.
+        bytes_: (P, P); the sum over the stages breaks ties.
+
+    Returns:
+        The largest load, infinite where no cuts will do, and the place where each stage begins.
+    """
+    best = loads(0)[0]
+    for stage in range(1, stages):
+        best = np.maximum(best[:, None], loads(stage)).min(axis=0)
+    limit = float(best[-1])
+    if not np.isfinite(limit):
+        return limit, []
+    total, chosen = np.where(loads(0)[0] <= limit, bytes_[0], np.inf), []
+    for stage in range(1, stages):
+        sums = np.where(loads(stage) <= limit, total[:, None] + bytes_, np.inf)
+        chosen.append(sums.argmin(axis=0))
+        total = sums.min(axis=0)
+    starts, place = [], bytes_.shape[0] - 1
+    for begin in reversed(chosen):
+        place = int(begin[place])
+        starts.append(place)
+    return limit, [0, *reversed(starts)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Stages k and D-1-k, which share a rank.
+
+    Attributes:
+        loads: (of the first stage, of the second), whose sum is the load; the second is None for the middle stage of an
+            odd number.
+        most: sums of such matrices that may not be above 1.
+        speed: work that a load of 1 does, at most.
+    """
+
+    loads: tuple[Loads, Loads | None]
+    most: tuple[tuple[Loads, Loads | None], ...] = ()
+    speed: float = 1.0
+
+    def block(self, i: int, j: int, rows: slice, columns: slice) -> tuple[Loads, npt.NDArray[np.bool_]]:
+        """Of first windows [i, row) and second windows [column, j): loads, and whether they may be."""
+        first, second = self.loads
+        assert second is not None
+        load = first[i, rows][:, None] + second[columns, j][None, :]
+        allowed = np.ones(load.shape, dtype=bool)
+        for one, other in self.most:
+            assert other is not None
+            allowed &= one[i, rows][:, None] + other[columns, j][None, :] <= 1
+        return load, allowed
+
+    def at(self, places: npt.NDArray[np.int64]) -> Pair:
+        """With these places only."""
+        grid = np.ix_(places, places)
+
+        def part(loads: tuple[Loads, Loads | None]) -> tuple[Loads, Loads | None]:
+            return loads[0][grid], None if loads[1] is None else loads[1][grid]
+
+        return Pair(part(self.loads), tuple(map(part, self.most)), self.speed)
+
+    def load(self, window: tuple[int, int], other: tuple[int, int]) -> float:
+        """Of two windows; infinite where they may not be."""
+        most = [one[window] + (0.0 if two is None else two[other]) for one, two in self.most]
+        if any(each > 1 for each in most):
+            return np.inf
+        one, two = self.loads
+        return float(one[window] + (0.0 if two is None else two[other]))
+
+    def middle(self) -> Loads:
+        """Of the windows of a middle stage; infinite where they may not be."""
+        load = self.loads[0].copy()
+        for one, _ in self.most:
+            load[one > 1] = np.inf
+        return load
+
+
+def best_pairs(
+    pairs: Sequence[Pair], bytes_: Loads, work: Loads, known: Sequence[int] | None = None
+) -> tuple[float, list[int]]:
+    """Cuts into stages of which the first and the last, the second and the last but one, ... are one load.
+
+    Args:
+        pairs: from the outermost to the innermost.
+        bytes_: (P, P); the sum over the stages breaks ties.
+        work: (P, P), of each window, a sum over what is in it; shows early that what is left is too much.
+        known: places where stages may begin; the better they are, the shorter the search.
+
+    Returns:
+        The largest load, infinite where no cuts will do, and the place where each stage begins.
+    """
+    size = bytes_.shape[0]
+    bound = np.inf if known is None else _largest(pairs, [*known, size - 1])
+    if np.isinf(bound) and size > 24:  # what fewer places can reach bounds the search over all of them
+        few = np.unique(np.linspace(0, size - 1, size // 3).round().astype(int))
+        bound, _ = best_pairs(
+            [pair.at(few) for pair in pairs], *(matrix[np.ix_(few, few)] for matrix in (bytes_, work))
+        )
+    limit = _Search(pairs, bytes_, work, bound).smallest()
+    return (limit, _Search(pairs, bytes_, work, limit).cuts()) if np.isfinite(limit) else (limit, [])
+
+
+def _largest(pairs: Sequence[Pair], bounds: Sequence[int]) -> float:
+    windows = list(pairwise(bounds))
+    return max(pair.load(windows[k], windows[-1 - k]) for k, pair in enumerate(pairs))
+
+
+class _Search:
+    """From the outside in: ``value[i, j]`` is the best so far with all layers placed but those of window [i, j).
+
+    Args:
+        bound: loads above it are of no use.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], bytes_: Loads, work: Loads, bound: float) -> None:
+        self._bytes, self._work, self._bound = bytes_, work, bound
+        self._speeds = [pair.speed for pair in pairs]
+        self._outer = [pair for pair in pairs if pair.loads[1] is not None]
+        self._middle = pairs[-1].middle() if pairs[-1].loads[1] is None else None
+        self._size = bytes_.shape[0]
+
+    def smallest(self) -> float:
+        """The largest load at best."""
+        value = self._start()
+        for k in range(len(self._outer)):
+            value, _ = self._inward(k, value, np.maximum, count_bytes=False)
+        if self._middle is not None:
+            value = np.maximum(value, self._middle)
+            return float(value.min())
+        return float(np.diagonal(value).min())
+
+    def cuts(self) -> list[int]:
+        """Places where the stages begin: no load above the bound, fewest bytes."""
+        value, ways = self._start(), []
+        for k in range(len(self._outer)):
+            value, way = self._inward(k, value, np.add, count_bytes=True)
+            ways.append(way)
+        if self._middle is None:
+            i = j = int(np.diagonal(value).argmin())
+            starts: list[int] = []
+        else:
+            total = np.where(self._middle <= self._bound, value + self._bytes, np.inf)
+            i, j = (int(n) for n in np.unravel_index(int(total.argmin()), total.shape))
+            starts = [i]
+        for way in reversed(ways):
+            starts.append(j)
+            i, j = divmod(int(way[i, j]), self._size)
+            starts.append(i)
+        return sorted(starts)
+
+    def _start(self) -> Loads:
+        value = np.full((self._size, self._size), np.inf)
+        value[0, -1] = 0.0
+        return value
+
+    def _inward(
+        self, k: int, value: Loads, join: Callable[[Loads, Loads], Loads], *, count_bytes: bool
+    ) -> tuple[Loads, npt.NDArray[np.int64]]:
+        """``value`` after pair ``k``, and the window around each window by which it is reached."""
+        after = np.full_like(value, np.inf)
+        way = np.zeros(value.shape, dtype=np.int64)
+        pair = self._outer[k]
+        first, second = pair.loads
+        assert second is not None
+        for i, j in np.argwhere(np.isfinite(value)):
+            # Loads grow with the window, up to what is received: the first and last place within the bound are enough.
+            rows = np.flatnonzero(first[i] <= self._bound)
+            columns = np.flatnonzero(second[:, j] <= self._bound)
+            if not len(rows) or not len(columns):
+                continue
+            across, along = slice(rows[0], min(rows[-1], j) + 1), slice(max(columns[0], i), columns[-1] + 1)
+            load, allowed = pair.block(i, j, across, along)
+            allowed &= load <= self._bound
+            # The first stage must not end behind the beginning of the second.
+            allowed &= np.arange(across.start, across.stop)[:, None] <= np.arange(along.start, along.stop)[None, :]
+            if count_bytes:
+                load = self._bytes[i, across][:, None] + self._bytes[along, j][None, :]
+            new = np.where(allowed, join(np.asarray(value[i, j]), load), np.inf)
+            better = new < after[across, along]
+            after[across, along][better] = new[better]
+            way[across, along][better] = i * self._size + j
+        left = sum(self._speeds[k + 1 :]) * self._bound * (1 + 1e-9)
+        after[self._work > left] = np.inf
+        return after, way
