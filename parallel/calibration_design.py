@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from parallel.op import Convolution
 
-FLOPS = (5e7, 2e9)
+FLOPS = (3e7, 1e9)
 """Least and most of one product; more costs time and tells nothing new, since time grows in proportion."""
 MOST_BYTES = 48e6
 """Of a product's largest tensor."""
-ROUND = {"dense": 6, "pointwise": 3, "stem": 1, "depthwise": 1, "grouped": 1, "transposed": 1, "matmul": 1}
+ROUND = {"dense": 6, "pointwise": 3, "stem": 1, "depthwise": 2, "grouped": 1, "transposed": 1, "matmul": 2}
 """Kind of product -> how many are drawn in a round."""
 SMALLEST = 7
 """Side of what a convolution gives, px."""

@@ -28,7 +28,7 @@ MIB = 2**20
 FRESH_BYTES = (4 * MIB, 24 * MIB, 40 * MIB, 160 * MIB)
 """glibc asks the kernel for blocks of 32 MiB and more, at the latest."""
 LARGEST_OF_HEAP = 32 * MIB - 8192
-MOVED_BYTES = (16 * 1024, MIB, 8 * MIB, 48 * MIB)
+MOVED_BYTES = (16 * 1024, MIB, 6 * MIB, 32 * MIB)
 """Of the images that operations other than products are timed on."""
 CHANNELS = 64
 SHARE_OF_MOVING = 0.35
@@ -45,11 +45,11 @@ def readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> It
     for size in FRESH_BYTES:
         yield {"what": "fresh", "bytes": size, "seconds": time_fresh(size, setting)}
     keep_freed_memory()  # what new memory costs is known, and may not blur what follows
-    for number, size in enumerate((MOVED_BYTES[-2], MOVED_BYTES[0], MOVED_BYTES[-1], MOVED_BYTES[1])):
+    for number, size in enumerate(MOVED_BYTES):
         side = math.isqrt(size // 4 // CHANNELS)
         images = setting.tensor(1, CHANNELS, side, side)
         for name in MOVING:
-            if number and not left(SHARE_OF_MOVING):
+            if number > 1 and not left(SHARE_OF_MOVING):
                 break
             op, reading = time_moving(name, images, setting)
             entry = {"what": "moving", "name": name, "forward": [forward_bytes(op), reading.forward_s]}

@@ -7,15 +7,16 @@ the operation takes while nothing else runs on the machine.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from parallel.calibration_design import Product
 from parallel.op import Convolution, Op
@@ -68,12 +69,10 @@ def fastest(run: Callable[[], object], setting: Setting) -> float:
     run()
     taken: list[float] = []
     while len(taken) < LEAST_RUNS or (len(taken) < MOST_RUNS and sum(taken) * at_once < ENOUGH_S):
-        _settle(setting.device)
-        start = setting.clock()
+        start = _now(setting)
         for _ in range(at_once):
             run()
-        _settle(setting.device)
-        taken.append((setting.clock() - start) / at_once)
+        taken.append((_now(setting) - start) / at_once)
     return min(taken)
 
 
@@ -112,17 +111,14 @@ class Moving:
     """An operation that moves bytes.
 
     Attributes:
-        run: it, on images (n, c, h, w) and on its parameters, if it has any.
-        inputs: how often it is given the images.
+        run: it, on so many images (n, c, h, w) and on its parameters, if it has any.
         parameters: tensors of a number for each channel.
-        in_place: it changes what it is given.
-        backward: time its backward pass; others have none, or share that of the operation not in place.
+        backward: a backward pass follows.
     """
 
     run: Callable[..., Tensor]
     inputs: int = 1
     parameters: int = 0
-    in_place: bool = False
     backward: bool = True
 
 
@@ -136,60 +132,62 @@ def _layer_norm(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(rows, rows.shape[-1:], weight, bias)
 
 
-def _changed(run: Callable[[Tensor], object], inputs: int = 1) -> Moving:
-    def changed(images: Tensor) -> Tensor:
-        run(images)
-        return images
-
-    return Moving(changed, inputs, in_place=True, backward=False)
-
-
 MOVING: dict[str, Moving] = {
     "native_batch_norm": Moving(_batch_norm, parameters=2),
     "relu": Moving(F.relu),
-    "relu_": _changed(torch.relu_),
-    "add": Moving(lambda images: images + images, inputs=2, backward=False),
-    "add_": _changed(lambda images: images.add_(images), inputs=2),
-    "cat": Moving(lambda images: torch.cat([images, images.detach()], 1), inputs=2),
-    "max_pool2d_with_indices": Moving(lambda images: F.max_pool2d(images, 3, 2, 1)),
+    "relu_": Moving(torch.relu_),
+    "add": Moving(torch.add, inputs=2),
+    "add_": Moving(lambda images, others: images.add_(others), inputs=2),
+    "cat": Moving(lambda images, others: torch.cat([images, others], 1), inputs=2),
+    "max_pool2d_with_indices": Moving(lambda images: F.max_pool2d(images, 2)),
     "avg_pool2d": Moving(lambda images: F.avg_pool2d(images, 2)),
     "mean": Moving(lambda images: images.mean((2, 3), keepdim=True)),
     "upsample_nearest2d": Moving(lambda images: F.interpolate(images, scale_factor=2.0)),
     "upsample_bilinear2d": Moving(lambda images: F.interpolate(images, scale_factor=2.0, mode="bilinear")),
-    "mul": Moving(lambda images: images * images[:, :, :1, :1].detach()),
+    "mul": Moving(lambda images, scale: images * scale.view(1, -1, 1, 1), parameters=1),
     "gelu": Moving(F.gelu),
     "silu": Moving(F.silu),
-    "silu_": _changed(lambda images: F.silu(images, inplace=True)),
+    "silu_": Moving(lambda images: F.silu(images, inplace=True)),
     "hardswish": Moving(F.hardswish),
-    "hardswish_": _changed(lambda images: F.hardswish(images, inplace=True)),
+    "hardswish_": Moving(lambda images: F.hardswish(images, inplace=True)),
     "hardtanh": Moving(F.relu6),
-    "hardtanh_": _changed(lambda images: F.relu6(images, inplace=True)),
+    "hardtanh_": Moving(lambda images: F.relu6(images, inplace=True)),
     "sigmoid": Moving(torch.sigmoid),
+    "clone": Moving(torch.clone),
     "native_layer_norm": Moving(_layer_norm, parameters=2),
     "native_group_norm": Moving(lambda images, *parameters: F.group_norm(images, 8, *parameters), parameters=2),
     "_softmax": Moving(lambda images: images.softmax(-1)),
-    "clone": Moving(lambda images: images.clone(), backward=False),
-    "bernoulli_": _changed(lambda images: images.bernoulli_(0.5)),
-    "div_": _changed(lambda images: images.div_(0.5)),
-    "mul_": _changed(lambda images: images.mul_(0.5)),
+    "div_": Moving(lambda images: images.div_(0.5), backward=False),
+    "bernoulli_": Moving(lambda images: images.bernoulli_(0.5), backward=False),
 }
-"""torch's name of an operation -> how it is run."""
+"""torch's name of an operation -> how it is run; those first that nets have most of."""
 
 
 def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Reading]:
-    """The operation ``name`` on ``images`` (n, c, h, w): as a graph has it, and its times."""
+    """The operation ``name`` on ``images`` (n, c, h, w): as a graph has it, and its times.
+
+    Each run works on values that were just written, as those are that another layer gives.
+    """
     moving = MOVING[name]
     parameters = [setting.tensor(images.shape[1]).requires_grad_() for _ in range(moving.parameters)]
-    with torch.set_grad_enabled(not moving.in_place):
-        given = images.detach() if moving.in_place or not moving.backward else images.detach().requires_grad_()
-        run = functools.partial(moving.run, given, *parameters)
-        output = run()
-        indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
-        op = Op(name, 0, moving.inputs * _bytes(images), _bytes(output) + indices)
-        forward_s = fastest(run, setting)
-        # Normalisations give the gradients of their parameters with that of what went in, and slower without.
-        backward_s = _backward_s(output, [given, *parameters], setting) if moving.backward else 0.0
-        return op, Reading(forward_s, backward_s, 0.0)
+    forward: list[float] = []
+    backward: list[float] = []
+    output = images
+    while len(forward) <= LEAST_RUNS or (len(forward) <= MOST_RUNS and sum(forward) + sum(backward) < 2 * ENOUGH_S):
+        given = [images.detach().requires_grad_(moving.backward).clone() for _ in range(moving.inputs)]
+        wanted: list[Any] = [get_gradient_edge(each) for each in given] if moving.backward else []
+        start = _now(setting)
+        output = moving.run(*given, *parameters)
+        forward.append(_now(setting) - start)
+        if moving.backward:
+            gradient = torch.ones_like(output)
+            start = _now(setting)
+            # Normalisations give the gradients of their parameters with that of what went in, and slower without.
+            torch.autograd.grad(output, [*wanted, *parameters], gradient)
+            backward.append(_now(setting) - start)
+    indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
+    op = Op(name, 0, moving.inputs * _bytes(images), _bytes(output) + indices)
+    return op, Reading(min(forward[1:]), min(backward[1:], default=0.0), 0.0)
 
 
 def time_fresh(size: int, setting: Setting) -> float:
@@ -214,6 +212,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * max(tensor.element_size(), 4)
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _now(setting: Setting) -> float:
+    if setting.device.type == "cuda":
+        torch.cuda.synchronize(setting.device)
+    return setting.clock()

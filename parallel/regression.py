@@ -1,8 +1,8 @@
 """Polynomials that predict the time of an operation from its shape.
 
 Takes shapes as rows of features, and the ratio of measured seconds to what the operation would take at the device's
-best; gives ``Polynomial``: the logarithm of that ratio as a polynomial of second degree in the features, by ridge
-regression, with the strength of the penalty found by cross-validation (Pedregosa et al., Scikit-learn, JMLR 2011).
+best; gives ``Polynomial``: the logarithm of that ratio as a polynomial in the features, by ridge regression, with its
+degree and the strength of the penalty found by cross-validation (Pedregosa et al., Scikit-learn, JMLR 2011).
 Beyond the shapes it has seen it is constant, so that time goes in proportion to the work. scikit-learn is needed to fit
 it, numpy to use it. No torch here.
 """
@@ -18,8 +18,10 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 FOLDS, ENOUGH = 5, 15
+ROWS_BY_DEGREE = {1: ENOUGH, 2: 30, 3: 60}
+"""Degree -> rows from which on it is tried."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,15 @@ def fit(features: Sequence[Sequence[float]], ratios: Sequence[float]) -> tuple[P
         constant = Polynomial(tuple(low.tolist()), tuple(high.tolist()), (), (), middle)
         return constant, np.abs(np.exp(middle - y) - 1).tolist()
     x = _unit(x, low, high)
-    model = _pipeline()
-    left_out = cross_val_predict(model, x, y, cv=KFold(FOLDS, shuffle=True, random_state=0))
-    model.fit(x, y)
+    folds = KFold(FOLDS, shuffle=True, random_state=0)
+    left_out = {
+        degree: np.abs(np.exp(cross_val_predict(_pipeline(degree), x, y, cv=folds) - y) - 1)
+        for degree, rows in ROWS_BY_DEGREE.items()
+        if len(y) >= rows
+    }
+    # The mean of errors capped at 1: what is usual counts, and no single shape decides.
+    degree = min(left_out, key=lambda degree: float(np.minimum(left_out[degree], 1.0).mean()))
+    model = _pipeline(degree).fit(x, y)
     expand, ridge = model[0], model[-1]
     polynomial = Polynomial(
         tuple(low.tolist()),
@@ -83,15 +91,15 @@ def fit(features: Sequence[Sequence[float]], ratios: Sequence[float]) -> tuple[P
         tuple(ridge.coef_.tolist()),
         float(ridge.intercept_),
     )
-    return polynomial, np.abs(np.exp(left_out - y) - 1).tolist()
+    return polynomial, left_out[degree].tolist()
 
 
-def _pipeline() -> Any:
+def _pipeline(degree: int) -> Any:
     from sklearn.linear_model import RidgeCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import PolynomialFeatures
 
-    return make_pipeline(PolynomialFeatures(2, include_bias=False), RidgeCV(PENALTIES))
+    return make_pipeline(PolynomialFeatures(degree, include_bias=False), RidgeCV(PENALTIES))
 
 
 def _unit(x: Floats, low: Floats, high: Floats) -> Floats:
