@@ -36,7 +36,6 @@ class Placement:
     communicator: Communicator
     device: torch.device
     autocast: torch.dtype | None
-    strategy: str
 
 
 def started_by_us() -> bool:
@@ -64,7 +63,7 @@ def place(settings: StrategySettings) -> Placement:
     if "OMP_NUM_THREADS" not in os.environ:  # what the user set is the user's
         torch.set_num_threads(rank_cores())
     cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
-    return Placement(connect(settings, device), device, _autocast(settings.precision, device), settings.name)
+    return Placement(connect(settings, device), device, choose_autocast(settings.precision, device))
 
 
 def rank_cores() -> int:
@@ -111,7 +110,8 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     return device
 
 
-def _autocast(asked: str, device: torch.device) -> torch.dtype | None:
+def choose_autocast(asked: str, device: torch.device) -> torch.dtype | None:
+    """Type for mixed precision, as ``--precision`` asks; None computes in float32."""
     if asked == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
     return torch.bfloat16 if asked == "bf16" else None

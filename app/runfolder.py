@@ -1,6 +1,6 @@
 """The run folder: where everything a run leaves is, and how it is written so that a resumed run continues it.
 
-``config.yaml env.json run.log tissue/ tiles.parquet splits.csv metrics.csv validation.csv predictions.csv
+``config.yaml env.json plan.json run.log tissue/ tiles.parquet splits.csv metrics.csv validation.csv predictions.csv
 checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``, and ``fault.txt`` of a run that
 failed on several ranks. A model split into stages also leaves ``schedule.csv schedule.svg trace.json``.
 """
@@ -34,6 +34,7 @@ FREE_TO_CHANGE = frozenset(
         "recompute",
         "shard_optimizer",
         "compile",
+        "memory",
         "device",
         "timeout_s",
         "read_threads",
@@ -83,8 +84,15 @@ class RunFolder:
             if not config.resume:
                 raise ValueError(f"{self.path} already holds a run: continue it with --resume, or name another --out")
             self._check_settings(asked)
+        self._write_settings(asked)
+
+    def keep_microbatches(self, m: int) -> None:
+        """Remember a number of microbatches that was planned, not asked for: a resumed run goes on with it."""
+        self._write_settings(yaml.safe_load(self.config.read_text()) | {"microbatches": m})
+
+    def _write_settings(self, settings: Mapping[str, Any]) -> None:
         temporary = self.config.with_suffix(".tmp")  # other ranks may be reading it
-        temporary.write_text(yaml.safe_dump(asked, sort_keys=False))
+        temporary.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
         temporary.replace(self.config)
 
     def settings(self) -> dict[str, Any]:

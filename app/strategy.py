@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from app.launcher import find_launch
+from app.sizes import bytes_of
 from parallel.schedules.registry import SCHEDULES, default_microbatches
 
 WHOLE = ("single", "ddp", "fsdp")
@@ -40,7 +41,11 @@ class StrategySettings:
     """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch; fsdp: the
     same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block. The others
     split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model;
-    mast, master, bidirectional with two, the second in inverse order. auto: ddp with several ranks."""
+    mast, master, bidirectional with two, the second in inverse order. auto: the fastest that fits the memory, as
+    app.plan finds it; among what --stages and --microbatches leave open."""
+    memory: str | None = None
+    """Memory that --parallel auto may plan with on each rank, such as 16GiB; default: what the device has free, or the
+    rank's share of what this machine has."""
     ranks: int = 1
     """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
     stages: int | None = None
@@ -80,8 +85,18 @@ class StrategySettings:
         return launch.world if launch else self.ranks
 
     @property
+    def undecided(self) -> bool:
+        """A planner has yet to choose the strategy."""
+        return self.parallel == "auto"
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else bytes_of(self.memory)
+
+    @property
     def name(self) -> str:
-        """The strategy, ``auto`` decided."""
+        """The strategy; as long as none is chosen, the one for a model that fits everywhere."""
         return ("ddp" if self.world > 1 else "single") if self.parallel == "auto" else self.parallel
 
     @property
@@ -112,10 +127,23 @@ class StrategySettings:
     def validate(self) -> list[str]:
         if self.ranks < 1:
             return [f"--ranks must be at least 1; got {self.ranks}"]
-        found = self._mesh_faults() or self._microbatch_faults()
+        found = self._open_faults() if self.undecided else self._mesh_faults() or self._microbatch_faults()
         found += self._option_faults()
+        if self.memory is not None and self.memory_bytes is None:
+            found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
         if not self.timeout_s > 0:
             found.append(f"--timeout-s must be above 0; got {self.timeout_s:g}")
+        return found
+
+    def _open_faults(self) -> list[str]:
+        """Of what limits the planner's choice."""
+        found = []
+        if self.stages is not None and (self.stages < 2 or self.world % self.stages):
+            found.append(f"--stages must be 2 or more and divide the number of ranks, {self.world}; got {self.stages}")
+        if self.microbatches is not None and not 1 <= self.microbatches <= self.batch:
+            found.append(f"--microbatches must be 1 to --batch {self.batch}; got {self.microbatches}")
+        if self.batch < 1:
+            found.append(f"--batch must be at least 1; got {self.batch}")
         return found
 
     def _mesh_faults(self) -> list[str]:
@@ -167,10 +195,15 @@ class StrategySettings:
         """Options that mean nothing under the strategy asked for."""
         found = []
         if not self.splits:
+            rule = (
+                "--parallel auto chooses this itself: leave it out, or name the strategy"
+                if self.undecided
+                else f"--parallel {self.name} does not split it"
+            )
             found += [
-                f"{flag} is about a model split into stages; --parallel {self.name} does not split it"
+                f"{flag} is about a model split into stages; {rule}"
                 for flag, given in (
-                    ("--stages", self.stages is not None),
+                    ("--stages", self.stages is not None and not self.undecided),
                     ("--cuts", bool(self.cuts)),
                     ("--schedule", self.schedule is not None),
                     ("--recompute stage", self.recompute != "none"),
@@ -179,10 +212,12 @@ class StrategySettings:
                 if given
             ]
         if self.chunks is not None and self.name != "interleaved":
-            found.append(f"--chunks is for --parallel interleaved; got --parallel {self.name}")
+            found.append(f"--chunks is for --parallel interleaved; got --parallel {self.parallel}")
         if self.shard_optimizer == "pair" and not (self.splits and SCHEDULES[self.name].replicas == 2):
             pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
-            found.append(f"--shard-optimizer pair needs two copies of the model ({pairs}); got --parallel {self.name}")
+            found.append(
+                f"--shard-optimizer pair needs two copies of the model ({pairs}); got --parallel {self.parallel}"
+            )
         if self.schedule is not None and not self.schedule.is_file():
             found.append(f"--schedule {self.schedule} is not a file")
         return found

@@ -44,7 +44,7 @@ class RunSummary:
         peaks[:, self._communicator.rank] = torch.tensor([peak_bytes, peak_resident_bytes()])
         self._communicator.all_reduce(peaks)
         session = self._session
-        step = write_step(session.engine, self._communicator, session.placement.strategy, self._folder.path)
+        step = write_step(session.engine, self._communicator, session.config.strategy.name, self._folder.path)
         if self._communicator.rank == 0:
             self._write(self._outcome.status, peaks.tolist(), None, step.bubble if step else None)
 
@@ -76,7 +76,7 @@ class RunSummary:
             "classes": list(session.dataset.classes),
             "model": config.net.model,
             "parameters": session.parameters,
-            "strategy": session.placement.strategy,
+            "strategy": session.config.strategy.name,
             "ranks": self._communicator.world,
             "stages": config.strategy.depth,
             "device": str(session.placement.device),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from app.auto import plan_run, planned
 from app.cli import FAILED, USAGE, RunError, run_command
 from app.config import RunConfig
 from app.dataset import Dataset, prepare
@@ -56,6 +57,8 @@ def _with_microbatches(config: RunConfig, folder: RunFolder) -> RunConfig:
         ValueError: the strategy cannot compute that number.
     """
     strategy = config.strategy
+    if strategy.undecided and not config.resume:
+        return config
     begun = folder.settings().get("microbatches") if config.resume else None
     m = begun if strategy.microbatches is None and begun is not None else strategy.m
     strategy = dataclasses.replace(strategy, microbatches=m)
@@ -97,6 +100,7 @@ def _train_guarded(
 
     memory = PeakMemory(placement.device)
     dataset = _prepare_once(config, folder, placement)
+    config = planned(config, folder.path)
     session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
     loop = TrainingLoop(session, folder, interrupt)
     summary = RunSummary(session, folder, loop.outcome)
@@ -130,7 +134,11 @@ def _prepare(config: RunConfig, folder: RunFolder) -> Dataset:
     folder.open(config)
     folder.log_to_file()
     folder.write_json("env.json", describe_environment())
-    return prepare(config, folder, _say)
+    dataset = prepare(config, folder, _say)
+    if config.strategy.undecided:
+        plan_run(config, len(dataset.classes), dataset.task == "segment", folder.path, _say)
+        folder.keep_microbatches(planned(config, folder.path).strategy.m)
+    return dataset
 
 
 def _prepare_once(config: RunConfig, folder: RunFolder, placement: Placement) -> Dataset:

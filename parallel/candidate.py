@@ -1,7 +1,7 @@
 """The ways to train that a planner chooses from: strategy, mesh, microbatches.
 
-Takes the number of ranks and the global batch; gives ``Candidate``, all those that a schedule allows. What they cost and
-whether they fit is for others to say. No torch here.
+Takes the number of ranks and the global batch; gives ``Candidate``, all those that a schedule allows. What they cost
+and whether they fit is for others to say. No torch here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from parallel.schedules.registry import SCHEDULES
 WHOLE = ("single", "ddp", "fsdp")
 """Strategies in which each rank computes the whole model."""
 
-MAX_DEPTH = 64
+MAX_DEPTH = 32
 """Ranks that a model is spread over at most in a search; deeper pipelines have stages of a layer or two."""
 
 
@@ -93,8 +93,9 @@ def candidates(
             if ranks_of_group * chunks > most_stages:
                 continue
             for n in _microbatches(name, ranks // ranks_of_group, batch, m):
-                if SCHEDULES[name].chunks and n // (ranks // ranks_of_group) < ranks_of_group:
-                    continue  # too few to fill the chunks: slower than without them
+                least = ranks_of_group if chunks > 1 else SCHEDULES[name].replicas
+                if n // (ranks // ranks_of_group) < least:
+                    continue  # too few for all chunks or replicas to be at work: slower than without them
                 yield Candidate(name, ranks, ranks_of_group, n, chunks)
 
 

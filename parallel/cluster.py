@@ -23,6 +23,7 @@ class Cluster:
         lanes: ranks of a node that can compute at once without slowing each other; its GPUs, or cores by threads.
         inside, between: the links inside a node and from one node to another.
         update_bandwidth: bytes per second that an optimizer reads and writes.
+        kind: of the devices, "cpu" or "cuda".
     """
 
     name: str
@@ -32,6 +33,7 @@ class Cluster:
     inside: LinkSpec
     between: LinkSpec
     update_bandwidth: float
+    kind: str = "cuda"
 
     def link(self, first: int, second: int) -> LinkSpec | None:
         """What joins two ranks; None from a rank to itself."""

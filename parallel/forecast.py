@@ -8,6 +8,7 @@ is needed where nobody waits for anybody before the end.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from parallel.timeline import Timeline
 
 DDP_BUCKET = 25 << 20
 """Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
+LONG = 4
+"""Times the depth of a pipeline: microbatches of a step that is simulated whole."""
 UPDATE_PASSES = 3
 """Times that an optimizer reads or writes each of: parameters, gradients, each of its states. Read, write, and zero."""
 
@@ -79,14 +82,7 @@ def forecast_split(
         gradient_bytes: by stage.
         state_bytes: by stage, of parameters, gradients and optimizer state together.
     """
-    schedule, placement = schedule_of(candidate)
-    weights = weights_of(candidate, batch)
-    devices = cluster.devices(candidate.depth)
-    timeline = (
-        simulate_shared(schedule, placement, costs, links, devices, weights=weights)
-        if devices
-        else simulate(schedule, placement, costs, links, weights=weights)
-    )
+    timeline, placement, left_out = _step(candidate, batch, costs, links, cluster)
     computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
     summed = _summed_s(candidate, timeline, placement, gradient_bytes, cluster)
     held = [{stage for stage, _ in placement.held_by(rank)} for rank in range(placement.world)]
@@ -94,7 +90,47 @@ def forecast_split(
     update = max(sum(state_bytes[stage] for stage in stages) / share for stages in held)
     update_s = UPDATE_PASSES * update / cluster.update_bandwidth * cluster.slowdown(candidate.ranks)
     end = max(computed, summed)
-    return Forecast(end + update_s, timeline.bubble, end - computed, update_s, timeline)
+    work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / placement.world
+    more = left_out.microbatches * sum(cost.forward_s + cost.backward_s for cost in costs) / placement.depth
+    bubble = 1 - (work + more) / (computed + left_out.seconds) if left_out.microbatches else timeline.bubble
+    return Forecast(end + left_out.seconds + update_s, bubble, end - computed, update_s, timeline)
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """Of a long step, what is not simulated: that many microbatches, which take so long."""
+
+    microbatches: int
+    seconds: float
+
+
+def _step(
+    candidate: Candidate,
+    batch: int,
+    costs: Sequence[StageCost],
+    links: dict[tuple[int, int], LinkCost],
+    cluster: Cluster,
+) -> tuple[Timeline, Placement, _LeftOut]:
+    """The compute actions of the first group's step. In a long one every microbatch beyond those that fill the pipeline
+    takes as long as the one before it, so only the first are simulated."""
+    share, weights = len(share_of(0, candidate.groups, candidate.m)), weights_of(candidate, batch)
+    devices = cluster.devices(candidate.depth)
+
+    def run(microbatches: int) -> tuple[Timeline, Placement]:
+        part = dataclasses.replace(candidate, ranks=candidate.depth, m=microbatches)
+        schedule, placement = schedule_of(part)
+        own = weights[:microbatches]
+        if devices:
+            return simulate_shared(schedule, placement, costs, links, devices, weights=own), placement
+        return simulate(schedule, placement, costs, links, weights=own), placement
+
+    enough = LONG * candidate.depth
+    if share <= enough:
+        return *run(share), _LeftOut(0, 0.0)
+    timeline, placement = run(enough)
+    shorter, _ = run(enough - candidate.depth)
+    each = (timeline.makespan_s - shorter.makespan_s) / candidate.depth
+    return timeline, placement, _LeftOut(share - enough, each * (share - enough))
 
 
 def _summed_s(
@@ -126,7 +162,13 @@ def _summed_s(
 
 
 def forecast_whole(
-    candidate: Candidate, batch: int, forward_s: float, backward_s: float, param_bytes: int, slots: int, cluster: Cluster
+    candidate: Candidate,
+    batch: int,
+    forward_s: float,
+    backward_s: float,
+    param_bytes: int,
+    slots: int,
+    cluster: Cluster,
 ) -> Forecast:
     """Each rank computes the whole model.
 

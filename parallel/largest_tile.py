@@ -1,7 +1,7 @@
 """The largest tile each strategy can train within the memory, by bisection over tile sides.
 
-Takes what can tell whether a strategy fits at a tile side; gives the largest side, and what stands in the way of the next.
-Bytes grow with the side, so what fits at one side fits at every smaller one. No torch here.
+Takes what can tell whether a strategy fits at a tile side; gives the largest side, and what stands in the way of the
+next. Bytes grow with the side, so what fits at one side fits at every smaller one. No torch here.
 """
 
 from __future__ import annotations

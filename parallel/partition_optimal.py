@@ -11,7 +11,7 @@ close around the best cuts. With no more places than that the result is exact, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,8 +57,8 @@ def partition_optimal(
     memory: MemoryRule | None = None,
     paired: bool = False,
     positions: Sequence[int] | None = None,
-    forward_extra: Sequence[int] | None = None,
-    backward_extra: Sequence[int] | None = None,
+    windows: Callable[[Sequence[int] | None], Windows] | None = None,
+    explain: bool = True,
 ) -> Partition:
     """The partition into ``stages`` whose slowest rank is fastest; of those, the one with the fewest bytes sent.
 
@@ -74,7 +74,8 @@ def partition_optimal(
         memory: of each rank; as much as it takes unless given.
         paired: two inverted replicas: rank k holds stages k and D-1-k, and computes both.
         positions: in ``graph.layers`` at which stages may begin; all places where a cut may fall unless given.
-        forward_extra, backward_extra: bytes that each layer takes while it runs, as for ``Windows``.
+        windows: gives the windows between places, where searches share them; they are made anew unless given.
+        explain: search the smallest memory that would do when this one does not.
 
     Raises:
         ValueError: the model cannot be cut into so many stages, or not so that they fit the memory: says the smallest
@@ -92,8 +93,8 @@ def partition_optimal(
     speeds = [1.0] * ranks if speeds is None else speeds
 
     def search(chosen: Sequence[int] | None, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
-        windows = Windows(graph, seconds, chosen, forward_extra, backward_extra)
-        return _Problem(windows, stages, link_s, speeds, memory, paired).solve(known)
+        found = Windows(graph, seconds, chosen) if windows is None else windows(chosen)
+        return _Problem(found, stages, link_s, speeds, memory, paired, explain).solve(known)
 
     if not paired:
         _, starts = search(places if positions is not None else None)
@@ -139,6 +140,7 @@ class _Problem:
     speeds: Sequence[float]
     memory: MemoryRule | None
     paired: bool
+    explain: bool
     _loads: dict[float, Loads] = field(default_factory=dict)
 
     def solve(self, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
@@ -156,7 +158,7 @@ class _Problem:
         else:
             load, cuts = best_chain(self._stage, self.stages, travels)
         if not cuts:
-            raise ValueError(self._too_small(travels))
+            raise ValueError(self._too_small(travels) if self.explain else "no such stages fit the memory")
         return load, [self.windows.positions[cut] for cut in cuts]
 
     def _seconds(self, speed: float) -> Loads:

@@ -69,7 +69,7 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
 
     def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
         folder = RunFolder(config.out)
-        placement = Placement(communicator, torch.device("cpu"), None, config.strategy.name)
+        placement = Placement(communicator, torch.device("cpu"), None)
         guardian = Guardian(communicator.rank, stuck_s=60)
         session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guardian)
         outcome = TrainingLoop(session, folder, Interrupt()).run()

@@ -1,4 +1,4 @@
-"""What a planner is told of a model and its loss: what really is kept, and whether the model gives classes of pixels."""
+"""What a planner is told of a model and its loss: what really is kept, and whether classes are of pixels."""
 
 from __future__ import annotations
 

@@ -74,3 +74,11 @@ def test_data_parallel_sums_hide_behind_the_backward_pass_but_for_the_last_bucke
     slow = cluster(link=LinkSpec("slow", 4 * DDP_BUCKET, 0.0))  # 1 s for all gradients
     assert whole("ddp", 2, 4, slow) == pytest.approx(6 + 0.25)
     assert whole("fsdp", 2, 4, slow) == pytest.approx(6 + 0.5)  # gathering hides behind computing, scattering does not
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "master", "bidirectional", "zero-bubble", "mp-basic"])
+def test_a_long_step_is_not_simulated_whole_and_takes_as_long(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.forecast.LONG", 1000)
+    whole = split(name, 4, 4, 60, cluster())
+    monkeypatch.setattr("parallel.forecast.LONG", 4)
+    assert split(name, 4, 4, 60, cluster()) == pytest.approx(whole)

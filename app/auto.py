@@ -1,0 +1,158 @@
+"""``--parallel auto`` of a run: the strategy is planned once, kept in the run folder, and the same for every rank.
+
+Takes the settings and the dataset; writes ``plan.json``, or leaves the one that a resumed run began with. Every rank
+then reads from it what it is to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from app.cli import RunError
+from app.config import RunConfig
+from app.launcher import find_launch
+from app.strategy import Parallel, StrategySettings
+from parallel.candidate import WHOLE, Candidate
+from parallel.plan import Plan, Row
+from parallel.planner import Planner, best_of
+from parallel.quantity import bytes_text
+from parallel.schedules.registry import SCHEDULES
+
+if TYPE_CHECKING:
+    from app.machine_plan import Machine
+
+TEXT = "plan.json"
+
+
+def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say: Callable[[str], None]) -> None:
+    """Choose a strategy and write ``plan.json`` into ``folder``. One process of the run does this.
+
+    Args:
+        segments: a class per pixel is learned, else one per tile.
+
+    Raises:
+        RunError: nothing fits the memory.
+    """
+    problem = _problem(config, classes, segments)
+    if config.resume and (kept := _kept(folder)) is not None and kept.problem == problem:
+        return
+    try:
+        plan = _choose(config, classes, segments, problem)
+    except ValueError as fault:  # not traced: it can only be computed as a whole
+        row = Row(Candidate("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
+        plan = Plan(problem, row, f"none: {fault}", None)
+        say(f"plan: {row.candidate}; the model cannot be planned for: {fault}")
+    else:
+        say(f"plan: {_described(plan.row)}")
+    (folder / TEXT).write_text(plan.dumps())
+
+
+def planned(config: RunConfig, folder: Path) -> RunConfig:
+    """``config`` with the strategy of the folder's plan, where it is to be chosen."""
+    if not config.strategy.undecided:
+        return config
+    kept = _kept(folder)
+    if kept is None:
+        raise RunError(f"{folder / TEXT} is missing or damaged: remove {folder}, or name a strategy with --parallel")
+    return dataclasses.replace(config, strategy=follow(config.strategy, kept.row))
+
+
+def follow(settings: StrategySettings, row: Row) -> StrategySettings:
+    """``settings`` with everything that ``row`` decides."""
+    candidate = row.candidate
+    return dataclasses.replace(
+        settings,
+        parallel=cast(Parallel, candidate.name),
+        stages=candidate.depth if candidate.splits else None,
+        microbatches=candidate.m,
+        chunks=candidate.chunks if candidate.chunks > 1 else None,
+        cuts=",".join(row.cuts),
+        recompute="stage" if candidate.recompute else "none",
+        shard_optimizer="pair" if candidate.shard_optimizer else "none",
+    )
+
+
+def names_for(settings: StrategySettings) -> list[str]:
+    """Strategies that the ranks of this run can carry out."""
+    launch = find_launch()
+    names = [*WHOLE, *SCHEDULES]
+    if launch and launch.mpi:
+        names.remove("fsdp")
+    return names
+
+
+def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, Any]) -> Plan:
+    from app.task import Workload  # torch is imported once the settings are known to be right
+
+    strategy = config.strategy
+    machine = _machine(config)
+    work = Workload(
+        config.net.model,
+        config.index.tile,
+        classes,
+        config.net.norm,
+        segments,
+        config.optimization.optimizer,
+        machine.autocast,
+    )
+    planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
+    names, m = names_for(strategy), strategy.microbatches
+    rows = list(planner.rows(names, ranks=strategy.world, depth=strategy.stages, m=m))
+    best = best_of(rows)
+    if best is None:
+        raise RunError(planner.too_small(rows))
+    costs = planner.microbatch(1)[1]
+    return Plan(problem, best, costs.source, costs.expected_error)
+
+
+def _machine(config: RunConfig) -> Machine:
+    """This machine. One rank has nothing to choose by time, so nothing is calibrated for it."""
+    from app.machine_plan import this_machine
+
+    strategy = config.strategy
+    launch = find_launch()
+    return this_machine(
+        strategy.world,
+        memory=strategy.memory_bytes,
+        device=strategy.device,
+        precision=strategy.precision,
+        channels_last=strategy.channels_last,
+        per_node=launch.local_world if launch else None,
+        reserved=config.stream.read_ahead_bytes,
+        timed=strategy.world > 1,
+    )
+
+
+def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
+    strategy = config.strategy
+    return {
+        "model": config.net.model,
+        "norm": config.net.norm,
+        "classes": classes,
+        "task": "segment" if segments else "classify",
+        "tile_px": config.index.tile,
+        "batch": strategy.batch,
+        "ranks": strategy.world,
+        "memory": strategy.memory,
+        "optimizer": config.optimization.optimizer,
+        "precision": strategy.precision,
+    }
+
+
+def _kept(folder: Path) -> Plan | None:
+    try:
+        return Plan.loads((folder / TEXT).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _m(config: RunConfig) -> int:
+    return config.strategy.microbatches or config.strategy.world
+
+
+def _described(row: Row) -> str:
+    speed = "" if row.images_per_second is None else f", {row.images_per_second:.3g} images/s"
+    return f"{row.candidate}{speed}, {bytes_text(max(row.peak_bytes))} on the fullest rank expected"

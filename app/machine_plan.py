@@ -1,0 +1,153 @@
+"""The machine a plan is for: this one, calibrated or measured, or one that is named.
+
+Takes numbers of ranks and names of devices; gives a ``Machine``: a cluster, and how long layers take on its devices.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from app.launch import choose_autocast, choose_device
+from app.machine import cpu_model, memory_bytes, usable_cores
+from parallel.batch_scale import with_tiles
+from parallel.calibration import QUICK_S, calibration_key, kept_at, load_or_calibrate
+from parallel.cluster import Cluster
+from parallel.cost import Costs, LayerCost
+from parallel.cost_model import CostModel
+from parallel.data_sheet import BANDWIDTH, cost_on
+from parallel.device_spec import device_named, link_named
+from parallel.graph import LayerGraph
+
+RESERVED = 0.9
+"""Of the memory that is free, the part that a plan may use: allocators need room."""
+CUDA_CONTEXT = 600 << 20
+"""Bytes that CUDA takes of each GPU for each process, about."""
+ADDITION = "add"
+DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a plan is to run.
+
+    Attributes:
+        estimate: takes a graph of one tile, gives what its layers cost by tiles of a microbatch.
+        autocast: type for mixed precision; None computes in float32.
+    """
+
+    cluster: Cluster
+    estimate: Callable[[LayerGraph], Callable[[int], Costs]]
+    autocast: torch.dtype | None
+
+
+def this_machine(
+    ranks: int,
+    *,
+    memory: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    channels_last: bool = True,
+    per_node: int | None = None,
+    network: str = "edr-infiniband",
+    reserved: int = 0,
+    timed: bool = True,
+) -> Machine:
+    """Machines like this one.
+
+    Args:
+        ranks: of the plan; as many as ``per_node`` of them on a machine.
+        memory: bytes that each rank may use; None: its share of what is free.
+        device: as ``--device``.
+        precision: as ``--precision``.
+        reserved: bytes that each rank needs besides, of memory that is not given by ``memory``.
+        timed: calibrate, unless that was done before; otherwise layers take no time.
+
+    Raises:
+        ValueError: a device that is not there, or a network that is not known.
+    """
+    where = choose_device(device, 0)
+    per_node = min(ranks, per_node or ranks)
+    if where.type == "cuda":
+        lanes, threads, together = float(torch.cuda.device_count()), 1, 1
+        free = torch.cuda.mem_get_info(where)[0] // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
+    else:
+        threads = max(1, usable_cores() // per_node)
+        lanes, together = usable_cores() / threads, min(per_node, usable_cores())
+        free = memory_bytes()[1] // per_node
+    autocast = choose_autocast(precision, where)
+    limit = round(RESERVED * free) - reserved if memory is None else memory
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{cpu_model()}, {usable_cores()} cores"
+    inside, between = link_named("pcie4" if where.type == "cuda" else "shared-memory"), link_named(network)
+    if not timed:
+        return Machine(
+            Cluster(name, limit, per_node, lanes, inside, between, math.inf, where.type), _no_times, autocast
+        )
+    model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
+    cluster = Cluster(name, limit, per_node, lanes, inside, between, _moving_speed(model), where.type)
+    return Machine(cluster, lambda graph: lambda tiles: model.estimate(with_tiles(graph, tiles)), autocast)
+
+
+def _calibrated(
+    device: torch.device, threads: int, together: int, dtype: torch.dtype, channels_last: bool
+) -> CostModel:
+    """The cost model of this machine; the user is told when it takes a while."""
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last))
+    if not path.exists():
+        print(
+            f"calibrating this machine for {together} ranks of {threads} threads, about {QUICK_S:.0f} s; kept in "
+            f"{path.parent}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return load_or_calibrate(device, threads=threads, together=together, dtype=dtype, channels_last=channels_last)
+
+
+def _no_times(graph: LayerGraph) -> Callable[[int], Costs]:
+    costs = Costs((LayerCost(0.0, 0.0, 0.0),) * len(graph.layers), "none")
+    return lambda tiles: costs
+
+
+def named_machine(
+    device: str,
+    ranks: int,
+    *,
+    memory: int | None = None,
+    per_node: int | None = None,
+    link: str | None = None,
+    network: str = "edr-infiniband",
+    precision: str = "fp32",
+) -> Machine:
+    """Machines with devices of a data sheet, one rank a device.
+
+    Raises:
+        ValueError: a device or link that is not known, or arithmetic that the device does not have.
+    """
+    spec, inside, between = device_named(device), link_named(link or "pcie4"), link_named(network)
+    dtype = DTYPES[precision]
+    per_node = min(ranks, per_node or 8)
+    name = f"{spec.name}, {per_node} a node, {inside.name}" + (f", {between.name}" if ranks > per_node else "")
+    cluster = Cluster(
+        name,
+        spec.memory_bytes if memory is None else memory,
+        per_node,
+        float(per_node),
+        inside,
+        between,
+        BANDWIDTH * spec.bandwidth,
+    )
+
+    def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
+        return lambda tiles: cost_on(with_tiles(graph, tiles), spec, dtype)
+
+    return Machine(cluster, estimate, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision))
+
+
+def _moving_speed(model: CostModel) -> float:
+    """Bytes per second of large additions."""
+    curve = model.forward[ADDITION]
+    return curve.bytes[-1] / curve.seconds[-1]

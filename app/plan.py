@@ -1,0 +1,124 @@
+"""``python -m app.plan``: which strategies can train a model at a tile size, how fast, and on how many bytes a rank.
+
+Takes a model, a tile size, ranks and memory; prints a table of strategies, best first, and leaves ``plan.json``,
+``candidates.json``, the chosen schedule and the model's graph with its cuts in ``--out``. Nothing is trained, and none
+of the ranks has to be there: ``--device-spec`` names another machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from app.cli import run_command
+from app.sizes import bytes_of
+
+Strategy = Literal[
+    "auto",
+    "single",
+    "ddp",
+    "fsdp",
+    "mp-basic",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero-bubble",
+    "mast",
+    "master",
+    "bidirectional",
+]
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Say which strategies can train a model: whether they fit the memory, or how many bytes they miss; predicted
+    images/s, waiting and peak bytes of each rank."""
+
+    model: str = "resnet50"
+    """As for app.train: a name of ours, torchvision:NAME, timm:NAME or package.module:factory."""
+    tile: int = 2048
+    """Side of the tiles in px."""
+    classes: int = 2
+    """Classes that the model tells apart."""
+    task: Literal["auto", "classify", "segment"] = "auto"
+    """segment: a class per pixel; auto: what the model gives."""
+    norm: Literal["batch", "group", "instance"] = "batch"
+    """Normalisation."""
+    ranks: int = 1
+    """Ranks to plan for; they need not be there."""
+    batch: int | None = None
+    """Tiles of one optimiser step over all ranks; default: 8, or one per rank if there are more."""
+    parallel: Strategy = "auto"
+    """Only this strategy; auto: all of them."""
+    stages: int | None = None
+    """Only splits of the model over this many ranks."""
+    microbatches: int | None = None
+    """Only this number of microbatches; default: any."""
+    memory: str | None = None
+    """Memory of each rank, such as 16GiB; default: what the device has, or its share of this machine's free memory."""
+    device_spec: str | None = None
+    """Device to plan for by its data sheet, such as v100-16gb; default: this machine, calibrated on first use."""
+    per_node: int | None = None
+    """Ranks of a node; default: all on this machine, 8 with --device-spec."""
+    link: str | None = None
+    """What joins the ranks of a node, such as nvlink2; default: pcie4, with --device-spec only."""
+    network: str = "edr-infiniband"
+    """What joins nodes, such as ndr-infiniband or ethernet-10g."""
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    """Update rule: how many values are kept for each parameter."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Of products; bf16 and fp16 are mixed precision. This machine is planned for in fp32 or bf16."""
+    costs: Literal["calibrated", "measured"] = "calibrated"
+    """Where times on this machine come from. calibrated: estimated from a calibration; measured: each layer is run, at
+    a smaller tile and scaled where the tile is large."""
+    largest_tile: bool = False
+    """Also search the largest tile that each strategy can train within the memory."""
+    graph: Literal["op", "layer", "block", "module"] = "block"
+    """How finely the model is drawn in --out."""
+    out: Path | None = None
+    """Folder for plan.json, candidates.json, schedule.svg, schedule.csv, graph.svg, graph.json and graph.txt."""
+
+    @property
+    def tiles(self) -> int:
+        """Of one optimiser step."""
+        return max(8, self.ranks) if self.batch is None else self.batch
+
+    def validate(self) -> list[str]:
+        found = [
+            f"--{name.replace('_', '-')} must be at least 1; got {value}"
+            for name in ("tile", "classes", "ranks", "batch", "stages", "microbatches", "per_node")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if self.memory is not None and bytes_of(self.memory) is None:
+            found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
+        if self.device_spec is None:
+            found += [
+                f"{flag} is about a machine described by --device-spec; name the device too"
+                for flag, given in (("--per-node", self.per_node is not None), ("--link", self.link is not None))
+                if given
+            ]
+            if self.precision in ("tf32", "fp16"):
+                found.append(f"--precision {self.precision} is for --device-spec; this machine trains in fp32 or bf16")
+        elif self.costs == "measured":
+            found.append("--costs measured runs the layers here; with --device-spec times come from the data sheet")
+        if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):
+            found.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
+        return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: something fits; 1: nothing does, or the plan failed; 2: wrong usage."""
+    return run_command(PlanCommand, _run, argv, prog="python -m app.plan")
+
+
+def _run(command: PlanCommand) -> int:
+    from app.plan_report import report  # torch is imported once the settings are known to be right
+
+    return report(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""What ``app.plan`` says: the table of strategies on the terminal, and the files of ``--out``.
+
+Takes the command; runs the planner. A row for each strategy, its best candidate; all candidates are in
+``candidates.json``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.cli import FAILED, OK
+from app.machine_plan import Machine, named_machine, this_machine
+from app.plan import PlanCommand
+from app.plan_table import print_largest, print_rows
+from app.sizes import bytes_of
+from app.task import Workload
+from parallel.candidate import WHOLE
+from parallel.forecast import schedule_of
+from parallel.graph import LayerGraph
+from parallel.graph_json import graph_json
+from parallel.graph_picture import graph_svg
+from parallel.graph_text import graph_text
+from parallel.largest_tile import LargestTile, largest_tiles
+from parallel.partition import Partition
+from parallel.picture import schedule_svg
+from parallel.plan import Plan, Row
+from parallel.planner import Planner, best_of
+from parallel.quantity import bytes_text
+from parallel.schedule_file import to_csv
+from parallel.schedules.registry import SCHEDULES
+
+NAMES = (*WHOLE, *SCHEDULES)
+
+
+def report(command: PlanCommand) -> int:
+    """Plan, print, write. Exit code 1 when nothing fits.
+
+    Raises:
+        ValueError: a model, device or link that is not known, or a model that does not run on such tiles.
+    """
+    machine = machine_of(command)
+    planner = planner_for(command, machine, command.tile)
+    names = NAMES if command.parallel == "auto" else (command.parallel,)
+    rows = list(planner.rows(names, depth=command.stages, m=command.microbatches, ranks=command.ranks))
+    best = best_of(rows)
+    costs = planner.microbatch(1)[1]
+    error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"
+    print(
+        f"{command.model}, {command.tile} px, {command.tiles} tiles a step, {command.ranks} ranks of "
+        f"{bytes_text(machine.cluster.memory_bytes)} on {machine.cluster.name}\ntimes: {costs.source}{error}"
+    )
+    print_rows(rows, best)
+    if best is None:
+        print(f"\n{planner.too_small(rows)}")
+    largest = _largest(command, machine, names) if command.largest_tile else []
+    if command.out:
+        _write(command, machine, planner, rows, best, largest)
+    return OK if best else FAILED
+
+
+def machine_of(command: PlanCommand) -> Machine:
+    """The machine that the command names, or this one."""
+    memory = bytes_of(command.memory) if command.memory else None
+    if command.device_spec is None:
+        return this_machine(command.ranks, memory=memory, precision=command.precision)
+    return named_machine(
+        command.device_spec,
+        command.ranks,
+        memory=memory,
+        per_node=command.per_node,
+        link=command.link,
+        network=command.network,
+        precision=command.precision,
+    )
+
+
+def planner_for(command: PlanCommand, machine: Machine, tile: int) -> Planner:
+    """A planner of the command's problem at a tile side."""
+    work = Workload(
+        command.model,
+        tile,
+        command.classes,
+        command.norm,
+        None if command.task == "auto" else command.task == "segment",
+        command.optimizer,
+        machine.autocast,
+    )
+    return Planner(work.task(command.tiles, machine.estimate), machine.cluster)
+
+
+def _largest(command: PlanCommand, machine: Machine, names: Sequence[str]) -> list[LargestTile]:
+    planners: dict[int, Planner | None] = {}
+
+    def least(tile: int, name: str) -> Row | None:
+        if tile not in planners:
+            try:
+                planners[tile] = planner_for(command, machine, tile)
+            except ValueError:  # the model does not run on tiles as small as this
+                planners[tile] = None
+        planner = planners[tile]
+        return planner.least(name, 1 if name == "single" else command.ranks) if planner else None
+
+    found = largest_tiles(dict.fromkeys(("single", *names) if command.ranks > 1 else names), least)
+    print_largest(found, machine.cluster.memory_bytes)
+    return found
+
+
+def _write(
+    command: PlanCommand,
+    machine: Machine,
+    planner: Planner,
+    rows: Sequence[Row],
+    best: Row | None,
+    largest: Sequence[LargestTile],
+) -> None:
+    out: Path = command.out  # type: ignore[assignment]  # asked for by the caller
+    out.mkdir(parents=True, exist_ok=True)
+    candidates = [row.to_json() for row in rows]
+    (out / "candidates.json").write_text(json.dumps({"rows": candidates}, indent=2))
+    if largest:
+        tiles = [{"strategy": one.name, "tile_px": one.tile, "row": one.row and one.row.to_json()} for one in largest]
+        (out / "largest_tile.json").write_text(json.dumps({"rows": tiles}, indent=2))
+    graph, costs = planner.microbatch(1)
+    partition = None
+    if best is not None:
+        plan = Plan(problem_of(command, machine), best, costs.source, costs.expected_error)
+        (out / "plan.json").write_text(plan.dumps())
+        partition = planner.partition_of(best) if best.candidate.splits else None
+        timeline = planner.timeline(best)
+        if timeline is not None:
+            title = f"{best.candidate}: {command.model}, {command.tile} px, simulated"
+            (out / "schedule.svg").write_text(schedule_svg(timeline, title=title))
+            (out / "schedule.csv").write_text(to_csv(schedule_of(best.candidate)[0]))
+    forward = [cost.forward_s for cost in costs.layers]
+    backward = [cost.backward_s for cost in costs.layers]
+    drawn = functools.partial(_drawn, command, graph, partition, forward, backward)
+    (out / "graph.svg").write_text(drawn(graph_svg))
+    (out / "graph.txt").write_text(drawn(graph_text))
+    (out / "graph.json").write_text(json.dumps(drawn(graph_json), indent=1))
+    print(f"\nwritten to {out}: " + ", ".join(sorted(path.name for path in out.iterdir())))
+
+
+def _drawn(
+    command: PlanCommand,
+    graph: LayerGraph,
+    partition: Partition | None,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    draw: Callable[..., Any],
+) -> Any:
+    """The model's graph as text, data or picture, as ``draw`` makes it."""
+    title = f"{command.model}, one tile of {command.tile} px"
+    return draw(
+        graph, level=command.graph, partition=partition, forward_s=forward_s, backward_s=backward_s, title=title
+    )
+
+
+def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:
+    """What the choice depends on."""
+    return {
+        "model": command.model,
+        "norm": command.norm,
+        "classes": command.classes,
+        "tile_px": command.tile,
+        "batch": command.tiles,
+        "ranks": command.ranks,
+        "memory_bytes": machine.cluster.memory_bytes,
+        "optimizer": command.optimizer,
+        "precision": command.precision,
+        "machine": machine.cluster.name,
+    }

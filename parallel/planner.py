@@ -1,0 +1,297 @@
+"""The search: which of all candidates fits the memory and gives most images per second.
+
+Takes a task and a cluster; gives a ``Row`` for every candidate. The model is cut anew for every number of stages, size
+of microbatch and kind of replica. What does not fit is tried again with cuts chosen within the memory, then with the
+optimizer state of a pair of replicas shared between its ranks, then with recomputation; each costs time, so the first
+that fits is taken. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from parallel.batch_scale import with_tiles
+from parallel.candidate import Candidate, candidates
+from parallel.cluster import Cluster
+from parallel.cost import Costs
+from parallel.device_spec import LinkSpec
+from parallel.forecast import Forecast, forecast_split, forecast_whole, schedule_of, weights_of
+from parallel.granularity import block_cuts
+from parallel.graph import LayerGraph
+from parallel.memory import RankBytes, StageBytes, in_flight, rank_bytes, stage_bytes, whole_bytes
+from parallel.partition import Partition, cut_positions
+from parallel.partition_optimal import MemoryRule, partition_optimal
+from parallel.plan import Row
+from parallel.quantity import bytes_text
+from parallel.stage_cost import link_costs, stage_costs
+from parallel.task import Task
+from parallel.timeline import Timeline
+from parallel.windows import Windows
+
+SIMPLER = 0.01
+"""A candidate has to be faster by this fraction to be preferred to one that stands before it."""
+MANY = 400
+"""Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
+FEW = 150
+"""Candidates: of more, those are left out that cannot be faster than one of their strategy that fits."""
+DEEP = 16
+"""Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
+
+
+class Planner:
+    """Forecasts for one task on one cluster.
+
+    Args:
+        task: what is to be trained.
+        cluster: where.
+    """
+
+    def __init__(self, task: Task, cluster: Cluster) -> None:
+        self.task, self.cluster = task, cluster
+        places = cut_positions(task.graph)
+        blocks = block_cuts(task.graph) if len(places) > MANY else ()
+        self._places = list(blocks) or places
+        self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
+        self._partitions: dict[object, Partition] = {}
+        self._known_windows: dict[object, Windows] = {}
+        self._stages: dict[tuple[tuple[int, ...], int], list[StageBytes]] = {}
+
+    def microbatch(self, tiles: int) -> tuple[LayerGraph, Costs]:
+        """The graph for microbatches of ``tiles`` tiles, and what its layers cost."""
+        if tiles not in self._microbatches:
+            self._microbatches[tiles] = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
+        return self._microbatches[tiles]
+
+    def rows(
+        self, names: Iterable[str], *, ranks: int, depth: int | None = None, m: int | None = None
+    ) -> Iterator[Row]:
+        """Of every candidate among the strategies ``names``; ``depth`` and ``m`` as the user fixed them."""
+        free = []
+        for name in names:
+            if reason := self.task.refused.get(name):
+                yield Row(Candidate(name, ranks, 1, 1), refused=reason)
+            else:
+                free.append(name)
+        most = len(self._places) + 1
+        found = list(candidates(ranks, self.task.batch, names=free, most_stages=most, depth=depth, m=m))
+        if len(found) <= FEW:
+            yield from map(self.row, found)
+            return
+        for name in free:
+            yield from self._promising([candidate for candidate in found if candidate.name == name])
+
+    def _promising(self, found: Iterable[Candidate]) -> Iterator[Row]:
+        """Rows of one strategy, those with the highest bound of images/s first, as long as it is above the best."""
+        best = 0.0
+        for bound, candidate in sorted(((self._bound(one), one) for one in found), key=lambda pair: -pair[0]):
+            if bound <= best:
+                return
+            row = self.row(candidate)
+            if row.fits:
+                best = max(best, row.images_per_second or 0.0)
+            yield row
+
+    def _bound(self, candidate: Candidate) -> float:
+        """Images per second that no partition and no memory could raise: nobody waits but for the slowest rank."""
+        _, costs = self.microbatch(-(-self.task.batch // candidate.m))
+        microbatches = sum(weights_of(candidate, self.task.batch))
+        slowest = sum(costs.seconds)
+        if candidate.splits:
+            partition = self._partition(candidate, within=False)
+            assert partition is not None
+            loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
+            held = [loads[k :: candidate.depth] for k in range(candidate.depth)]
+            slowest = max(map(sum, held)) if not candidate.paired else sum(loads) / candidate.depth
+        return self.task.batch / (microbatches * slowest) if slowest else math.inf
+
+    def row(self, candidate: Candidate) -> Row:
+        """Of ``candidate``, with whatever of cuts, sharded optimizer and recomputation makes it fit; the variant that
+        misses by least where none does."""
+        best: Row | None = None
+        for variant in _variants(candidate):
+            for within in (False, True) if variant.splits else (False,):
+                row = self.forecast(variant, within=within)
+                if row is not None and (best is None or row.over_bytes < best.over_bytes):
+                    best = row
+                if best is not None and best.fits:
+                    return best
+        assert best is not None
+        return best
+
+    def least(self, name: str, ranks: int) -> Row | None:
+        """Of strategy ``name``: the first candidate that fits, from microbatches of one tile on, or the one that misses
+        by least; None where the strategy cannot run."""
+        found: Row | None = None
+        given = candidates(ranks, self.task.batch, names=[name], most_stages=len(self._places) + 1)
+        if name in self.task.refused:
+            return None
+        for candidate in sorted(given, key=lambda one: (-one.m, -one.depth)):
+            row = self.row(candidate)
+            if row.fits:
+                return row
+            if found is None or row.over_bytes < found.over_bytes:
+                found = row
+        return found
+
+    def forecast(self, candidate: Candidate, *, within: bool = False) -> Row | None:
+        """Of ``candidate`` as it is.
+
+        Args:
+            within: choose cuts that keep every rank within the memory; None where there are none.
+        """
+        graph, costs = self.microbatch(-(-self.task.batch // candidate.m))
+        if candidate.splits:
+            partition = self._partition(candidate, within=within)
+            if partition is None:
+                return None
+            found = self._forecast_split(candidate, partition)
+            held = self._bytes(candidate, partition)
+            cuts = tuple(graph.layers[start].name for start in partition.starts[1:])
+        else:
+            found = forecast_whole(
+                candidate,
+                self.task.batch,
+                sum(cost.forward_s for cost in costs.layers),
+                sum(cost.backward_s for cost in costs.layers),
+                sum(layer.param_bytes for layer in graph.layers),
+                self.task.slots,
+                self.cluster,
+            )
+            held = [whole_bytes(candidate, graph, self.task.slots, self.cluster.kind)]
+            cuts = ()
+        peaks = tuple(one.total for one in held)
+        return Row(
+            candidate,
+            cuts,
+            self.task.batch / found.step_s if found.step_s else None,
+            found.step_s or None,
+            found.bubble,
+            peaks,
+            max(0, max(peaks) - self.cluster.memory_bytes),
+        )
+
+    def partition_of(self, row: Row) -> Partition:
+        """The stages of a row whose strategy splits the model, for microbatches of the row's size."""
+        graph, _ = self.microbatch(-(-self.task.batch // row.candidate.m))
+        return Partition(graph, (0, *(graph.position[cut] for cut in row.cuts)))
+
+    def timeline(self, row: Row) -> Timeline | None:
+        """The simulated step of the first group; None where each rank computes the whole model."""
+        if not row.candidate.splits:
+            return None
+        return self._forecast_split(row.candidate, self.partition_of(row)).timeline
+
+    def too_small(self, rows: Sequence[Row]) -> str:
+        """What to say when nothing fits: the least memory that would do."""
+        known = [row for row in rows if row.peak_bytes]
+        if not known:
+            reasons = dict.fromkeys(row.refused for row in rows)
+            return f"no strategy can run: {'; '.join(reasons) or 'more ranks than --batch has tiles'}"
+        nearest = min(known, key=lambda row: row.over_bytes)
+        return (
+            f"nothing fits in {bytes_text(self.cluster.memory_bytes)} a rank: {nearest.candidate} needs least, "
+            f"{bytes_text(max(nearest.peak_bytes))}. Use more ranks, a smaller --tile, or --precision bf16"
+        )
+
+    def _forecast_split(self, candidate: Candidate, partition: Partition) -> Forecast:
+        _, costs = self.microbatch(-(-self.task.batch // candidate.m))
+        params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
+        return forecast_split(
+            candidate,
+            self.task.batch,
+            stage_costs(partition, costs),
+            link_costs(partition, functools.partial(_slower_link, candidate, self.cluster)),
+            params,
+            [size * (2 + self.task.slots) for size in params],
+            self.cluster,
+        )
+
+    def _bytes(self, candidate: Candidate, partition: Partition) -> list[RankBytes]:
+        schedule, placement = schedule_of(candidate)
+        tiles = -(-self.task.batch // candidate.m)
+        if (partition.starts, tiles) not in self._stages:
+            self._stages[partition.starts, tiles] = stage_bytes(partition)
+        return rank_bytes(
+            partition,
+            placement,
+            schedule,
+            slots=self.task.slots,
+            shard_optimizer=candidate.shard_optimizer,
+            weights=weights_of(candidate, self.task.batch),
+            device=self.cluster.kind,
+            stages=self._stages[partition.starts, tiles],
+        )
+
+    def _partition(self, candidate: Candidate, *, within: bool) -> Partition | None:
+        tiles = -(-self.task.batch // candidate.m)
+        graph, costs = self.microbatch(tiles)
+        paired = candidate.paired and candidate.depth <= DEEP
+        key: object = candidate if within else (tiles, candidate.stages, candidate.depth, paired)
+        if key not in self._partitions:
+            links = [self.cluster.link(rank, rank + 1) for rank in range(candidate.depth - 1)]
+            try:
+                self._partitions[key] = partition_optimal(
+                    graph,
+                    candidate.stages,
+                    costs.seconds,
+                    link_s=max(1 / link.bandwidth for link in links if link is not None),
+                    speeds=[1.0] * candidate.depth,
+                    memory=self._rule(candidate) if within else None,
+                    paired=paired,
+                    positions=self._places,
+                    windows=functools.partial(self._windows, tiles),
+                    explain=False,
+                )
+            except ValueError:
+                return None
+        return self._partitions[key]
+
+    def _windows(self, tiles: int, positions: Sequence[int] | None) -> Windows:
+        key = (tiles, None if positions is None else tuple(positions))
+        if key not in self._known_windows:
+            graph, costs = self.microbatch(tiles)
+            self._known_windows[key] = Windows(graph, costs.seconds, positions)
+        return self._known_windows[key]
+
+    def _rule(self, candidate: Candidate) -> MemoryRule:
+        schedule, placement = schedule_of(candidate)
+        each = 2.0 + self.task.slots
+        return MemoryRule(
+            (float(self.cluster.memory_bytes),) * candidate.depth,
+            in_flight(schedule, placement),
+            each,
+            2.0 if candidate.shard_optimizer else None,
+            candidate.recompute,
+        )
+
+
+def best_of(rows: Iterable[Row]) -> Row | None:
+    """The fastest of those that fit; one that stands before it where that is hardly slower, or nobody knows."""
+    best: Row | None = None
+    for row in rows:
+        faster = best is None or (row.images_per_second or 0) > (1 + SIMPLER) * (best.images_per_second or 0)
+        if row.fits and faster:
+            best = row
+    return best
+
+
+def _variants(candidate: Candidate) -> Iterator[Candidate]:
+    """``candidate``, then those that take less memory and more time."""
+    yield candidate
+    if candidate.paired:
+        yield dataclasses.replace(candidate, shard_optimizer=True)
+    if candidate.splits and candidate.m > 1:
+        yield dataclasses.replace(candidate, recompute=True)
+        if candidate.paired:
+            yield dataclasses.replace(candidate, recompute=True, shard_optimizer=True)
+
+
+def _slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
+    """Between two stages: of both replicas, the slower link."""
+    ends = [stage % candidate.depth for stage in (source, target)]
+    ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
+    links = [link for way in ways if (link := cluster.link(*way)) is not None]
+    return min(links, key=lambda link: link.bandwidth, default=None)
