@@ -155,4 +155,8 @@ def _total(of_model: dict[str, dict[int, Row]], wanted: int) -> str:
         if any(row.dtype == dtype for row in rows)
     )
     known = f"{wanted} tried" if len(of_model) == wanted else f"{len(of_model)} of {wanted} tried"
-    return f"{known}. {'; '.join(parts)}. Largest relative error of those that passed: {largest or 'none'}.\n"
+    text = f"{known}. {'; '.join(parts)}. Largest relative error of those that passed: {largest or 'none'}."
+    if rows:
+        most = max(rows, key=lambda row: row.peak_gib)
+        text += f" Most memory of a process: {most.peak_gib:.1f} GiB, {most.model}."
+    return f"{text}\n"
