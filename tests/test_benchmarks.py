@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.sleeping_stages.run --unit 0.005 --steps 1", "m D (F + B)"),
         ("benchmarks.activation_bytes.run --model resnet18 --px 64 --depths 2", "max(A_k, A_{D-1-k})"),
         ("benchmarks.links.run --models unet_w4 --px 32", "only supports adjacent-stage"),
+        ("benchmarks.balances.run --quick", "resnet101, 64 px"),
+        ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
     ],
 )
 def test_benchmark_runs(command: str, says: str) -> None:

@@ -1,8 +1,7 @@
 """What runs on the ranks: every way to train of one problem, each built as ``app.train`` builds it, in turn.
 
 Takes a communicator, the name of a problem, and candidates with their cuts; gives when the steps of each began and
-ended on this rank, by how much the process grew, and what autograd kept. The first step of each is not timed: it makes
-the optimizer's state, and what autograd keeps is counted in it.
+ended on this rank, by how much the process grew, and what autograd kept. The first two steps of each are not timed.
 """
 
 from __future__ import annotations
@@ -38,6 +37,8 @@ from parallel.step import Microbatch
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3
 LOADING_PX = 64
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of malloc.h; see mallopt(3)."""
 FREE = 0.4
 """Part of the machine's free memory that may be taken to keep all candidates of a problem at hand at once."""
 
@@ -71,20 +72,21 @@ class Contender:
         # Other stages than this rank's are gone by now.
         self._parameters = [parameter for ref in parameters if (parameter := ref()) is not None]
 
-    def first(self) -> None:
-        """The step that is not timed."""
+    def grow(self) -> None:
+        """Two steps that are not timed: the first makes the optimizer's state; in the second it is seen by how much the
+        process is larger than before the model was there, and what autograd keeps."""
+        self._step()
         meter = ActivationMeter()
         meter.exclude(self._parameters)
+        keep_reserve(False)
+        trim()
+        _forget_peak()
         with meter.watching():
             self._step()
+        self.growth_bytes = _status_bytes("VmHWM") - self._base
+        keep_reserve(True)
         # What fully sharded parameters are gathered into is kept by torch, not by autograd alone.
         self.kept_bytes = None if self.candidate.name == "fsdp" else meter.peak_bytes
-
-    def grown(self) -> None:
-        """A timed step, and by how much the process is larger in it than before the model was there."""
-        _forget_peak()
-        self.timed()
-        self.growth_bytes = _status_bytes("VmHWM") - self._base
 
     def timed(self) -> None:
         self._communicator.barrier()
@@ -125,7 +127,7 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[s
     entries = [(Candidate(**entry["candidate"]), entry["cuts"]) for entry in argument["entries"]]
     # Loads code and its tables, which are of no candidate.
     loading = Contender(dataclasses.replace(problem, tile=LOADING_PX), *entries[0], communicator)
-    loading.first()
+    loading.grow()
     loading.close()
     del loading
     told = []
@@ -134,10 +136,9 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[s
         for candidate, cuts in lot:
             trim()
             contender = Contender(problem, candidate, cuts, communicator)
-            contender.first()
-            contender.grown()
+            contender.grow()
             contenders.append(contender)
-        for _ in range(argument["steps"] - 1):
+        for _ in range(argument["steps"]):
             for contender in contenders:
                 contender.timed()
         for contender in contenders:
@@ -191,6 +192,15 @@ def trim() -> None:
     """Give back what nothing uses: the allocator would keep it, and what comes next would grow into it unseen."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_reserve(wanted: bool) -> None:
+    """Whether the C library keeps memory that tensors give back, as far as it does by itself, or none of it."""
+    mallopt = ctypes.CDLL(None).mallopt
+    # Once it is told, glibc no longer raises the limit by itself: 32 MiB is where it ends up with large tensors.
+    limit = (32 << 20) if wanted else (64 << 10)
+    mallopt(M_MMAP_THRESHOLD, limit)
+    mallopt(M_TRIM_THRESHOLD, 2 * limit)
 
 
 def _forget_peak() -> None:

@@ -10,7 +10,7 @@ import dataclasses
 
 from app.machine_plan import Machine, named_machine, this_machine
 from app.task import Workload
-from benchmarks.plan_accuracy.problems import CLASSES, PLENTY, QUICK, Problem
+from benchmarks.plan_accuracy.problems import CLASSES, QUICK, Problem
 from parallel.candidate import WHOLE
 from parallel.plan import Row
 from parallel.planner import Planner, best_of
@@ -24,12 +24,9 @@ def predicted(problem: Problem) -> tuple[list[Row], Row | None]:
     machine = _machine(problem)
     work = Workload(problem.model, problem.tile, CLASSES, segments=problem.segments, optimizer=problem.optimizer)
     task = work.task(problem.batch, machine.estimate)
-    free = Planner(task, dataclasses.replace(machine.cluster, memory_bytes=PLENTY))
-    limited = Planner(task, dataclasses.replace(machine.cluster, memory_bytes=problem.memory_bytes))
-    rows = [free.row(candidate) for candidate in problem.candidates]
-    for row, candidate in zip(rows, problem.candidates, strict=True):
-        assert row.candidate == candidate, f"{candidate} takes more than there is plenty of"
-    return rows, best_of(limited.rows(NAMES, ranks=problem.ranks))
+    planner = Planner(task, dataclasses.replace(machine.cluster, memory_bytes=problem.memory_bytes))
+    rows = [planner.forecast(candidate) for candidate in problem.candidates]
+    return [row for row in rows if row is not None], best_of(planner.rows(NAMES, ranks=problem.ranks))
 
 
 def _machine(problem: Problem) -> Machine:
