@@ -147,11 +147,12 @@ class _Gradients:
             root.held += 1
             self._roots[name] = root
             return
-        if not shared:
-            yield Span(position, position, size)
         if own.held > 1 or own.pinned or not own.whole:
+            # The sum goes where the new one lies, or where there is room.
             yield from self._let_go(position, name)
             self._roots[name] = _Root(position, size, held=1)
+        elif not shared:
+            yield Span(position, position, size)
 
     def _let_go(self, position: int, name: str) -> Iterator[Span]:
         """The layer at ``position`` has used the gradient ``name`` up."""
