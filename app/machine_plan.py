@@ -88,7 +88,8 @@ def this_machine(
             Cluster(name, limit, per_node, lanes, inside, between, math.inf, where.type), _no_times, autocast
         )
     model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
-    cluster = Cluster(name, limit, per_node, lanes, inside, between, _moving_speed(model), where.type)
+    sums = None if where.type == "cuda" else link_named("shared-memory-sums")
+    cluster = Cluster(name, limit, per_node, lanes, inside, between, _moving_speed(model), where.type, sums)
     return Machine(cluster, lambda graph: lambda tiles: model.estimate(with_tiles(graph, tiles)), autocast)
 
 

@@ -23,7 +23,9 @@ class Cluster:
         lanes: ranks of a node that can compute at once without slowing each other; its GPUs, or cores by threads.
         inside, between: the links inside a node and from one node to another.
         update_bandwidth: bytes per second that an optimizer reads and writes.
-        kind: of the devices, "cpu" or "cuda".
+        kind: of the devices, "cpu" or "cuda". On a CPU sums are computed by the cores that backward passes need, and
+            hide behind nothing but waiting.
+        sums: the link that sums inside a node seem to have, where that is another.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Cluster:
     between: LinkSpec
     update_bandwidth: float
     kind: str = "cuda"
+    sums: LinkSpec | None = None
 
     def link(self, first: int, second: int) -> LinkSpec | None:
         """What joins two ranks; None from a rank to itself."""
@@ -65,6 +68,6 @@ class Cluster:
         if n < 2:
             return 0.0
         crosses = len({rank // self.per_node for rank in holders}) > 1
-        link = self.between if crosses else self.inside
+        link = self.between if crosses else self.sums or self.inside
         bandwidth = link.bandwidth / at_once if crosses else link.bandwidth
         return 2 * (n - 1) / n * size / bandwidth + 2 * (n - 1) * link.latency_s

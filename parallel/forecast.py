@@ -27,8 +27,10 @@ DDP_BUCKET = 25 << 20
 """Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
 LONG = 4
 """Times the depth of a pipeline: microbatches of a step that is simulated whole."""
-UPDATE_PASSES = 3
-"""Times that an optimizer reads or writes each of: parameters, gradients, each of its states. Read, write, and zero."""
+UPDATE_PASSES = (6, 11, 20)
+"""By values that the optimizer keeps for each parameter, how many times the bytes of the parameters it reads or writes:
+torch's SGD, SGD with momentum, and AdamW, with weight decay, operation by operation (``torch/optim``, one operation at a
+time over each tensor or over all of them)."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +74,24 @@ def forecast_split(
     costs: Sequence[StageCost],
     links: dict[tuple[int, int], LinkCost],
     gradient_bytes: Sequence[int],
-    state_bytes: Sequence[int],
+    slots: int,
     cluster: Cluster,
 ) -> Forecast:
     """A model cut into stages.
 
     Args:
         costs: of the stages, for the largest microbatch.
-        gradient_bytes: by stage.
-        state_bytes: by stage, of parameters, gradients and optimizer state together.
+        gradient_bytes: by stage, as many as of its parameters.
+        slots: values that the optimizer keeps for each parameter.
     """
     timeline, placement, left_out = _step(candidate, batch, costs, links, cluster)
     computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
     summed = _summed_s(candidate, timeline, placement, gradient_bytes, cluster)
     held = [{stage for stage, _ in placement.held_by(rank)} for rank in range(placement.world)]
-    share = 2 if candidate.shard_optimizer else 1
-    update = max(sum(state_bytes[stage] for stage in stages) / share for stages in held)
-    update_s = UPDATE_PASSES * update / cluster.update_bandwidth * cluster.slowdown(candidate.ranks)
+    most = max(sum(gradient_bytes[stage] for stage in stages) for stages in held)
+    update_s = _update_s(most / (2 if candidate.shard_optimizer else 1), slots, cluster, candidate.ranks)
+    if candidate.shard_optimizer and (link := cluster.link(0, candidate.depth - 1)):
+        update_s += most / link.bandwidth  # each rank of a pair gives the other what it has updated
     end = max(computed, summed)
     work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / placement.world
     more = left_out.microbatches * sum(cost.forward_s + cost.backward_s for cost in costs) / placement.depth
@@ -180,15 +183,22 @@ def forecast_whole(
     slow = cluster.slowdown(ranks)
     units = sum(weights_of(candidate, batch))
     compute_s = units * (forward_s + backward_s) * slow
-    state = param_bytes * (2 + slots) / (ranks if candidate.name == "fsdp" else 1)
-    update_s = UPDATE_PASSES * state / cluster.update_bandwidth * slow
+    update_s = _update_s(param_bytes / (ranks if candidate.name == "fsdp" else 1), slots, cluster, ranks)
     exchange_s = 0.0
     if candidate.name == "ddp":
         sum_s = cluster.sum_s(param_bytes, range(ranks))
+        hidden = 0.0 if cluster.kind == "cpu" else backward_s * slow
         exposed = sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes))
-        exchange_s = max(sum_s - backward_s * slow, exposed)
+        exchange_s = max(sum_s - hidden, exposed)
     elif candidate.name == "fsdp":
         # Gathering is half of a ring sum, and so is scattering; every microbatch gathers for forward and for backward.
         gather_s = cluster.sum_s(param_bytes, range(ranks)) / 2
-        exchange_s = units * (max(0.0, gather_s - forward_s * slow) + max(0.0, gather_s - backward_s * slow)) + gather_s
+        hidden = 0.0 if cluster.kind == "cpu" else slow
+        twice = max(0.0, gather_s - forward_s * hidden) + max(0.0, gather_s - backward_s * hidden)
+        exchange_s = units * twice + gather_s
     return Forecast(compute_s + exchange_s + update_s, 0.0, exchange_s, update_s)
+
+
+def _update_s(param_bytes: float, slots: int, cluster: Cluster, ranks: int) -> float:
+    """Time of an optimizer's update of so many bytes of parameters on each of ``ranks``."""
+    return UPDATE_PASSES[slots] * param_bytes / cluster.update_bandwidth * cluster.slowdown(ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from parallel.candidate import Candidate
@@ -20,8 +22,7 @@ def cluster(per_node: int = 8, lanes: float = 8, link: LinkSpec = FAST, update: 
 def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: bool) -> float:
     costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)] * depth
     links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(depth - 1)}
-    gradients, state = [100] * depth, [400] * depth
-    return forecast_split(Candidate(name, ranks, depth, m, **more), m, costs, links, gradients, state, on).step_s
+    return forecast_split(Candidate(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
 
 
 @pytest.mark.parametrize(
@@ -51,12 +52,18 @@ def test_ranks_on_one_core_compute_one_after_the_other() -> None:
 
 
 def test_update() -> None:
+    second = cluster(update=UPDATE_PASSES[2] * 100.0)  # for a stage
     plain = split("gpipe", 2, 2, 4, cluster())
-    assert split("gpipe", 2, 2, 4, cluster(update=UPDATE_PASSES * 400.0)) == pytest.approx(plain + 1)
+    assert split("gpipe", 2, 2, 4, second) == pytest.approx(plain + 1)
     pairs = split("bidirectional", 2, 2, 4, cluster())
-    assert split("bidirectional", 2, 2, 4, cluster(update=UPDATE_PASSES * 400.0)) == pytest.approx(pairs + 2)
-    half = split("bidirectional", 2, 2, 4, cluster(update=UPDATE_PASSES * 400.0), shard_optimizer=True)
-    assert half == pytest.approx(pairs + 1)
+    assert split("bidirectional", 2, 2, 4, second) == pytest.approx(pairs + 2)
+    assert split("bidirectional", 2, 2, 4, second, shard_optimizer=True) == pytest.approx(pairs + 1)
+
+
+def test_what_a_pair_updates_in_halves_is_copied() -> None:
+    slow = cluster(link=LinkSpec("100 bytes/s", 100.0, 0.0))
+    both, halves = (split("bidirectional", 2, 2, 4, slow, shard_optimizer=shard) for shard in (False, True))
+    assert halves == pytest.approx(both + 2)  # two stages of 100 bytes
 
 
 def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:
@@ -74,6 +81,13 @@ def test_data_parallel_sums_hide_behind_the_backward_pass_but_for_the_last_bucke
     slow = cluster(link=LinkSpec("slow", 4 * DDP_BUCKET, 0.0))  # 1 s for all gradients
     assert whole("ddp", 2, 4, slow) == pytest.approx(6 + 0.25)
     assert whole("fsdp", 2, 4, slow) == pytest.approx(6 + 0.5)  # gathering hides behind computing, scattering does not
+
+
+def test_sums_on_a_cpu_hide_behind_nothing() -> None:
+    link = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
+    busy = dataclasses.replace(cluster(), kind="cpu", sums=link)
+    assert whole("ddp", 2, 4, busy) == pytest.approx(6 + 1.0)
+    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + 2 * 2 * 0.5 + 0.5)  # two microbatches gather twice
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "master", "bidirectional", "zero-bubble", "mp-basic"])
