@@ -29,8 +29,7 @@ LONG = 4
 """Times the depth of a pipeline: microbatches of a step that is simulated whole."""
 UPDATE_PASSES = (6, 11, 20)
 """By values that the optimizer keeps for each parameter, how many times the bytes of the parameters it reads or writes:
-torch's SGD, SGD with momentum, and AdamW, with weight decay, operation by operation (``torch/optim``, one operation at a
-time over each tensor or over all of them)."""
+torch's SGD, SGD with momentum, and AdamW, with weight decay, operation by operation (``torch/optim``)."""
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ class Planner:
             stage_costs(partition, costs),
             link_costs(partition, functools.partial(_slower_link, candidate, self.cluster)),
             params,
-            [size * (2 + self.task.slots) for size in params],
+            self.task.slots,
             self.cluster,
         )
 
