@@ -114,6 +114,8 @@ class _Gradients:
     def __init__(self, graph: LayerGraph, start: int, stop: int) -> None:
         self._graph, self._start, self._end = graph, start, stop - 1
         self._roots: dict[str, _Root] = {}
+        users = ((name, k) for k in range(start, stop) for name in graph.layers[k].inputs)
+        self._first_use = dict(reversed([(name, k) for name, k in users if graph.position[name] < start]))
 
     def spans(self) -> Iterator[Span]:
         last = last_uses(self._graph)
@@ -132,6 +134,7 @@ class _Gradients:
                 for name in layer.inputs:
                     if self._graph.by_name[name].differentiable:
                         yield from self._contribute(position, layer, name)
+                        yield from self._complete(position, name)
                 yield from self._let_go(position, layer.name)
         for name in tuple(self._roots):
             yield from self._let_go(self._start, name)
@@ -148,11 +151,20 @@ class _Gradients:
             self._roots[name] = root
             return
         if own.held > 1 or own.pinned or not own.whole:
-            # The sum goes where the new one lies, or where there is room.
+            # The sum is a third tensor; the layer's own gradient is gone by then.
+            if not shared:
+                yield Span(position, position, max(0, size - layer.output_bytes))
             yield from self._let_go(position, name)
             self._roots[name] = _Root(position, size, held=1)
         elif not shared:
             yield Span(position, position, size)
+
+    def _complete(self, position: int, name: str) -> Iterator[Span]:
+        """The gradient of a received value is a message: it gets memory of its own once it is whole."""
+        root = self._roots[name]
+        if self._first_use.get(name) == position and (root.held > 1 or root.pinned or not root.whole):
+            yield from self._let_go(position, name)
+            self._roots[name] = _Root(position, self._graph.by_name[name].output_bytes, held=1)
 
     def _let_go(self, position: int, name: str) -> Iterator[Span]:
         """The layer at ``position`` has used the gradient ``name`` up."""

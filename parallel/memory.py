@@ -1,7 +1,7 @@
 """Bytes that each rank takes at most in a training step, for any schedule, before it is run.
 
-Takes a partition of a graph that was traced with its loss, the schedule and the optimizer; gives ``RankBytes``. A rank's
-actions are gone through one by one: what microbatches in flight keep, what lives only while an action runs
+Takes a partition of a graph that was traced with its loss, the schedule and the optimizer; gives ``RankBytes``. The
+actions of a rank are gone through one by one: what microbatches in flight keep, what lives only while an action runs
 (``liveness``), and the messages beside it, which are received one action ahead and leave during the next. Buffers of
 modules, a few numbers per channel, are not counted. No torch here.
 """
