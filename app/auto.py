@@ -104,7 +104,7 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     best = best_of(rows)
     if best is None:
         raise RunError(planner.too_small(rows))
-    costs = planner.microbatch(1)[1]
+    costs = planner.cutting.microbatch(1)[1]
     return Plan(problem, best, costs.source, costs.expected_error)
 
 

@@ -47,7 +47,7 @@ def report(command: PlanCommand) -> int:
     names = NAMES if command.parallel == "auto" else (command.parallel,)
     rows = list(planner.rows(names, depth=command.stages, m=command.microbatches, ranks=command.ranks))
     best = best_of(rows)
-    costs = planner.microbatch(1)[1]
+    costs = planner.cutting.microbatch(1)[1]
     error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"
     print(
         f"{command.model}, {command.tile} px, {command.tiles} tiles a step, {command.ranks} ranks of "
@@ -124,7 +124,7 @@ def _write(
     if largest:
         tiles = [{"strategy": one.name, "tile_px": one.tile, "row": one.row and one.row.to_json()} for one in largest]
         (out / "largest_tile.json").write_text(json.dumps({"rows": tiles}, indent=2))
-    graph, costs = planner.microbatch(1)
+    graph, costs = planner.cutting.microbatch(1)
     partition = None
     if best is not None:
         plan = Plan(problem_of(command, machine), best, costs.source, costs.expected_error)

@@ -13,32 +13,23 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from parallel.batch_scale import with_tiles
 from parallel.candidate import Candidate, candidates
 from parallel.cluster import Cluster
-from parallel.cost import Costs
+from parallel.cutting import Cutting
 from parallel.device_spec import LinkSpec
-from parallel.forecast import Forecast, forecast_split, forecast_whole, schedule_of, weights_of
-from parallel.granularity import block_cuts
-from parallel.graph import LayerGraph
-from parallel.memory import RankBytes, StageBytes, in_flight, rank_bytes, stage_bytes, whole_bytes
-from parallel.partition import Partition, cut_positions
-from parallel.partition_optimal import MemoryRule, partition_optimal
+from parallel.forecast import Forecast, forecast_split, forecast_whole, weights_of
+from parallel.memory import whole_bytes
+from parallel.partition import Partition
 from parallel.plan import Row
 from parallel.quantity import bytes_text
 from parallel.stage_cost import link_costs, stage_costs
 from parallel.task import Task
 from parallel.timeline import Timeline
-from parallel.windows import Windows
 
 SIMPLER = 0.01
 """A candidate has to be faster by this fraction to be preferred to one that stands before it."""
-MANY = 400
-"""Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
 FEW = 150
 """Candidates: of more, those are left out that cannot be faster than one of their strategy that fits."""
-DEEP = 16
-"""Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
 
 
 class Planner:
@@ -51,19 +42,7 @@ class Planner:
 
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster
-        places = cut_positions(task.graph)
-        blocks = block_cuts(task.graph) if len(places) > MANY else ()
-        self._places = list(blocks) or places
-        self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
-        self._partitions: dict[object, Partition] = {}
-        self._known_windows: dict[object, Windows] = {}
-        self._stages: dict[tuple[tuple[int, ...], int], list[StageBytes]] = {}
-
-    def microbatch(self, tiles: int) -> tuple[LayerGraph, Costs]:
-        """The graph for microbatches of ``tiles`` tiles, and what its layers cost."""
-        if tiles not in self._microbatches:
-            self._microbatches[tiles] = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
-        return self._microbatches[tiles]
+        self.cutting = Cutting(task, cluster)
 
     def rows(
         self, names: Iterable[str], *, ranks: int, depth: int | None = None, m: int | None = None
@@ -75,7 +54,7 @@ class Planner:
                 yield Row(Candidate(name, ranks, 1, 1), refused=reason)
             else:
                 free.append(name)
-        most = len(self._places) + 1
+        most = self.cutting.most_stages
         found = list(candidates(ranks, self.task.batch, names=free, most_stages=most, depth=depth, m=m))
         if len(found) <= FEW:
             yield from map(self.row, found)
@@ -96,11 +75,11 @@ class Planner:
 
     def _bound(self, candidate: Candidate) -> float:
         """Images per second that no partition and no memory could raise: nobody waits but for the slowest rank."""
-        _, costs = self.microbatch(-(-self.task.batch // candidate.m))
+        _, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
         microbatches = sum(weights_of(candidate, self.task.batch))
         slowest = sum(costs.seconds)
         if candidate.splits:
-            partition = self._partition(candidate, within=False)
+            partition = self.cutting.partition(candidate, within=False)
             assert partition is not None
             loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
             held = [loads[k :: candidate.depth] for k in range(candidate.depth)]
@@ -125,7 +104,7 @@ class Planner:
         """Of strategy ``name``: the first candidate that fits, from microbatches of one tile on, or the one that misses
         by least; None where the strategy cannot run."""
         found: Row | None = None
-        given = candidates(ranks, self.task.batch, names=[name], most_stages=len(self._places) + 1)
+        given = candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages)
         if name in self.task.refused:
             return None
         for candidate in sorted(given, key=lambda one: (-one.m, -one.depth)):
@@ -142,13 +121,13 @@ class Planner:
         Args:
             within: choose cuts that keep every rank within the memory; None where there are none.
         """
-        graph, costs = self.microbatch(-(-self.task.batch // candidate.m))
+        graph, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
         if candidate.splits:
-            partition = self._partition(candidate, within=within)
+            partition = self.cutting.partition(candidate, within=within)
             if partition is None:
                 return None
             found = self._forecast_split(candidate, partition)
-            held = self._bytes(candidate, partition)
+            held = self.cutting.rank_bytes(candidate, partition)
             cuts = tuple(graph.layers[start].name for start in partition.starts[1:])
         else:
             found = forecast_whole(
@@ -175,7 +154,7 @@ class Planner:
 
     def partition_of(self, row: Row) -> Partition:
         """The stages of a row whose strategy splits the model, for microbatches of the row's size."""
-        graph, _ = self.microbatch(-(-self.task.batch // row.candidate.m))
+        graph, _ = self.cutting.microbatch(self.cutting.tiles(row.candidate))
         return Partition(graph, (0, *(graph.position[cut] for cut in row.cuts)))
 
     def timeline(self, row: Row) -> Timeline | None:
@@ -197,7 +176,7 @@ class Planner:
         )
 
     def _forecast_split(self, candidate: Candidate, partition: Partition) -> Forecast:
-        _, costs = self.microbatch(-(-self.task.batch // candidate.m))
+        _, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
         params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
         return forecast_split(
             candidate,
@@ -207,64 +186,6 @@ class Planner:
             params,
             self.task.slots,
             self.cluster,
-        )
-
-    def _bytes(self, candidate: Candidate, partition: Partition) -> list[RankBytes]:
-        schedule, placement = schedule_of(candidate)
-        tiles = -(-self.task.batch // candidate.m)
-        if (partition.starts, tiles) not in self._stages:
-            self._stages[partition.starts, tiles] = stage_bytes(partition)
-        return rank_bytes(
-            partition,
-            placement,
-            schedule,
-            slots=self.task.slots,
-            shard_optimizer=candidate.shard_optimizer,
-            weights=weights_of(candidate, self.task.batch),
-            device=self.cluster.kind,
-            stages=self._stages[partition.starts, tiles],
-        )
-
-    def _partition(self, candidate: Candidate, *, within: bool) -> Partition | None:
-        tiles = -(-self.task.batch // candidate.m)
-        graph, costs = self.microbatch(tiles)
-        paired = candidate.paired and candidate.depth <= DEEP
-        key: object = candidate if within else (tiles, candidate.stages, candidate.depth, paired)
-        if key not in self._partitions:
-            links = [self.cluster.link(rank, rank + 1) for rank in range(candidate.depth - 1)]
-            try:
-                self._partitions[key] = partition_optimal(
-                    graph,
-                    candidate.stages,
-                    costs.seconds,
-                    link_s=max(1 / link.bandwidth for link in links if link is not None),
-                    speeds=[1.0] * candidate.depth,
-                    memory=self._rule(candidate) if within else None,
-                    paired=paired,
-                    positions=self._places,
-                    windows=functools.partial(self._windows, tiles),
-                    explain=False,
-                )
-            except ValueError:
-                return None
-        return self._partitions[key]
-
-    def _windows(self, tiles: int, positions: Sequence[int] | None) -> Windows:
-        key = (tiles, None if positions is None else tuple(positions))
-        if key not in self._known_windows:
-            graph, costs = self.microbatch(tiles)
-            self._known_windows[key] = Windows(graph, costs.seconds, positions)
-        return self._known_windows[key]
-
-    def _rule(self, candidate: Candidate) -> MemoryRule:
-        schedule, placement = schedule_of(candidate)
-        each = 2.0 + self.task.slots
-        return MemoryRule(
-            (float(self.cluster.memory_bytes),) * candidate.depth,
-            in_flight(schedule, placement),
-            each,
-            2.0 if candidate.shard_optimizer else None,
-            candidate.recompute,
         )
 
 

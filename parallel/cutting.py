@@ -1,0 +1,125 @@
+"""The stages of every candidate of a plan: the model cut anew for each number of stages and size of microbatch.
+
+Takes a task and a cluster; gives partitions, what their stages cost and hold. Candidates share what they can: the graph
+for a size of microbatch, its windows, partitions, bytes of stages. No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from parallel.batch_scale import with_tiles
+from parallel.candidate import Candidate
+from parallel.cluster import Cluster
+from parallel.cost import Costs
+from parallel.forecast import schedule_of, weights_of
+from parallel.granularity import block_cuts
+from parallel.graph import LayerGraph
+from parallel.memory import RankBytes, StageBytes, in_flight, rank_bytes, stage_bytes
+from parallel.partition import Partition, cut_positions
+from parallel.partition_optimal import MemoryRule, partition_optimal
+from parallel.task import Task
+from parallel.windows import Windows
+
+MANY = 400
+"""Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
+DEEP = 16
+"""Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
+
+
+class Cutting:
+    """Stages of candidates.
+
+    Args:
+        task: what is to be trained.
+        cluster: where.
+    """
+
+    def __init__(self, task: Task, cluster: Cluster) -> None:
+        self.task, self.cluster = task, cluster
+        places = cut_positions(task.graph)
+        blocks = block_cuts(task.graph) if len(places) > MANY else ()
+        self._places = list(blocks) or places
+        self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
+        self._partitions: dict[object, Partition] = {}
+        self._windows: dict[object, Windows] = {}
+        self._stages: dict[object, list[StageBytes]] = {}
+
+    @property
+    def most_stages(self) -> int:
+        """That the model can be cut into."""
+        return len(self._places) + 1
+
+    def tiles(self, candidate: Candidate) -> int:
+        """Of the largest microbatch."""
+        return -(-self.task.batch // candidate.m)
+
+    def microbatch(self, tiles: int) -> tuple[LayerGraph, Costs]:
+        """The graph for microbatches of ``tiles`` tiles, and what its layers cost."""
+        if tiles not in self._microbatches:
+            self._microbatches[tiles] = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
+        return self._microbatches[tiles]
+
+    def partition(self, candidate: Candidate, *, within: bool) -> Partition | None:
+        """The best stages for a candidate.
+
+        Args:
+            within: that keep every rank within the memory; None where there are none.
+        """
+        tiles = self.tiles(candidate)
+        graph, costs = self.microbatch(tiles)
+        paired = candidate.paired and candidate.depth <= DEEP
+        key: object = candidate if within else (tiles, candidate.stages, candidate.depth, paired)
+        if key not in self._partitions:
+            links = [self.cluster.link(rank, rank + 1) for rank in range(candidate.depth - 1)]
+            try:
+                self._partitions[key] = partition_optimal(
+                    graph,
+                    candidate.stages,
+                    costs.seconds,
+                    link_s=max(1 / link.bandwidth for link in links if link is not None),
+                    speeds=[1.0] * candidate.depth,
+                    memory=self._rule(candidate) if within else None,
+                    paired=paired,
+                    positions=self._places,
+                    windows=functools.partial(self._windows_of, tiles),
+                    explain=False,
+                )
+            except ValueError:
+                return None
+        return self._partitions[key]
+
+    def rank_bytes(self, candidate: Candidate, partition: Partition) -> list[RankBytes]:
+        """Of the ranks of the first group."""
+        schedule, placement = schedule_of(candidate)
+        key = (partition.starts, self.tiles(candidate))
+        if key not in self._stages:
+            self._stages[key] = stage_bytes(partition)
+        return rank_bytes(
+            partition,
+            placement,
+            schedule,
+            slots=self.task.slots,
+            shard_optimizer=candidate.shard_optimizer,
+            weights=weights_of(candidate, self.task.batch),
+            device=self.cluster.kind,
+            stages=self._stages[key],
+        )
+
+    def _windows_of(self, tiles: int, positions: Sequence[int] | None) -> Windows:
+        key = (tiles, None if positions is None else tuple(positions))
+        if key not in self._windows:
+            graph, costs = self.microbatch(tiles)
+            self._windows[key] = Windows(graph, costs.seconds, positions)
+        return self._windows[key]
+
+    def _rule(self, candidate: Candidate) -> MemoryRule:
+        schedule, placement = schedule_of(candidate)
+        return MemoryRule(
+            (float(self.cluster.memory_bytes),) * candidate.depth,
+            in_flight(schedule, placement),
+            2.0 + self.task.slots,
+            2.0 if candidate.shard_optimizer else None,
+            candidate.recompute,
+        )
