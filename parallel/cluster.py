@@ -48,12 +48,17 @@ class Cluster:
         """By how much ranks that all compute at once slow each other."""
         return max(1.0, min(ranks, self.per_node) / self.lanes)
 
-    def devices(self, ranks: int) -> list[Device]:
-        """What the first ``ranks`` ranks share; empty where each has a device of its own."""
-        if self.slowdown(ranks) == 1.0:
+    def devices(self, ranks: int, groups: int = 1) -> list[Device]:
+        """What the first ``ranks`` ranks share; empty where each has a device of its own.
+
+        Args:
+            groups: of as many ranks that do the same at the same time; those on one node share its lanes.
+        """
+        lanes = self.lanes / max(1, min(groups, self.per_node // ranks))
+        if lanes >= min(ranks, self.per_node):
             return []
         return [
-            Device(tuple(range(begin, min(begin + self.per_node, ranks))), self.lanes)
+            Device(tuple(range(begin, min(begin + self.per_node, ranks))), lanes)
             for begin in range(0, ranks, self.per_node)
         ]
 

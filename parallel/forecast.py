@@ -116,7 +116,7 @@ def _step(
     """The compute actions of the first group's step. In a long one every microbatch beyond those that fill the pipeline
     takes as long as the one before it, so only the first are simulated."""
     share, weights = len(share_of(0, candidate.groups, candidate.m)), weights_of(candidate, batch)
-    devices = cluster.devices(candidate.depth)
+    devices = cluster.devices(candidate.depth, candidate.groups)
 
     def run(microbatches: int) -> tuple[Timeline, Placement]:
         part = dataclasses.replace(candidate, ranks=candidate.depth, m=microbatches)

@@ -31,5 +31,7 @@ def test_ring_sums() -> None:
 def test_shared_devices() -> None:
     assert cluster().devices(8) == []
     assert [device.ranks for device in cluster(lanes=2).devices(6)] == [(0, 1, 2, 3), (4, 5)]
+    assert cluster().devices(2, groups=4) == []
+    assert [device.lanes for device in cluster(lanes=2).devices(2, groups=4)] == [1]  # two groups on a node
     assert cluster(lanes=2).slowdown(8) == 2
     assert cluster(lanes=2).slowdown(2) == 1

@@ -49,6 +49,8 @@ def test_groups_sum_their_gradients_after_the_last_backward_pass() -> None:
 
 def test_ranks_on_one_core_compute_one_after_the_other() -> None:
     assert split("gpipe", 2, 2, 4, cluster(lanes=1)) == pytest.approx(2 * 4 * 3)
+    # Two groups of two ranks on two cores: each group has one.
+    assert split("gpipe", 4, 2, 8, cluster(per_node=4, lanes=2)) == pytest.approx(2 * 4 * 3)
 
 
 def test_update() -> None:
