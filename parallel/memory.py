@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.candidate import Candidate
@@ -112,7 +112,7 @@ def window_bytes(graph: LayerGraph, start: int, stop: int, found: Iterable[Piece
     received = {name for layer in graph.layers[start:stop] for name in layer.inputs if graph.position[name] < start}
     params = param_bytes(graph)[start:stop]
     backward = running_bytes([*inputs, *back, *gradient_spans(graph, start, stop)], start, stop)
-    made = [sum(params[k:]) for k in range(len(params))]
+    made = list(accumulate(reversed(params)))[::-1]
     return StageBytes(
         parameters=sum(params),
         inputs=_total(inputs),
