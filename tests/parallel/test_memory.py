@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from models.registry import build_model
 from parallel.candidate import Candidate
 from parallel.cut import cut_stage
+from parallel.graph import LayerGraph
 from parallel.lowering import add_recompute, lower
 from parallel.memory import RankBytes, in_flight, rank_bytes, stage_bytes, whole_bytes, window_bytes
 from parallel.partition import Partition, partition_equal
@@ -41,8 +43,15 @@ def net(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return WithLoss(model, lambda out: F.log_softmax(out, 1).mean()), (1, 3, 64, 64)
 
 
-@pytest.mark.parametrize("name", ["skips", "resnet50", "unet_w8", "torchvision:densenet121"])
-@pytest.mark.parametrize("stages", [1, 3])
+@functools.cache
+def resnet50() -> LayerGraph:
+    return trace(*net("resnet50")).graph
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [("skips", 1), ("skips", 3), ("unet_w8", 1), ("unet_w8", 3), ("resnet50", 3), ("torchvision:densenet121", 2)],
+)
 def test_a_stage_takes_what_is_predicted(name: str, stages: int) -> None:
     model, shape = net(name)
     traced = trace(model, shape)
@@ -117,7 +126,7 @@ def test_formulas_of_microbatches_in_flight() -> None:
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_ranks_of_every_schedule(name: str) -> None:
-    graph = trace(*net("resnet50")).graph
+    graph = resnet50()
     placement = placement_for(name, groups=1, depth=2, chunks=2 if SCHEDULES[name].chunks else 1)
     partition = partition_equal(graph, placement.stages)
     schedule = build_schedule(name, placement, 2 if name == "mast" else 4)
@@ -138,7 +147,7 @@ def test_ranks_of_every_schedule(name: str) -> None:
 
 
 def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
-    graph = trace(*net("resnet50")).graph
+    graph = resnet50()
     placement = placement_for("master", groups=1, depth=2)
     partition, schedule = partition_equal(graph, 2), build_schedule("master", placement, 2)
     whole = rank_bytes(partition, placement, schedule, slots=2)
@@ -149,7 +158,7 @@ def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
 
 
 def test_whole_models() -> None:
-    graph = trace(*net("resnet50")).graph
+    graph = resnet50()
     size = window_bytes(graph, 0, len(graph.layers)).parameters
 
     def taken(name: str, ranks: int, m: int) -> RankBytes:
