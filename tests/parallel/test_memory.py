@@ -50,7 +50,7 @@ def resnet50() -> LayerGraph:
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("skips", 1), ("skips", 3), ("unet_w8", 1), ("unet_w8", 3), ("resnet50", 3), ("torchvision:densenet121", 2)],
+    [("skips", 1), ("skips", 3), ("unet_w8", 1), ("unet_w8", 3), ("resnet50", 3), ("torchvision:squeezenet1_1", 2)],
 )
 def test_a_stage_takes_what_is_predicted(name: str, stages: int) -> None:
     model, shape = net(name)
