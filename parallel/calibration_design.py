@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from parallel.op import Convolution
 
-FLOPS = (3e7, 1e9)
+FLOPS = (3e7, 3e9)
 """Least and most of one product; more costs time and tells nothing new, since time grows in proportion."""
 MOST_BYTES = 48e6
 """Of a product's largest tensor."""
@@ -54,6 +54,11 @@ def kind_of(shape: Convolution) -> str:
             return "stem"
         return "pointwise" if math.prod(shape.kernel) == 1 else "dense"
     return "depthwise" if shape.groups == shape.channels_in else "grouped"
+
+
+def largest_flops(kind: str) -> float:
+    """Of a convolution that is timed. Depthwise ones do little arithmetic on many bytes."""
+    return FLOPS[1] / 20 if kind == "depthwise" else FLOPS[1]
 
 
 def products(seed: int) -> Iterator[tuple[str, Convolution | Product]]:
@@ -105,10 +110,9 @@ def _drawn(draw: random.Random, kind: str) -> Convolution:
         channels_in = channels_out = groups * 2 ** draw.randint(2, 6)
     elif kind == "transposed":
         stride, dilation = 2, 1
-    # Depthwise convolutions do little arithmetic on many bytes: their sizes follow from bytes instead.
     per_px = 2 * channels_in // groups * channels_out * math.prod(kernel)
-    low, high = (FLOPS[0] / 50, FLOPS[1] / 20) if kind == "depthwise" else FLOPS
-    px = min(max(_log_uniform(draw, low, high) / per_px, 4.0**2), 1024.0**2)
+    low = largest_flops(kind) * FLOPS[0] / FLOPS[1]
+    px = min(_log_uniform(draw, low, largest_flops(kind)) / per_px, 1024.0**2)
     if kind == "transposed":
         px /= stride**2  # flops are counted per px that goes in
     batch = draw.choice((1, 1, 1, 1, 1, 2, 4))

@@ -6,7 +6,6 @@ earlier nodes gave, without their history, and a value is let go after its last 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from parallel.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now
 from parallel.trace import Traced
 
 
@@ -49,7 +49,7 @@ class _Interpreter(fx.Interpreter):
         self.extra_traceback = False
         self.runs: dict[str, Runs] = {}
         self._differentiable = {layer.name for layer in traced.graph.layers if layer.differentiable}
-        self._device = device
+        self._setting = Setting(device)
         self._repeats = repeats
 
     def run_node(self, n: fx.Node) -> Any:
@@ -80,9 +80,9 @@ class _Interpreter(fx.Interpreter):
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda node: given.get(node, self.env[node]))
         edges = [get_gradient_edge(leaf) for value in given.values() for leaf in _wanting(value)]
         call: Callable[..., Any] = getattr(self, n.op)
-        start = self._now()
+        start = now(self._setting)
         value = call(n.target, args, kwargs)
-        runs.forward.append(self._now() - start)
+        runs.forward.append(now(self._setting) - start)
         outputs = _wanting(value)
         runs.backward.append(self._backward(outputs, [*edges, *parameters], retain=bool(parameters)))
         runs.backward_input.append(self._backward(outputs, edges) if parameters else runs.backward[-1])
@@ -92,9 +92,10 @@ class _Interpreter(fx.Interpreter):
         if not outputs or not wanted:
             return 0.0
         gradients = [torch.ones_like(output) for output in outputs]
-        start = self._now()
+        empty_backward(self._setting.device)()
+        start = now(self._setting)
         torch.autograd.grad(outputs, wanted, gradients, retain_graph=retain, allow_unused=True)
-        return self._now() - start
+        return max(now(self._setting) - start - empty_backward_s(self._setting), LEAST_S)
 
     def _sums(self, n: fx.Node, value: Any) -> float:
         """Seconds to add up the gradients of ``value``, where several layers use it."""
@@ -103,15 +104,10 @@ class _Interpreter(fx.Interpreter):
             return 0.0
         taken = []
         for _ in range(self._repeats + 1):
-            start = self._now()
+            start = now(self._setting)
             tree_map(lambda leaf: leaf + leaf if isinstance(leaf, Tensor) else leaf, value)
-            taken.append(self._now() - start)
+            taken.append(now(self._setting) - start)
         return (uses - 1) * min(taken)
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ the operation takes while nothing else runs on the machine.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -25,6 +26,9 @@ LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 12, 0.01
 """Runs of a pass after the first: at least, at most, and the time after which no more follow."""
 SIDE_BY_SIDE = 8
 """Runs that an accelerator is given at once, so that launching them is not what is timed."""
+
+LEAST_S = 1e-7
+"""Of a backward pass, when the call is taken off."""
 
 Clock = Callable[[], float]
 
@@ -69,10 +73,10 @@ def fastest(run: Callable[[], object], setting: Setting) -> float:
     run()
     taken: list[float] = []
     while len(taken) < LEAST_RUNS or (len(taken) < MOST_RUNS and sum(taken) * at_once < ENOUGH_S):
-        start = _now(setting)
+        start = now(setting)
         for _ in range(at_once):
             run()
-        taken.append((_now(setting) - start) / at_once)
+        taken.append((now(setting) - start) / at_once)
     return min(taken)
 
 
@@ -172,19 +176,20 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
     parameters = [setting.tensor(images.shape[1]).requires_grad_() for _ in range(moving.parameters)]
     forward: list[float] = []
     backward: list[float] = []
-    output = images
+    output, call_s = images, empty_backward_s(setting)
     while len(forward) <= LEAST_RUNS or (len(forward) <= MOST_RUNS and sum(forward) + sum(backward) < 2 * ENOUGH_S):
         given = [images.detach().requires_grad_(moving.backward).clone() for _ in range(moving.inputs)]
         wanted: list[Any] = [get_gradient_edge(each) for each in given] if moving.backward else []
-        start = _now(setting)
+        start = now(setting)
         output = moving.run(*given, *parameters)
-        forward.append(_now(setting) - start)
+        forward.append(now(setting) - start)
         if moving.backward:
             gradient = torch.ones_like(output)
-            start = _now(setting)
+            empty_backward(setting.device)()
+            start = now(setting)
             # Normalisations give the gradients of their parameters with that of what went in, and slower without.
             torch.autograd.grad(output, [*wanted, *parameters], gradient)
-            backward.append(_now(setting) - start)
+            backward.append(max(now(setting) - start - call_s, LEAST_S))
     indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
     op = Op(name, 0, moving.inputs * _bytes(images), _bytes(output) + indices)
     return op, Reading(min(forward[1:]), min(backward[1:], default=0.0), 0.0)
@@ -202,9 +207,25 @@ def _time(run: Callable[[], Tensor], images: Tensor, weights: list[Tensor], sett
     return Reading(forward_s, _backward_s(output, [images], setting), _backward_s(output, weights, setting))
 
 
+@functools.cache
+def empty_backward(device: torch.device) -> Callable[[], object]:
+    """A call of autograd's engine that has nothing to do. A training step makes one for all its layers, so that it is
+    taken off each; called just before, it also brings the engine back into caches that a layer has swept."""
+    leaf = torch.zeros(1, device=device, requires_grad=True)
+    output, gradient = leaf.view(1), torch.ones(1, device=device)
+    return lambda: torch.autograd.grad(output, leaf, gradient, retain_graph=True)
+
+
+@functools.cache
+def empty_backward_s(setting: Setting) -> float:
+    """Seconds of ``empty_backward``."""
+    return min(fastest(empty_backward(setting.device), setting) for _ in range(LEAST_RUNS))
+
+
 def _backward_s(output: Tensor, wanted: list[Tensor], setting: Setting) -> float:
     gradient = torch.randn_like(output)
-    return fastest(lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True), setting)
+    seconds = fastest(lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True), setting)
+    return max(seconds - empty_backward_s(setting), LEAST_S)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -212,7 +233,8 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * max(tensor.element_size(), 4)
 
 
-def _now(setting: Setting) -> float:
+def now(setting: Setting) -> float:
+    """Seconds on the setting's clock, once the device has done all that it was given."""
     if setting.device.type == "cuda":
         torch.cuda.synchronize(setting.device)
     return setting.clock()

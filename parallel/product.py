@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from parallel.calibration_design import Product, kind_of
+from parallel.calibration_design import Product, kind_of, largest_flops
 from parallel.op import Convolution, Op
 
 PASSES = ("forward", "input", "weight")
@@ -37,7 +37,7 @@ def work_of(op: Op) -> Work | None:
     """None where arithmetic does not bound the operation."""
     if op.convolution is not None:
         shape = op.convolution
-        return Work(kind_of(shape), op.flops, op.read_bytes + op.written_bytes, _convolution_features(shape))
+        return Work(kind_of(shape), op.flops, op.read_bytes + op.written_bytes, _convolution_features(shape, op.flops))
     if op.flops:
         return Work(
             "matmul", op.flops, op.read_bytes + op.written_bytes, _product_features(op.flops, op.written_bytes / 4)
@@ -55,7 +55,7 @@ def work_of_shape(shape: Convolution | Product, itemsize: int = 4) -> Work:
     px_in, px_out = math.prod(shape.size_in), math.prod(shape.size_out)
     flops = 2.0 * shape.batch * weights * (px_in if shape.transposed else px_out)
     numbers = shape.batch * (shape.channels_in * px_in + shape.channels_out * px_out) + weights
-    return Work(kind_of(shape), flops, itemsize * numbers, _convolution_features(shape))
+    return Work(kind_of(shape), flops, itemsize * numbers, _convolution_features(shape, flops))
 
 
 def _product_features(flops: float, written: float) -> tuple[float, ...]:
@@ -63,8 +63,13 @@ def _product_features(flops: float, written: float) -> tuple[float, ...]:
     return math.log2(flops), math.log2(max(written, 1.0)), math.log2(max(flops / 2 / max(written, 1.0), 1.0))
 
 
-def _convolution_features(shape: Convolution) -> tuple[float, ...]:
-    """Channels of a group, groups, kernel, stride, dilation, px that come out, tiles, idle lanes."""
+def _convolution_features(shape: Convolution, flops: float) -> tuple[float, ...]:
+    """Channels of a group, groups, kernel, stride, dilation, px that come out, tiles, idle lanes.
+
+    Of a convolution beyond those that are timed, the px are those of one just as large as the largest timed: what it
+    attains is bounded, and kernel and channels stay as they are.
+    """
+    px = shape.batch * math.prod(shape.size_out)
     return (
         math.log2(shape.channels_in // shape.groups),
         math.log2(shape.channels_out // shape.groups),
@@ -72,7 +77,7 @@ def _convolution_features(shape: Convolution) -> tuple[float, ...]:
         math.log2(math.prod(shape.kernel)),
         math.log2(math.prod(shape.stride)),
         math.log2(math.prod(shape.dilation)),
-        math.log2(math.prod(shape.size_out)),
+        math.log2(px * min(1.0, largest_flops(kind_of(shape)) / flops)),
         math.log2(shape.batch),
         _idle(shape.channels_in),
         _idle(shape.channels_out),

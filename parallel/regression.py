@@ -9,6 +9,7 @@ it, numpy to use it. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,8 +21,7 @@ Floats = npt.NDArray[np.float64]
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 FOLDS, ENOUGH = 5, 15
-ROWS_BY_DEGREE = {1: ENOUGH, 2: 30, 3: 60}
-"""Degree -> rows from which on it is tried."""
+DEGREES = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,23 @@ def fit(features: Sequence[Sequence[float]], ratios: Sequence[float]) -> tuple[P
         middle = float(np.median(y))
         constant = Polynomial(tuple(low.tolist()), tuple(high.tolist()), (), (), middle)
         return constant, np.abs(np.exp(middle - y) - 1).tolist()
-    x = _unit(x, low, high)
+    varied = np.flatnonzero(high > low)
+    x = _unit(x, low, high)[:, varied]
     folds = KFold(FOLDS, shuffle=True, random_state=0)
     left_out = {
         degree: np.abs(np.exp(cross_val_predict(_pipeline(degree), x, y, cv=folds) - y) - 1)
-        for degree, rows in ROWS_BY_DEGREE.items()
-        if len(y) >= rows
+        for degree in DEGREES
+        if degree == 1 or math.comb(len(varied) + degree, degree) <= len(y)
     }
     # The mean of errors capped at 1: what is usual counts, and no single shape decides.
     degree = min(left_out, key=lambda degree: float(np.minimum(left_out[degree], 1.0).mean()))
-    model = _pipeline(degree).fit(x, y)
-    expand, ridge = model[0], model[-1]
+    expand, ridge = _pipeline(degree).fit(x, y)
+    powers = np.zeros((len(expand.powers_), len(low)), int)
+    powers[:, varied] = expand.powers_
     polynomial = Polynomial(
         tuple(low.tolist()),
         tuple(high.tolist()),
-        tuple(tuple(int(power) for power in row) for row in expand.powers_),
+        tuple(map(tuple, powers.tolist())),
         tuple(ridge.coef_.tolist()),
         float(ridge.intercept_),
     )
