@@ -38,11 +38,14 @@ class Machine:
     Attributes:
         estimate: takes a graph of one tile, gives what its layers cost by tiles of a microbatch.
         autocast: type for mixed precision; None computes in float32.
+        device: of a rank, where it is here; with ``threads`` of its own on a CPU.
     """
 
     cluster: Cluster
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     autocast: torch.dtype | None
+    device: torch.device | None = None
+    threads: int = 1
 
 
 def this_machine(
@@ -90,7 +93,11 @@ def this_machine(
     model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
     sums = None if where.type == "cuda" else link_named("shared-memory-sums")
     cluster = Cluster(name, limit, per_node, lanes, inside, between, _moving_speed(model), where.type, sums)
-    return Machine(cluster, lambda graph: lambda tiles: model.estimate(with_tiles(graph, tiles)), autocast)
+
+    def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
+        return lambda tiles: model.estimate(with_tiles(graph, tiles))
+
+    return Machine(cluster, estimate, autocast, where, threads)
 
 
 def _calibrated(
@@ -105,7 +112,9 @@ def _calibrated(
             file=sys.stderr,
             flush=True,
         )
-    return load_or_calibrate(device, threads=threads, together=together, dtype=dtype, channels_last=channels_last)
+    return load_or_calibrate(
+        device, threads=threads, together=together, dtype=dtype, channels_last=channels_last, seconds=QUICK_S
+    )
 
 
 def _no_times(graph: LayerGraph) -> Callable[[int], Costs]:

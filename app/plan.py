@@ -104,6 +104,10 @@ class PlanCommand:
                 found.append(f"--precision {self.precision} is for --device-spec; this machine trains in fp32 or bf16")
         elif self.costs == "measured":
             found.append("--costs measured runs the layers here; with --device-spec times come from the data sheet")
+        if self.costs == "measured" and self.precision != "fp32":
+            found.append(f"--costs measured runs the layers in fp32; got --precision {self.precision}")
+        if self.costs == "measured" and self.largest_tile:
+            found.append("--costs measured measures one tile size; leave --largest-tile to calibrated costs")
         if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):
             found.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
         return found

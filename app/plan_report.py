@@ -14,6 +14,7 @@ from typing import Any
 
 from app.cli import FAILED, OK
 from app.machine_plan import Machine, named_machine, this_machine
+from app.measured_costs import measured_costs
 from app.plan import PlanCommand
 from app.plan_table import print_largest, print_rows
 from app.sizes import bytes_of
@@ -89,7 +90,11 @@ def planner_for(command: PlanCommand, machine: Machine, tile: int) -> Planner:
         command.optimizer,
         machine.autocast,
     )
-    return Planner(work.task(command.tiles, machine.estimate), machine.cluster)
+    if command.costs == "calibrated":
+        return Planner(work.task(command.tiles, machine.estimate), machine.cluster)
+    assert machine.device is not None, "times are measured here"
+    costs = measured_costs(work, machine.device, machine.threads)
+    return Planner(work.task(command.tiles, lambda graph: costs), machine.cluster)
 
 
 def _largest(command: PlanCommand, machine: Machine, names: Sequence[str]) -> list[LargestTile]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from app.objective import PixelClassLoss, TileClassLoss
 from models.blocks import Norm
@@ -52,7 +53,7 @@ class Workload:
             ValueError: there is no such model.
         """
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _Undrawn():
                 return build_model(self.model, classes=self.classes, norm=self.norm)
         except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
             return build_model(self.model, classes=self.classes, norm=self.norm)
@@ -63,7 +64,10 @@ class Workload:
         Raises:
             ValueError: the model cannot be traced, or does not run on such a tile.
         """
-        graph = trace(self.build(), (1, 3, self.tile, self.tile), autocast=autocast).graph
+        return self._trace(self.build(), autocast)
+
+    def _trace(self, model: nn.Module, autocast: torch.dtype | None) -> LayerGraph:
+        graph = trace(model, (1, 3, self.tile, self.tile), autocast=autocast).graph
         segments = self.segments
         if segments is None:
             segments = graph.layers[-1].output_bytes >= self.classes * self.tile**2
@@ -78,11 +82,12 @@ class Workload:
         Raises:
             ValueError: as ``trace``.
         """
-        plain = self.trace()
-        kept = self.trace(self.autocast) if self.autocast else plain
+        model = self.build()
+        plain = self._trace(model, None)
+        kept = self._trace(model, self.autocast) if self.autocast else plain
         refused = {}
         try:
-            DeferredWeights(self.build())
+            DeferredWeights(model)
         except ValueError as fault:
             refused["zero-bubble"] = str(fault)
         return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused)
@@ -104,6 +109,17 @@ def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:
         ops=tuple(op for layer in computed for op in layer.ops),
     )
     return dataclasses.replace(graph, layers=(*graph.layers[:-1], output))
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves out random numbers for tensors without data: a normal distribution takes long to draw none of."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.normal_, Tensor.uniform_) and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _OnTargets(nn.Module):

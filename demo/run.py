@@ -65,7 +65,7 @@ def runs(slides: Path, steps: int) -> list[Run]:
     segment = ("--slides", "data/nuclei/images", "--annotations", "data/nuclei/masks")
     return [
         Run("brightfield or fluorescence, 1 process", "classify-1", classify),
-        Run("brightfield or fluorescence, 2 ranks", "classify-2", (*classify, "--ranks", "2")),
+        Run("brightfield or fluorescence, 2 ranks as planned", "classify-2", (*classify, "--ranks", "2")),
         Run(
             "brightfield or fluorescence, MASTER on 2 ranks",
             "classify-master",

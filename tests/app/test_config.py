@@ -49,7 +49,7 @@ def test_every_flag_has_its_own_name_and_help() -> None:
         (replace(CONFIG, steps=0), ["--steps must be at least 1; got 0"]),
         (replace(CONFIG, steps=3, epochs=2.0), ["give --steps or --epochs, not both; got 3 and 2"]),
         (replace(CONFIG, epochs=0.0), ["--epochs must be above 0"]),
-        (replace(CONFIG, strategy=StrategySettings(ranks=4, batch=2)), ["every rank needs a microbatch"]),
+        (replace(CONFIG, strategy=StrategySettings("ddp", ranks=4, batch=2)), ["every rank needs a microbatch"]),
         (replace(CONFIG, strategy=StrategySettings(parallel="single", ranks=2)), ["uses one process; got 2 ranks"]),
         (replace(CONFIG, stream=StreamSettings(read_ahead="lots")), ["512MiB or 2GiB; got 'lots'"]),
         (replace(CONFIG, stream=StreamSettings(read_ahead="xMiB")), ["got 'xMiB'"]),

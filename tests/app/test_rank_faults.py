@@ -18,7 +18,8 @@ from tests.helpers.ranks import MPI_ENVIRONMENT, MPIRUN
 @pytest.mark.slow
 def test_killed_rank_ends_the_run_with_one_message(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--ranks", "2", "--checkpoint-every", "2")
+    strategy = ("--ranks", "2", "--parallel", "ddp")
+    arguments = ("--slides", classify_slides, *QUICK, "--out", out, *strategy, "--checkpoint-every", "2")
     process = subprocess.Popen(
         train_command(*arguments, "--steps", "100000"),
         cwd=ROOT,

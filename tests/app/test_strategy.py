@@ -106,10 +106,16 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             ],
         ),
         (
+            {"parallel": "ddp", "ranks": 2, "stages": 2, "cuts": "fc"},
+            ["--stages is about a model split into stages; --parallel ddp does not split it", "--cuts is about"],
+        ),
+        ({"ranks": 4, "stages": 3}, ["--stages must be 2 or more and divide the number of ranks, 4; got 3"]),
+        ({"batch": 4, "microbatches": 5}, ["--microbatches must be 1 to --batch 4; got 5"]),
+        ({"memory": "16G"}, ["--memory takes a size such as 512MiB or 16GiB; got '16G'"]),
+        (
             {"ranks": 2, "stages": 2, "cuts": "fc", "recompute": "stage", "shard_optimizer": "pair", "compile": True},
             [
-                "--stages is about a model split into stages; --parallel ddp does not split it",
-                "--cuts is about",
+                "--cuts is about a model split into stages; --parallel auto chooses this itself",
                 "--recompute stage is about",
                 "--compile is about",
                 "--shard-optimizer pair needs two copies",

@@ -109,7 +109,8 @@ def test_signal_saves_and_ends_well(
     if ranks == 2 and number == signal.SIGTERM:
         pytest.skip("the launcher hands every signal on alike; one is enough for two ranks")
     out = tmp_path / "run"
-    arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--ranks", str(ranks), "--checkpoint-every", "2")
+    strategy = ("--ranks", str(ranks), "--parallel", "single" if ranks == 1 else "ddp")
+    arguments = ("--slides", classify_slides, *QUICK, "--out", out, *strategy, "--checkpoint-every", "2")
     process = subprocess.Popen(
         train_command(*arguments, "--steps", "100000"),
         cwd=ROOT,
@@ -132,8 +133,8 @@ def test_two_ranks_equal_one_process_on_the_same_batch(classify_slides: Path, tr
     reference, out = tmp_path / "one", tmp_path / "two"
     # SGD: AdamW's first updates are the signs of the gradients, which rounding flips where they are almost 0.
     arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--optimizer", "sgd")
-    for run, ranks in ((reference, "1"), (out, "2")):
-        done = train(*arguments, "--out", run, "--ranks", ranks)
+    for run, strategy in ((reference, ()), (out, ("--ranks", "2", "--parallel", "ddp"))):
+        done = train(*arguments, "--out", run, *strategy)
         assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(out)
     assert (summary["strategy"], summary["ranks"], summary["images"]) == ("ddp", 2, 48)
@@ -150,7 +151,7 @@ def test_two_ranks_equal_one_process_on_the_same_batch(classify_slides: Path, tr
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(reference: Path, classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = train_command("--slides", classify_slides, *QUICK, "--steps", "3", "--out", out)
+    command = train_command("--slides", classify_slides, *QUICK, "--steps", "3", "--out", out, "--parallel", "ddp")
     launcher = [command[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, *command[1:]], cwd=ROOT, env=train_environment(), capture_output=True, text=True, timeout=150
@@ -214,7 +215,8 @@ def test_resume_refuses_other_settings(reference: Path, classify_slides: Path, t
 @pytest.mark.slow
 def test_killed_rank_ends_the_run_within_a_minute(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--ranks", "2", "--checkpoint-every", "2")
+    strategy = ("--ranks", "2", "--parallel", "ddp")
+    arguments = ("--slides", classify_slides, *QUICK, "--out", out, *strategy, "--checkpoint-every", "2")
     process = subprocess.Popen(
         train_command(*arguments, "--steps", "100000"),
         cwd=ROOT,

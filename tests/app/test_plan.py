@@ -1,0 +1,93 @@
+"""``app.plan``: the table and the files, wrong input, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.plan import main
+from parallel.cost_model import CostModel, Curve
+from parallel.plan import Plan
+
+V100 = ("--device-spec", "v100-16gb")
+
+
+def test_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", "resnet18", "--tile", "256", "--ranks", "4", "--batch", "8", *V100, "--out", str(tmp_path))
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "candidates.json").read_text())["rows"]
+    names = {row["strategy"] for row in rows}
+    assert {"ddp", "fsdp", "mp-basic", "gpipe", "1f1b", "zero-bubble", "mast", "master", "bidirectional"} <= names
+    assert all(name in printed for name in names)
+    plan = Plan.loads((tmp_path / "plan.json").read_text())
+    best = max(row["images_per_second"] for row in rows if row["fits"])
+    assert plan.row.images_per_second is not None
+    assert plan.row.images_per_second >= 0.99 * best
+    assert plan.problem["ranks"] == 4
+    assert "<- plan" in printed
+    assert all(len(row["peak_memory_bytes"]) == (row["depth"]) for row in rows)
+    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+    assert "layer1" in (tmp_path / "graph.txt").read_text()
+
+
+def test_a_split_is_drawn(tmp_path: Path) -> None:
+    asked = ("--model", "resnet18", "--tile", "256", "--ranks", "2", "--parallel", "1f1b", "--microbatches", "4")
+    assert main((*asked, *V100, "--out", str(tmp_path))) == 0
+    plan = Plan.loads((tmp_path / "plan.json").read_text())
+    assert (plan.row.candidate.name, plan.row.candidate.m, len(plan.row.cuts)) == ("1f1b", 4, 1)
+    assert "0F0" in (tmp_path / "schedule.csv").read_text()
+    assert "simulated" in (tmp_path / "schedule.svg").read_text()
+    assert json.loads((tmp_path / "graph.json").read_text())
+
+
+def test_too_little_memory_for_anything_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", "resnet18", "--tile", "512", "--ranks", "2", "--memory", "64MiB", *V100)
+    assert main(asked) == 1
+    printed = capsys.readouterr().out
+    assert "nothing fits in 64 MiB a rank" in printed
+    assert "needs least" in printed
+    assert "over" in printed
+
+
+def test_the_largest_tile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", "resnet18", "--tile", "256", "--ranks", "2", "--parallel", "1f1b", "--memory", "1GiB")
+    assert main((*asked, *V100, "--largest-tile", "--out", str(tmp_path))) == 0
+    rows = {row["strategy"]: row for row in json.loads((tmp_path / "largest_tile.json").read_text())["rows"]}
+    assert rows["1f1b"]["tile_px"] > rows["single"]["tile_px"] > 256
+    assert rows["single"]["row"]["fits"]
+    assert "largest tile within 1 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (("--device-spec", "v100-16g"), "v100-16gb"),
+        (("--ranks", "0"), "--ranks must be at least 1; got 0"),
+        (("--memory", "16G"), "--memory takes a size"),
+        (("--tile", "0"), "--tile must be at least 1"),
+        ((*V100, "--ranks", "4", "--stages", "3"), "divide --ranks 4"),
+        ((*V100, "--link", "nvlink9"), "nvlink4"),
+        ((*V100, "--model", "resnet19x"), "resnet"),
+        ((*V100, "--precision", "bf16"), "bfloat16"),
+        (("--link", "nvlink2"), "--device-spec"),
+        ((*V100, "--costs", "measured"), "--costs measured"),
+    ],
+)
+def test_wrong_input_is_named(asked: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("--model", "resnet18", "--tile", "64", *asked)) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_this_machine_with_layers_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = Curve((1.0, 1e6), (1e-9, 1e-3))
+    model = CostModel({}, {}, {"add": curve}, {"add": curve}, curve, 0.1, 1.0)
+    monkeypatch.setattr("app.machine_plan.load_or_calibrate", lambda *args, **settings: model)
+    assert main(("--model", "resnet18", "--tile", "64", "--ranks", "2", "--costs", "measured")) == 0
+    printed = capsys.readouterr()
+    assert "measured at 64 px" in printed.out
+    assert "2 ranks of" in printed.out
