@@ -49,6 +49,9 @@ class Contender:
     def __init__(self, problem: Problem, candidate: Candidate, cuts: Iterable[str], communicator: Communicator) -> None:
         self.problem, self.candidate = problem, candidate
         self._communicator = communicator
+        self._sizes = [len(part) for part in split_batch(problem.batch, candidate.m)]
+        self._images, self._targets = _tiles(problem, max(self._sizes))
+        trim()
         self._base = _status_bytes("VmRSS")
         self._times: list[tuple[float, float]] = []
         self._number = 0
@@ -65,8 +68,6 @@ class Contender:
             seed=0,
             device=CPU,
         )
-        self._sizes = [len(part) for part in split_batch(problem.batch, candidate.m)]
-        self._images, self._targets = _tiles(problem, max(self._sizes))
         del model
         trim()
         # Other stages than this rank's are gone by now.
