@@ -175,7 +175,8 @@ def main() -> None:
             rows += compared(model, judged_by, arguments.rounds, MEASURED_STAGES)
         print(f"{model.name}: {time.perf_counter() - begun:.0f} s", flush=True)
     OUT.mkdir(exist_ok=True)
-    (OUT / "balances.json").write_text(json.dumps({"rows": rows, "environment": measured_on()}, indent=2) + "\n")
+    name = "balances_quick.json" if arguments.quick else "balances.json"
+    (OUT / name).write_text(json.dumps({"rows": rows, "environment": measured_on()}, indent=2) + "\n")
     text = report(rows)
     print(text)
     if arguments.write:
