@@ -34,7 +34,7 @@ def measured_costs(work: Workload, device: torch.device, threads: int) -> Callab
     try:
         model = build_model(work.model, classes=work.classes, norm=work.norm)
         model.to(device)
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(memory_format=torch.channels_last)
         shape = (1, 3, work.tile, work.tile)
         one = measure(trace(model, shape), shape, device, scale=min(1.0, LARGEST / work.tile))
     finally:

@@ -1,0 +1,143 @@
+"""The search: every strategy is there, the best one is found, and what does not fit is made to fit or told apart."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from parallel.candidate import WHOLE, Candidate, candidates
+from parallel.cluster import Cluster
+from parallel.cost import Costs, LayerCost
+from parallel.device_spec import LinkSpec
+from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.plan import Row
+from parallel.planner import Planner, best_of
+from parallel.schedules.registry import SCHEDULES
+from parallel.task import Task
+
+NAMES = (*WHOLE, *SCHEDULES)
+LINK = LinkSpec("fast", 1e15, 0.0)
+MIB = 1 << 20
+
+
+def chain(layers: int = 12, saved: int = 8 * MIB, params: int = MIB) -> LayerGraph:
+    """Equal layers, each keeping its input."""
+    found = [Layer("x", INPUT, (), differentiable=False, output_bytes=saved)]
+    for n in range(layers):
+        before = found[-1].name
+        found.append(
+            Layer(
+                f"conv{n}",
+                "Conv2d",
+                (before,),
+                module=f"conv{n}",
+                output_bytes=saved,
+                param_bytes=params,
+                saved=((n, saved),),
+            )
+        )
+    found.append(Layer("output", OUTPUT, (found[-1].name,), output_bytes=saved))
+    return LayerGraph(tuple(found))
+
+
+def planner(memory: int = 1 << 40, batch: int = 8, graph: LayerGraph | None = None, **more: str) -> Planner:
+    graph = graph or chain()
+
+    def estimate(tiles: int) -> Costs:
+        cost = LayerCost(1.0 * tiles, 2.0 * tiles, 1.0 * tiles)
+        return Costs((LayerCost(0, 0, 0), *[cost] * (len(graph.layers) - 2), LayerCost(0, 0, 0)), "test")
+
+    cluster = Cluster("test", memory, 8, 8, LINK, LINK, 1e18)
+    return Planner(Task(graph, estimate, batch, 2, more), cluster)
+
+
+def test_every_strategy_has_a_row_and_ddp_wins_where_it_fits() -> None:
+    rows = list(planner().rows(NAMES, ranks=4))
+    assert {row.candidate.name for row in rows} == set(NAMES) - {"single"}
+    assert all(row.fits for row in rows)
+    best = best_of(rows)
+    assert best is not None
+    assert best.candidate.name == "ddp"
+    assert best.step_s == pytest.approx(2 * 12 * 3, rel=1e-3)
+
+
+def test_a_pipeline_wins_where_the_model_does_not_fit_each_rank() -> None:
+    """12 layers of 8 MiB a tile, and 48 MiB of parameters and what belongs to them: 144 MiB at least for all of it."""
+    rows = list(planner(130 * MIB).rows(NAMES, ranks=2))
+    best = best_of(rows)
+    assert best is not None
+    assert best.candidate.splits
+    assert max(best.peak_bytes) <= 130 * MIB
+    (ddp,) = [row for row in rows if row.candidate.name == "ddp" and row.candidate.m == 8]
+    assert ddp.over_bytes > 0
+
+
+def test_recomputation_and_shared_states_only_where_nothing_else_fits() -> None:
+    candidate = Candidate("1f1b", 2, 2, 8)
+    plenty = planner().row(candidate)
+    assert not plenty.candidate.recompute
+    tight = planner(max(plenty.peak_bytes) - 20 * MIB).row(candidate)
+    assert tight.candidate.recompute
+    assert tight.fits
+    assert tight.images_per_second is not None
+    assert plenty.images_per_second is not None
+    assert tight.images_per_second < plenty.images_per_second
+
+
+def test_nothing_fits() -> None:
+    small = planner(4 * MIB)
+    rows = list(small.rows(NAMES, ranks=2))
+    assert best_of(rows) is None
+    assert all(row.over_bytes > 0 for row in rows)
+    least = min(rows, key=lambda row: row.over_bytes)
+    assert str(least.candidate) in small.too_small(rows)
+    enough = planner(4 * MIB + least.over_bytes)
+    assert enough.row(dataclasses.replace(least.candidate)).fits
+
+
+def test_a_refused_strategy_says_why() -> None:
+    rows = list(planner(**{"zero-bubble": "no layer to split"}).rows(NAMES, ranks=2))
+    (row,) = [row for row in rows if row.candidate.name == "zero-bubble"]
+    assert row.refused == "no layer to split"
+    assert not row.fits
+
+
+def test_no_row_is_left_out_that_would_have_been_the_best_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def best(name: str) -> float:
+        row = best_of(planner(200 * MIB, batch=32, graph=chain(20)).rows([name], ranks=16))
+        return -1.0 if row is None or row.images_per_second is None else row.images_per_second
+
+    everything = {name: best(name) for name in NAMES}
+    monkeypatch.setattr("parallel.planner.FEW", 0)
+    assert {name: best(name) for name in NAMES} == pytest.approx(everything)
+
+
+def test_the_partition_of_a_row_is_the_one_it_was_forecast_with() -> None:
+    one = planner()
+    row = one.row(Candidate("gpipe", 4, 4, 8))
+    partition = one.partition_of(row)
+    assert [len(partition.layers_of(stage)) for stage in range(4)] == [4, 3, 3, 4]
+    timeline = one.timeline(row)
+    assert timeline is not None
+    assert row.step_s == pytest.approx(timeline.makespan_s, rel=1e-3)
+
+
+def test_the_least_is_what_fits_first() -> None:
+    small = planner(130 * MIB)
+    row = small.least("1f1b", 2)
+    assert row is not None
+    assert row.fits
+    assert row.candidate.m == 8
+    assert small.least("mast", 1) is None
+
+
+def test_the_first_of_those_that_are_hardly_slower() -> None:
+    slow, fast, faster = (Row(c, images_per_second=s) for c, s in zip(some(), (1.0, 1.005, 1.1), strict=True))
+    assert best_of([slow, fast]) is slow
+    assert best_of([slow, fast, faster]) is faster
+    assert best_of([]) is None
+
+
+def some() -> list[Candidate]:
+    return list(candidates(2, 4, names=["ddp", "1f1b"], most_stages=5))[:3]
