@@ -23,8 +23,6 @@ from parallel.data_sheet import BANDWIDTH, cost_on
 from parallel.device_spec import device_named, link_named
 from parallel.graph import LayerGraph
 
-RESERVED = 0.9
-"""Of the memory that is free, the part that a plan may use: allocators need room."""
 CUDA_CONTEXT = 600 << 20
 """Bytes that CUDA takes of each GPU for each process, about."""
 ADDITION = "add"
@@ -83,7 +81,7 @@ def this_machine(
         lanes, together = usable_cores() / threads, min(per_node, usable_cores())
         free = memory_bytes()[1] // per_node
     autocast = choose_autocast(precision, where)
-    limit = round(RESERVED * free) - reserved if memory is None else memory
+    limit = free - reserved if memory is None else memory
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{cpu_model()}, {usable_cores()} cores"
     inside, between = link_named("pcie4" if where.type == "cuda" else "shared-memory"), link_named(network)
     if not timed:

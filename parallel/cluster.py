@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from parallel.device_spec import LinkSpec
 from parallel.simulate_shared import Device
 
+FILL = 0.9
+"""Part of a rank's memory that a plan fills: allocators keep a reserve beside what lives."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -37,6 +40,11 @@ class Cluster:
     update_bandwidth: float
     kind: str = "cuda"
     sums: LinkSpec | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of each rank's memory, for what lives at the fullest moment."""
+        return round(FILL * self.memory_bytes)
 
     def link(self, first: int, second: int) -> LinkSpec | None:
         """What joins two ranks; None from a rank to itself."""

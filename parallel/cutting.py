@@ -43,7 +43,7 @@ class Cutting:
         self._places = list(blocks) or places
         self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
         self._partitions: dict[object, Partition] = {}
-        self._windows: dict[object, Windows] = {}
+        self._windows: dict[int, Windows] = {}
         self._stages: dict[object, list[StageBytes]] = {}
 
     @property
@@ -108,16 +108,16 @@ class Cutting:
         )
 
     def _windows_of(self, tiles: int, positions: Sequence[int] | None) -> Windows:
-        key = (tiles, None if positions is None else tuple(positions))
-        if key not in self._windows:
+        assert positions is not None  # of all places that ``partition_optimal`` is given
+        if tiles not in self._windows:
             graph, costs = self.microbatch(tiles)
-            self._windows[key] = Windows(graph, costs.seconds, positions)
-        return self._windows[key]
+            self._windows[tiles] = Windows(graph, costs.seconds, [0, *self._places, len(graph.layers)])
+        return self._windows[tiles].among(positions)
 
     def _rule(self, candidate: Candidate) -> MemoryRule:
         schedule, placement = schedule_of(candidate)
         return MemoryRule(
-            (float(self.cluster.memory_bytes),) * candidate.depth,
+            (float(self.cluster.usable_bytes),) * candidate.depth,
             in_flight(schedule, placement),
             2.0 + self.task.slots,
             2.0 if candidate.shard_optimizer else None,

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from parallel.candidate import Candidate, candidates
-from parallel.cluster import Cluster
+from parallel.cluster import FILL, Cluster
 from parallel.cutting import Cutting
 from parallel.device_spec import LinkSpec
 from parallel.forecast import Forecast, forecast_split, forecast_whole, weights_of
@@ -149,7 +149,7 @@ class Planner:
             found.step_s or None,
             found.bubble,
             peaks,
-            max(0, max(peaks) - self.cluster.memory_bytes),
+            max(0, max(peaks) - self.cluster.usable_bytes),
         )
 
     def partition_of(self, row: Row) -> Partition:
@@ -172,7 +172,8 @@ class Planner:
         nearest = min(known, key=lambda row: row.over_bytes)
         return (
             f"nothing fits in {bytes_text(self.cluster.memory_bytes)} a rank: {nearest.candidate} needs least, "
-            f"{bytes_text(max(nearest.peak_bytes))}. Use more ranks, a smaller --tile, or --precision bf16"
+            f"{bytes_text(math.ceil(max(nearest.peak_bytes) / FILL))}. Use more ranks, a smaller --tile, or --precision "
+            "bf16"
         )
 
     def _forecast_split(self, candidate: Candidate, partition: Partition) -> Forecast:

@@ -30,7 +30,7 @@ def test_commands_of_the_readme_run_in_order() -> None:
     shown = [line for line in commands(ROOT / "README.md") if not line.startswith(("make", "source"))]
     assert len(shown) >= 4
     said = run_python("demo/run.py", "--steps", "1")
-    assert re.search(r"2 ranks +slide_auc \d\.\d\d +\d+\.\d\d", said)
+    assert re.search(r"2 ranks as planned +slide_auc \d\.\d\d +\d+\.\d\d", said)
     assert re.search(r"MASTER on 2 ranks +slide_auc \d\.\d\d +\d+\.\d\d", said)
     assert said.count("report: demo-data/") == 4
     shutil.rmtree(ROOT / "runs", ignore_errors=True)

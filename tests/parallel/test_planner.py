@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from parallel.candidate import WHOLE, Candidate, candidates
-from parallel.cluster import Cluster
+from parallel.cluster import FILL, Cluster
 from parallel.cost import Costs, LayerCost
 from parallel.device_spec import LinkSpec
 from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
@@ -48,7 +48,7 @@ def planner(memory: int = 1 << 40, batch: int = 8, graph: LayerGraph | None = No
         cost = LayerCost(1.0 * tiles, 2.0 * tiles, 1.0 * tiles)
         return Costs((LayerCost(0, 0, 0), *[cost] * (len(graph.layers) - 2), LayerCost(0, 0, 0)), "test")
 
-    cluster = Cluster("test", memory, 8, 8, LINK, LINK, 1e18)
+    cluster = Cluster("test", round(memory / FILL), 8, 8, LINK, LINK, 1e18)
     return Planner(Task(graph, estimate, batch, 2, more), cluster)
 
 
