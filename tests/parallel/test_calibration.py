@@ -73,7 +73,7 @@ def plain() -> nn.Module:
 
 
 def test_a_law_is_recovered_on_shapes_that_were_not_seen(made_up: CostModel) -> None:
-    assert made_up.expected_error < 0.05
+    assert made_up.expected_error < 0.08
     graph = graph_of(plain(), 200)
     costs = dict(zip((layer.name for layer in graph.layers), made_up.estimate(graph).layers, strict=True))
     for name, channels_in, kernel in (("3", 32, 25), ("4", 64, 9)):
