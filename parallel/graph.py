@@ -6,6 +6,7 @@ which the model runs them, which is a topological order. Skip connections are or
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -78,6 +79,15 @@ class LayerGraph:
         object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
         object.__setattr__(self, "position", {layer.name: k for k, layer in enumerate(self.layers)})
         assert len(self.by_name) == len(self.layers), "layer names are unique"
+
+    @functools.cached_property
+    def last_uses(self) -> tuple[int, ...]:
+        """For each position the last that uses its value; its own where none does."""
+        last = list(range(len(self.layers)))
+        for position, layer in enumerate(self.layers):
+            for name in layer.inputs:
+                last[self.position[name]] = position
+        return tuple(last)
 
     def can_cut(self, position: int) -> bool:
         """True when a stage may end before ``layers[position]``."""

@@ -71,15 +71,6 @@ def _value(layer: Layer) -> tuple[tuple[int | str, int], ...]:
     return ((layer.name, layer.output_bytes),)
 
 
-def last_uses(graph: LayerGraph) -> list[int]:
-    """For each position the last that uses its value; its own where none does."""
-    last = list(range(len(graph.layers)))
-    for position, layer in enumerate(graph.layers):
-        for name in layer.inputs:
-            last[graph.position[name]] = position
-    return last
-
-
 def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -> Iterator[Span]:
     """Memory of gradients of values in the backward pass of the layers from ``start`` to ``stop``, not included.
 
@@ -118,7 +109,7 @@ class _Gradients:
         self._first_use = dict(reversed([(name, k) for name, k in users if graph.position[name] < start]))
 
     def spans(self) -> Iterator[Span]:
-        last = last_uses(self._graph)
+        last = self._graph.last_uses
         for position in range(self._start, self._end + 1):
             layer = self._graph.layers[position]
             if not layer.differentiable:

@@ -8,6 +8,7 @@ modules, a few numbers per channel, are not counted. No torch here.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from itertools import accumulate, pairwise
 from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.candidate import Candidate
 from parallel.graph import LayerGraph
-from parallel.liveness import Piece, Span, gradient_spans, last_uses, pieces, running_bytes
+from parallel.liveness import Piece, Span, gradient_spans, pieces, running_bytes
 from parallel.lowering import BEGINS_BACKWARD
 from parallel.microbatch import share_of
 from parallel.partition import Partition
@@ -82,19 +83,24 @@ class RankBytes:
 
 def stage_bytes(partition: Partition) -> list[StageBytes]:
     """Of every stage."""
+    touched: list[list[Piece]] = [[] for _ in partition.starts]
+    for piece in pieces(partition.graph):
+        places = {*piece.made, *piece.saved, *(use for _, use in piece.used)} - {-1}
+        for stage in {bisect.bisect(partition.starts, place) - 1 for place in places}:
+            touched[stage].append(piece)
     bounds = pairwise([*partition.starts, len(partition.graph.layers)])
-    found = pieces(partition.graph)
-    return [window_bytes(partition.graph, start, stop, found) for start, stop in bounds]
+    return [_window_bytes(partition.graph, *bound, found) for bound, found in zip(bounds, touched, strict=True)]
 
 
-def window_bytes(graph: LayerGraph, start: int, stop: int, found: Iterable[Piece] | None = None) -> StageBytes:
-    """Of the layers from position ``start`` to ``stop``, not included, as a stage.
+def window_bytes(graph: LayerGraph, start: int, stop: int) -> StageBytes:
+    """Of the layers from position ``start`` to ``stop``, not included, as a stage."""
+    return _window_bytes(graph, start, stop, pieces(graph))
 
-    Args:
-        found: what ``pieces`` gives for the graph, where it is known.
-    """
+
+def _window_bytes(graph: LayerGraph, start: int, stop: int, found: Iterable[Piece]) -> StageBytes:
+    """As ``window_bytes``, from the pieces of memory that its layers make, keep or use; others change nothing."""
     inputs, forth, back, alone = [], [], [], []
-    for piece in pieces(graph) if found is None else found:
+    for piece in found:
         inside = [made for made in piece.made if start <= made < stop]
         saved = [position for position in piece.saved if start <= position < stop]
         if any(start <= use < stop and made < start for made, use in piece.used):
@@ -107,7 +113,7 @@ def window_bytes(graph: LayerGraph, start: int, stop: int, found: Iterable[Piece
             forth.append(Span(min([*saved, *inside]), stop - 1, piece.bytes))
         else:
             forth += alone[-1:] if inside else []
-    last = last_uses(graph)
+    last = graph.last_uses
     sent = [graph.layers[k] for k in range(start, stop) if last[k] >= stop]
     received = {name for layer in graph.layers[start:stop] for name in layer.inputs if graph.position[name] < start}
     params = param_bytes(graph)[start:stop]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from parallel.articulation import bytes_across
 from parallel.graph import LayerGraph
-from parallel.liveness import Piece, gradient_spans, last_uses, pieces
+from parallel.liveness import Piece, gradient_spans, pieces
 from parallel.partition import cut_positions
 
 Matrix = npt.NDArray[np.int64]
@@ -71,6 +71,10 @@ class Windows:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def among(self, positions: Sequence[int]) -> Windows:
+        """The windows that begin and end at some of the positions only, both ends among them."""
+        return _Some(self, positions)
 
     @functools.cached_property
     def seconds(self) -> npt.NDArray[np.float64]:
@@ -148,6 +152,44 @@ class Windows:
         return inner
 
 
+class _Some(Windows):
+    """Entries of all windows: what a window costs does not depend on where others begin."""
+
+    def __init__(self, windows: Windows, positions: Sequence[int]) -> None:
+        self.graph, self.positions = windows.graph, tuple(positions)
+        self._windows, chosen = windows, np.searchsorted(windows.positions, self.positions)
+        assert tuple(windows._begin[chosen]) == self.positions, self.positions
+        self._chosen = np.ix_(chosen, chosen)
+
+    @functools.cached_property
+    def seconds(self) -> npt.NDArray[np.float64]:
+        return self._windows.seconds[self._chosen]
+
+    @functools.cached_property
+    def param_bytes(self) -> Matrix:
+        return self._windows.param_bytes[self._chosen]
+
+    @functools.cached_property
+    def received_bytes(self) -> Matrix:
+        return self._windows.received_bytes[self._chosen]
+
+    @functools.cached_property
+    def returned_bytes(self) -> Matrix:
+        return self._windows.returned_bytes[self._chosen]
+
+    @functools.cached_property
+    def entered_bytes(self) -> Matrix:
+        return self._windows.entered_bytes[self._chosen]
+
+    @functools.cached_property
+    def kept_bytes(self) -> Matrix:
+        return self._windows.kept_bytes[self._chosen]
+
+    @functools.cached_property
+    def peak_bytes(self) -> Matrix:
+        return self._windows.peak_bytes[self._chosen]
+
+
 def thinned(graph: LayerGraph, positions: Sequence[int], most: int) -> list[int]:
     """``positions``, or ``most`` of them: both ends, and of each run of neighbours the one with fewest bytes across."""
     if len(positions) <= most:
@@ -190,7 +232,7 @@ def _received(graph: LayerGraph, *, differentiable_only: bool) -> Iterator[Recta
 
 def _sent(graph: LayerGraph) -> Iterator[Rectangle]:
     """Windows that make a value whose gradient comes back to them."""
-    for position, last in enumerate(last_uses(graph)):
+    for position, last in enumerate(graph.last_uses):
         if graph.layers[position].differentiable:
             yield 0, position, position, last - 1, graph.layers[position].output_bytes
 
