@@ -9,6 +9,7 @@ is needed where nobody waits for anybody before the end.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,10 +56,15 @@ def schedule_of(candidate: Candidate) -> tuple[Schedule, Placement]:
     Raises:
         ValueError: the schedule does not run with these numbers.
     """
-    placement = placement_for(candidate.name, groups=1, depth=candidate.depth, chunks=candidate.chunks)
     share = share_of(0, candidate.groups, candidate.m)
-    schedule = build_schedule(candidate.name, placement, len(share))
-    return (add_recompute(schedule) if candidate.recompute else schedule), placement
+    return _schedule(candidate.name, candidate.depth, candidate.chunks, len(share), candidate.recompute)
+
+
+@functools.lru_cache(maxsize=8)  # the same few are asked for by turns: for memory, for time, for a shorter step
+def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: bool) -> tuple[Schedule, Placement]:
+    placement = placement_for(name, groups=1, depth=depth, chunks=chunks)
+    schedule = build_schedule(name, placement, microbatches)
+    return (add_recompute(schedule) if recompute else schedule), placement
 
 
 def weights_of(candidate: Candidate, batch: int) -> list[float]:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from parallel.candidate import Candidate, candidates
 from parallel.cluster import FILL, Cluster
@@ -89,16 +90,16 @@ class Planner:
     def row(self, candidate: Candidate) -> Row:
         """Of ``candidate``, with whatever of cuts, sharded optimizer and recomputation makes it fit; the variant that
         misses by least where none does."""
-        best: Row | None = None
+        best: _Fitting | None = None
         for variant in _variants(candidate):
             for within in (False, True) if variant.splits else (False,):
-                row = self.forecast(variant, within=within)
-                if row is not None and (best is None or row.over_bytes < best.over_bytes):
-                    best = row
-                if best is not None and best.fits:
-                    return best
+                fitting = self._fitting(variant, within)
+                if fitting is not None and (best is None or fitting.over_bytes < best.over_bytes):
+                    best = fitting
+                if best is not None and not best.over_bytes:
+                    return self._timed(best)
         assert best is not None
-        return best
+        return self._timed(best)
 
     def least(self, name: str, ranks: int) -> Row | None:
         """Of strategy ``name``: the first candidate that fits, from microbatches of one tile on, or the one that misses
@@ -121,13 +122,28 @@ class Planner:
         Args:
             within: choose cuts that keep every rank within the memory; None where there are none.
         """
-        graph, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
+        fitting = self._fitting(candidate, within)
+        return None if fitting is None else self._timed(fitting)
+
+    def _fitting(self, candidate: Candidate, within: bool) -> _Fitting | None:
+        """What ``candidate`` takes, which is known sooner than its time; None where no cuts fit as asked."""
+        partition = None
         if candidate.splits:
             partition = self.cutting.partition(candidate, within=within)
             if partition is None:
                 return None
-            found = self._forecast_split(candidate, partition)
             held = self.cutting.rank_bytes(candidate, partition)
+        else:
+            graph, _ = self.cutting.microbatch(self.cutting.tiles(candidate))
+            held = [whole_bytes(candidate, graph, self.task.slots, self.cluster.kind)]
+        peaks = tuple(one.total for one in held)
+        return _Fitting(candidate, partition, peaks, max(0, max(peaks) - self.cluster.usable_bytes))
+
+    def _timed(self, fitting: _Fitting) -> Row:
+        candidate, partition = fitting.candidate, fitting.partition
+        graph, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
+        if partition is not None:
+            found = self._forecast_split(candidate, partition)
             cuts = tuple(graph.layers[start].name for start in partition.starts[1:])
         else:
             found = forecast_whole(
@@ -139,17 +155,15 @@ class Planner:
                 self.task.slots,
                 self.cluster,
             )
-            held = [whole_bytes(candidate, graph, self.task.slots, self.cluster.kind)]
             cuts = ()
-        peaks = tuple(one.total for one in held)
         return Row(
             candidate,
             cuts,
             self.task.batch / found.step_s if found.step_s else None,
             found.step_s or None,
             found.bubble,
-            peaks,
-            max(0, max(peaks) - self.cluster.usable_bytes),
+            fitting.peak_bytes,
+            fitting.over_bytes,
         )
 
     def partition_of(self, row: Row) -> Partition:
@@ -172,8 +186,8 @@ class Planner:
         nearest = min(known, key=lambda row: row.over_bytes)
         return (
             f"nothing fits in {bytes_text(self.cluster.memory_bytes)} a rank: {nearest.candidate} needs least, "
-            f"{bytes_text(math.ceil(max(nearest.peak_bytes) / FILL))}. Use more ranks, a smaller --tile, or --precision "
-            "bf16"
+            f"{bytes_text(math.ceil(max(nearest.peak_bytes) / FILL))}. Use more ranks, a smaller --tile, or "
+            "--precision bf16"
         )
 
     def _forecast_split(self, candidate: Candidate, partition: Partition) -> Forecast:
@@ -183,11 +197,25 @@ class Planner:
             candidate,
             self.task.batch,
             stage_costs(partition, costs),
-            link_costs(partition, functools.partial(_slower_link, candidate, self.cluster)),
+            link_costs(partition, functools.partial(slower_link, candidate, self.cluster)),
             params,
             self.task.slots,
             self.cluster,
         )
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """A candidate, its stages where the model is split, and what its ranks take.
+
+    Attributes:
+        over_bytes: by how much the fullest rank misses the memory.
+    """
+
+    candidate: Candidate
+    partition: Partition | None
+    peak_bytes: tuple[int, ...]
+    over_bytes: int
 
 
 def best_of(rows: Iterable[Row]) -> Row | None:
@@ -211,7 +239,7 @@ def _variants(candidate: Candidate) -> Iterator[Candidate]:
             yield dataclasses.replace(candidate, recompute=True, shard_optimizer=True)
 
 
-def _slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
+def slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
     """Between two stages: of both replicas, the slower link."""
     ends = [stage % candidate.depth for stage in (source, target)]
     ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
