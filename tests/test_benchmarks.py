@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.balances.run --quick", "resnet101, 64 px"),
         ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
         ("benchmarks.layer_times.run --px 64 --nets plain12 --seconds 0.5", "predicted by the calibration of 0.5 s"),
+        ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
     ],
 )
 def test_benchmark_runs(command: str, says: str) -> None:

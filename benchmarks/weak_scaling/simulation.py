@@ -1,0 +1,184 @@
+"""Weak scaling on paper: images/s of groups of ranks, as many as there are, each with the same number of tiles.
+
+Takes a model and a machine of a data sheet; gives ``Curve``. A group is as small as the memory allows, and its cuts are
+the same however many groups there are. What the simulation leaves out stands in README.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from app.machine_plan import named_machine
+from app.task import Workload
+from parallel.candidate import Candidate
+from parallel.cost import LayerCost
+from parallel.forecast import Forecast, forecast_split
+from parallel.partition import Partition
+from parallel.plan import Row
+from parallel.planner import Planner, slower_link
+from parallel.stage_cost import link_costs, stage_costs
+
+DEVICE, LINK, NETWORK, PER_NODE = "v100-16gb", "nvlink2", "edr-infiniband", 4
+"""A node of four V100, as machines of POWER9 and V100 have them, with one port to the network."""
+FEW, MORE = 2, 8
+"""Tiles of a group in each step. mast takes two by definition, and is master where there are no more."""
+DEPTHS = (2, 4, 8, 16, 32)
+"""Ranks of a group."""
+STRATEGIES = (
+    ("mp-basic", FEW),
+    ("mast", FEW),
+    ("1f1b", FEW),
+    ("bidirectional", FEW),
+    ("mp-basic", MORE),
+    ("master", MORE),
+    ("1f1b", MORE),
+    ("bidirectional", MORE),
+)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """An assumption that is varied.
+
+    Attributes:
+        network: its bandwidth, as a part of what is assumed otherwise.
+        devices: their speed, likewise.
+        overlap: gradients are summed beside backward passes.
+        spread: standard deviation of the time of a group, as a part of it; all wait for the slowest group.
+    """
+
+    name: str
+    network: float = 1.0
+    devices: float = 1.0
+    overlap: bool = True
+    spread: float = 0.0
+
+
+ASSUMED = Changed("as assumed")
+NO_OVERLAP = Changed("no overlap", overlap=False)
+SPREAD = Changed("groups vary by 1 %", spread=0.01)
+CHANGES = (
+    ASSUMED,
+    Changed("network half as fast", network=0.5),
+    Changed("devices twice as fast", devices=2.0),
+    Changed("both", network=0.5, devices=2.0),
+    NO_OVERLAP,
+    SPREAD,
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Of one strategy.
+
+    Attributes:
+        candidate: of a single group.
+        tiles: of a group in each step.
+        peak_bytes: of the fullest rank.
+        ranks: depth of a group, and that times 2, 4, ...
+        step_s, exchange_s: by number of ranks; the second is what summing gradients adds.
+        efficiency: assumption -> by number of ranks, images/s over those of one group times the number of groups.
+    """
+
+    candidate: Candidate
+    tiles: int
+    peak_bytes: int
+    ranks: tuple[int, ...]
+    step_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
+    efficiency: dict[str, tuple[float, ...]]
+
+    @property
+    def images_per_second(self) -> float:
+        """At the most ranks."""
+        return self.tiles * self.ranks[-1] / self.candidate.depth / self.step_s[-1]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def simulated(model: str, tile: int, most: int, strategies: tuple[tuple[str, int], ...] = STRATEGIES) -> list[Curve]:
+    """Curves up to ``most`` ranks.
+
+    Args:
+        strategies: names, and tiles of a group in each step.
+    """
+    machine = named_machine(DEVICE, most, per_node=PER_NODE, link=LINK, network=NETWORK)
+    task = Workload(model, tile, 2, optimizer="sgd").task(MORE, machine.estimate)
+    planners = {
+        tiles: Planner(dataclasses.replace(task, batch=tiles), machine.cluster) for tiles in {n for _, n in strategies}
+    }
+    return [_curve(planners[tiles], name, tiles, most) for name, tiles in strategies]
+
+
+def _curve(planner: Planner, name: str, tiles: int, most: int) -> Curve:
+    row = _smallest_group(planner, name, tiles)
+    partition = planner.partition_of(row)
+    depth = row.candidate.depth
+    ranks = tuple(depth * 2**k for k in range(int(math.log2(most // depth)) + 1))
+    found = [_step(ASSUMED, planner, row.candidate, partition, n) for n in ranks]
+    assert math.isclose(found[0][0], row.step_s or 0.0), (found[0], row)
+    efficiency = {}
+    for change in CHANGES:
+        one, *more = (_step(change, planner, row.candidate, partition, n)[0] for n in ranks)
+        efficiency[change.name] = (1.0, *(one / each for each in more))
+    steps, exchange = zip(*found, strict=True)
+    return Curve(row.candidate, tiles, max(row.peak_bytes), ranks, steps, exchange, efficiency)
+
+
+def _smallest_group(planner: Planner, name: str, tiles: int) -> Row:
+    """Microbatches are of one tile; recomputation and a sharded optimizer come in where nothing fits without."""
+    rows = []
+    for depth in DEPTHS:
+        rows.append(planner.row(Candidate(name, depth, depth, tiles)))
+        if rows[-1].fits:
+            return rows[-1]
+    raise RuntimeError(f"{name}: {planner.too_small(rows)}")
+
+
+def _step(
+    change: Changed, planner: Planner, candidate: Candidate, partition: Partition, ranks: int
+) -> tuple[float, float]:
+    """Seconds of a step on so many ranks, and those that summing gradients adds."""
+    groups, task = ranks // candidate.depth, planner.task
+    network = planner.cluster.between
+    slower = dataclasses.replace(network, bandwidth=change.network * network.bandwidth)
+    cluster = dataclasses.replace(planner.cluster, between=slower)
+    params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
+
+    def forecast(speed: float) -> Forecast:
+        costs = task.estimate(1)
+        layers = tuple(_faster(layer, speed) for layer in costs.layers)
+        return forecast_split(
+            dataclasses.replace(candidate, ranks=ranks, m=candidate.m * groups),
+            candidate.m * groups,
+            stage_costs(partition, dataclasses.replace(costs, layers=layers)),
+            link_costs(partition, functools.partial(slower_link, candidate, cluster)),
+            params,
+            task.slots,
+            cluster,
+        )
+
+    found = forecast(change.devices)
+    # With nothing to compute there is nothing to hide behind.
+    exchange_s = found.exchange_s if change.overlap else forecast(math.inf).exchange_s
+    computed_s = found.step_s - found.exchange_s
+    return computed_s * (1 + change.spread * slowest_of(groups)) + exchange_s, exchange_s
+
+
+def slowest_of(groups: int) -> float:
+    """The largest of so many draws from a standard normal distribution, on average."""
+    x = np.linspace(-8, 8, 4001)
+    below = np.array([NormalDist().cdf(each) for each in x]) ** groups
+    return float(np.sum((below[1:] - below[:-1]) * (x[1:] + x[:-1]) / 2))
+
+
+def _faster(cost: LayerCost, times: float) -> LayerCost:
+    return LayerCost(cost.forward_s / times, cost.backward_s / times, cost.backward_input_s / times)
