@@ -16,6 +16,7 @@ from parallel.cost import Costs
 from parallel.forecast import schedule_of, weights_of
 from parallel.granularity import block_cuts
 from parallel.graph import LayerGraph
+from parallel.liveness import Piece, pieces
 from parallel.memory import RankBytes, StageBytes, in_flight, rank_bytes, stage_bytes
 from parallel.partition import Partition, cut_positions
 from parallel.partition_optimal import MemoryRule, partition_optimal
@@ -44,6 +45,7 @@ class Cutting:
         self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
         self._partitions: dict[object, Partition] = {}
         self._windows: dict[int, Windows] = {}
+        self._pieces: dict[int, list[Piece]] = {}
         self._stages: dict[object, list[StageBytes]] = {}
 
     @property
@@ -93,9 +95,12 @@ class Cutting:
     def rank_bytes(self, candidate: Candidate, partition: Partition) -> list[RankBytes]:
         """Of the ranks of the first group."""
         schedule, placement = schedule_of(candidate)
-        key = (partition.starts, self.tiles(candidate))
+        tiles = self.tiles(candidate)
+        key = (partition.starts, tiles)
+        if tiles not in self._pieces:
+            self._pieces[tiles] = pieces(partition.graph)
         if key not in self._stages:
-            self._stages[key] = stage_bytes(partition)
+            self._stages[key] = stage_bytes(partition, self._pieces[tiles])
         return rank_bytes(
             partition,
             placement,

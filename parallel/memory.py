@@ -81,15 +81,19 @@ class RankBytes:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.boundary
 
 
-def stage_bytes(partition: Partition) -> list[StageBytes]:
-    """Of every stage."""
+def stage_bytes(partition: Partition, found: Iterable[Piece] | None = None) -> list[StageBytes]:
+    """Of every stage.
+
+    Args:
+        found: what ``pieces`` gives for the graph, where it is known.
+    """
     touched: list[list[Piece]] = [[] for _ in partition.starts]
-    for piece in pieces(partition.graph):
+    for piece in pieces(partition.graph) if found is None else found:
         places = {*piece.made, *piece.saved, *(use for _, use in piece.used)} - {-1}
         for stage in {bisect.bisect(partition.starts, place) - 1 for place in places}:
             touched[stage].append(piece)
     bounds = pairwise([*partition.starts, len(partition.graph.layers)])
-    return [_window_bytes(partition.graph, *bound, found) for bound, found in zip(bounds, touched, strict=True)]
+    return [_window_bytes(partition.graph, *bound, own) for bound, own in zip(bounds, touched, strict=True)]
 
 
 def window_bytes(graph: LayerGraph, start: int, stop: int) -> StageBytes:

@@ -102,7 +102,9 @@ def partition_optimal(
     few = thinned(graph, places, max(PLACES, 2 * stages))
     known: Sequence[int] | None = None
     if len(few) < len(places):  # cuts that are good for each stage by itself are a good beginning
-        known = partition_optimal(graph, stages, seconds, link_s=link_s, speeds=speeds, positions=positions).starts
+        known = partition_optimal(
+            graph, stages, seconds, link_s=link_s, speeds=speeds, positions=positions, windows=windows
+        ).starts
         few = sorted({*few, *known})
     best, starts = search(few, known)
     for _ in range(ROUNDS):
