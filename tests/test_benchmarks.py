@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.model_zoo.run --only torchvision:squeezenet1_1 --again", "1 of 1 classifiers of torchvision"),
         ("benchmarks.sleeping_stages.run --unit 0.005 --steps 1", "m D (F + B)"),
         ("benchmarks.activation_bytes.run --model resnet18 --px 64 --depths 2", "max(A_k, A_{D-1-k})"),
+        ("benchmarks.memory.run --models resnet18 --px 64 --ranks 1 2 --strategies 1f1b", "Error of the prediction"),
         ("benchmarks.links.run --models unet_w4 --px 32", "only supports adjacent-stage"),
         ("benchmarks.balances.run --quick", "resnet101, 64 px"),
         ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
