@@ -23,7 +23,7 @@ from parallel.candidate import Candidate
 from parallel.comm.communicator import Communicator
 from parallel.planner import Planner
 
-MODEL, TILE, TILES, DEPTH = "resnet110_v2", 192, 4, 2
+MODEL, TILE, TILES, DEPTH = "resnet110_v2", 128, 4, 2
 """Four tiles for each group of two ranks, in every step."""
 
 

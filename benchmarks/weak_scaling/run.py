@@ -109,7 +109,7 @@ def _percent(part: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each real run")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each real run")
     parser.add_argument("--write", action="store_true", help="put tables and picture into this folder")
     parser.add_argument("--quick", action="store_true", help="a small model to 64 ranks, no real runs: does it run?")
     arguments = parser.parse_args()
