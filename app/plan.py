@@ -58,8 +58,8 @@ class PlanCommand:
     microbatches: int | None = None
     """Only this number of microbatches; default: any."""
     memory: str | None = None
-    """Memory of each rank, such as 16GiB, of which plans fill nine tenths; default: what the device has, or its share of
-    this machine's free memory."""
+    """Memory of each rank, such as 16GiB, of which plans fill nine tenths; default: what the device has, or its share
+    of this machine's free memory."""
     device_spec: str | None = None
     """Device to plan for by its data sheet, such as v100-16gb; default: this machine, calibrated on first use."""
     per_node: int | None = None

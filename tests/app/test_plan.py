@@ -81,9 +81,7 @@ def test_wrong_input_is_named(asked: tuple[str, ...], says: str, capsys: pytest.
     assert says in capsys.readouterr().err
 
 
-def test_this_machine_with_layers_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine_with_layers_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     curve = Curve((1.0, 1e6), (1e-9, 1e-3))
     model = CostModel({}, {}, {"add": curve}, {"add": curve}, curve, 0.1, 1.0)
     monkeypatch.setattr("app.machine_plan.load_or_calibrate", lambda *args, **settings: model)
