@@ -26,6 +26,9 @@ from parallel.timeline import Timeline
 
 DDP_BUCKET = 25 << 20
 """Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
+SHARDED_ON_CPU = 6
+"""Times as long as half a ring sum that FSDP2 takes to gather or scatter over Gloo, its copies in and out included; one
+reading, ResNet-50 on two EPYC cores."""
 LONG = 4
 """Times the depth of a pipeline: microbatches of a step that is simulated whole."""
 UPDATE_PASSES = (6, 11, 20)
@@ -197,7 +200,7 @@ def forecast_whole(
         exchange_s = max(sum_s - hidden, exposed)
     elif candidate.name == "fsdp":
         # Gathering is half of a ring sum, and so is scattering; every microbatch gathers for forward and for backward.
-        gather_s = cluster.sum_s(param_bytes, range(ranks)) / 2
+        gather_s = cluster.sum_s(param_bytes, range(ranks)) / 2 * (SHARDED_ON_CPU if cluster.kind == "cpu" else 1)
         hidden = 0.0 if cluster.kind == "cpu" else slow
         twice = max(0.0, gather_s - forward_s * hidden) + max(0.0, gather_s - backward_s * hidden)
         exchange_s = units * twice + gather_s

@@ -9,7 +9,7 @@ import pytest
 from parallel.candidate import Candidate
 from parallel.cluster import Cluster
 from parallel.device_spec import LinkSpec
-from parallel.forecast import DDP_BUCKET, UPDATE_PASSES, forecast_split, forecast_whole
+from parallel.forecast import DDP_BUCKET, SHARDED_ON_CPU, UPDATE_PASSES, forecast_split, forecast_whole
 from parallel.simulate import LinkCost, StageCost
 
 FAST = LinkSpec("fast", 1e30, 0.0)
@@ -89,7 +89,8 @@ def test_sums_on_a_cpu_hide_behind_nothing() -> None:
     link = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
     busy = dataclasses.replace(cluster(), kind="cpu", sums=link)
     assert whole("ddp", 2, 4, busy) == pytest.approx(6 + 1.0)
-    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + 2 * 2 * 0.5 + 0.5)  # two microbatches gather twice
+    # Two microbatches gather twice, and gradients are scattered once.
+    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + (2 * 2 * 0.5 + 0.5) * SHARDED_ON_CPU)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "master", "bidirectional", "zero-bubble", "mp-basic"])
