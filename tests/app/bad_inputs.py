@@ -141,7 +141,7 @@ CASES = [
     Case("model of the other task", slides, TRAIN + " --model unet_w4", 2, "choose a classification --model"),
     Case("unknown option", slides, TRAIN + " --bacth 3", 2, "--bacth"),
     Case("value of the wrong kind", slides, TRAIN + " --lr fast", 2, "--lr"),
-    Case("more ranks than tiles", slides, TRAIN + " --ranks 8", 2, "every rank needs a microbatch"),
+    Case("more ranks than tiles", slides, TRAIN + " --ranks 8 --parallel ddp", 2, "every rank needs a microbatch"),
     Case("resume without a run", slides, TRAIN + " --resume", 1, "no checkpoint at"),
     Case("weights file that is none", slides, TRAIN + " --weights {d}/labels.csv", 2, "--weights"),
 ]
