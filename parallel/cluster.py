@@ -6,6 +6,7 @@ nodes, which its ranks share. No torch here, and no figure of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from parallel.simulate_shared import Device
 
 FILL = 0.9
 """Part of a rank's memory that a plan fills: allocators keep a reserve beside what lives."""
+LIBRARIES = 200 << 20
+"""Bytes that a rank on a CPU takes at most beside what lives: work space and reordered copies of oneDNN. 60 to 200 MiB
+in ``benchmarks/plan_accuracy``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,15 @@ class Cluster:
     @property
     def usable_bytes(self) -> int:
         """Of each rank's memory, for what lives at the fullest moment."""
-        return round(FILL * self.memory_bytes)
+        return max(1, round(FILL * self.memory_bytes) - self._libraries)
+
+    def needed_bytes(self, living: int) -> int:
+        """Memory of a rank for which ``living`` bytes are usable."""
+        return math.ceil((living + self._libraries) / FILL)
+
+    @property
+    def _libraries(self) -> int:
+        return LIBRARIES if self.kind == "cpu" else 0
 
     def link(self, first: int, second: int) -> LinkSpec | None:
         """What joins two ranks; None from a rank to itself."""

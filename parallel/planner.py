@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parallel.candidate import Candidate, candidates
-from parallel.cluster import FILL, Cluster
+from parallel.cluster import Cluster
 from parallel.cutting import Cutting
 from parallel.device_spec import LinkSpec
 from parallel.forecast import Forecast, forecast_split, forecast_whole, weights_of
@@ -186,7 +186,7 @@ class Planner:
         nearest = min(known, key=lambda row: row.over_bytes)
         return (
             f"nothing fits in {bytes_text(self.cluster.memory_bytes)} a rank: {nearest.candidate} needs least, "
-            f"{bytes_text(math.ceil(max(nearest.peak_bytes) / FILL))}. Use more ranks, a smaller --tile, or "
+            f"{bytes_text(self.cluster.needed_bytes(max(nearest.peak_bytes)))}. Use more ranks, a smaller --tile, or "
             "--precision bf16"
         )
 

@@ -56,7 +56,7 @@ def test_one_rank_is_planned_without_calibration(tmp_path: Path, monkeypatch: py
 
 def test_one_rank_with_little_memory_takes_smaller_microbatches(tmp_path: Path) -> None:
     wide = replace(CONFIG, index=IndexSettings(tile=512, stride=512))
-    tight = replace(wide, strategy=StrategySettings(memory="600MiB"))
+    tight = replace(wide, strategy=StrategySettings(memory="800MiB"))
     (said,) = run(tight, tmp_path)
     assert "single, m=4" in said
     with pytest.raises(RunError, match=r"nothing fits in 100 MiB a rank: single, m=8 needs least"):

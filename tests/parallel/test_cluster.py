@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from parallel.cluster import Cluster
@@ -35,3 +37,10 @@ def test_shared_devices() -> None:
     assert [device.lanes for device in cluster(lanes=2).devices(2, groups=4)] == [1]  # two groups on a node
     assert cluster(lanes=2).slowdown(8) == 2
     assert cluster(lanes=2).slowdown(2) == 1
+
+
+def test_what_is_usable_is_what_is_needed() -> None:
+    for kind in ("cpu", "cuda"):
+        one = dataclasses.replace(cluster(), kind=kind, memory_bytes=1 << 30)
+        assert one.needed_bytes(one.usable_bytes) == pytest.approx(1 << 30, abs=2)
+    assert dataclasses.replace(cluster(), kind="cpu").usable_bytes < cluster().usable_bytes < 1000
