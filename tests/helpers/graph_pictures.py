@@ -51,7 +51,7 @@ def picture(file: str) -> str:
         partition=partition_at(graph, cuts),
         forward_s=forward_s,
         backward_s=[2 * seconds for seconds in forward_s],
-        title=f"{called}: one tile of 512 px, {len(cuts) + 1} stages, times of a nominal device of 10 TFLOP/s",
+        title=f"{called}: one tile of 512 px, {len(cuts) + 1} stages, at 10 TFLOP/s",
     )
 
 
