@@ -15,21 +15,7 @@ from typing import Literal
 
 from app.cli import run_command
 from app.sizes import bytes_of
-
-Strategy = Literal[
-    "auto",
-    "single",
-    "ddp",
-    "fsdp",
-    "mp-basic",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zero-bubble",
-    "mast",
-    "master",
-    "bidirectional",
-]
+from app.strategy import Parallel
 
 
 @dataclass(frozen=True)
@@ -51,7 +37,7 @@ class PlanCommand:
     """Ranks to plan for; they need not be there."""
     batch: int | None = None
     """Tiles of one optimiser step over all ranks; default: 8, or one per rank if there are more."""
-    parallel: Strategy = "auto"
+    parallel: Parallel = "auto"
     """Only this strategy; auto: all of them."""
     stages: int | None = None
     """Only splits of the model over this many ranks."""
@@ -66,8 +52,8 @@ class PlanCommand:
     """Ranks of a node; default: all on this machine, 8 with --device-spec."""
     link: str | None = None
     """What joins the ranks of a node, such as nvlink2; default: pcie4, with --device-spec only."""
-    network: str = "edr-infiniband"
-    """What joins nodes, such as ndr-infiniband or ethernet-10g."""
+    network: str | None = None
+    """What joins nodes, such as ndr-infiniband or ethernet-10g; default: edr-infiniband, with --device-spec only."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule: how many values are kept for each parameter."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
@@ -98,8 +84,8 @@ class PlanCommand:
         if self.device_spec is None:
             found += [
                 f"{flag} is about a machine described by --device-spec; name the device too"
-                for flag, given in (("--per-node", self.per_node is not None), ("--link", self.link is not None))
-                if given
+                for flag, given in (("--per-node", self.per_node), ("--link", self.link), ("--network", self.network))
+                if given is not None
             ]
             if self.precision in ("tf32", "fp16"):
                 found.append(f"--precision {self.precision} is for --device-spec; this machine trains in fp32 or bf16")

@@ -74,7 +74,7 @@ def machine_of(command: PlanCommand) -> Machine:
         memory=memory,
         per_node=command.per_node,
         link=command.link,
-        network=command.network,
+        network=command.network or "edr-infiniband",
         precision=command.precision,
     )
 

@@ -73,6 +73,7 @@ def test_the_largest_tile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ((*V100, "--model", "resnet19x"), "resnet"),
         ((*V100, "--precision", "bf16"), "bfloat16"),
         (("--link", "nvlink2"), "--device-spec"),
+        (("--network", "ndr-infiniband"), "--network is about a machine described by --device-spec"),
         ((*V100, "--costs", "measured"), "--costs measured"),
     ],
 )
