@@ -194,7 +194,10 @@ class TrainingLoop:
                 "settings": self._session.settings,
             },
         )
-        if outcome.best and outcome.best["step"] == outcome.step:
+        self._name_best()
+
+    def _name_best(self) -> None:
+        if self.outcome.best and self.outcome.best["step"] == self.outcome.step:
             keep_as(self._folder.last, self._folder.best)
 
     def _restore(self) -> None:
@@ -206,6 +209,8 @@ class TrainingLoop:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
         for name in ("step", "images", "loss", "metrics", "best"):
             setattr(self.outcome, name, state[name])
+        if self._is_first:
+            self._name_best()  # the run may have been killed before it could
 
     def _measure_twin(self, batch: Batch) -> None:
         """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""

@@ -100,6 +100,13 @@ class RunFolder:
         found: dict[str, Any] = yaml.safe_load(self.config.read_text()) if self.last.exists() else {}
         return found
 
+    def tells_end(self, step: int) -> bool:
+        """Whether the summary is there and is of a run that was completed with ``step`` steps."""
+        if not self.summary.exists():
+            return False
+        found = json.loads(self.summary.read_text())
+        return (found["status"], found["steps"]) == ("completed", step)
+
     def _check_settings(self, asked: Mapping[str, Any]) -> None:
         found = self.settings()
         differing = [

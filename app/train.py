@@ -107,9 +107,12 @@ def _train_guarded(
     for note in session.notes:
         summary.say(note)
     if loop.outcome.step >= session.total_steps:
-        summary.say(
-            f"nothing to do: {config.out} has all its {loop.outcome.step} steps; ask for more --steps or --epochs"
-        )
+        if folder.tells_end(loop.outcome.step):
+            summary.say(
+                f"nothing to do: {config.out} has all its {loop.outcome.step} steps; ask for more --steps or --epochs"
+            )
+        else:  # it was killed between its last checkpoint and its summary
+            summary.finished(memory.bytes)
         session.close()
         return 0
     try:

@@ -206,6 +206,24 @@ def test_resuming_a_finished_run_leaves_it_as_it_is(reference: Path, classify_sl
     assert (reference / "summary.json").read_text() == before
 
 
+@pytest.mark.parametrize("strategy", [(), ("--ranks", "2", "--parallel", "gpipe", "--microbatches", "2")])
+def test_killed_between_last_checkpoint_and_summary(
+    strategy: tuple[str, ...], classify_slides: Path, train: Train, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = ("--slides", classify_slides, *QUICK, "--steps", "2", "--out", out, *strategy)
+    assert train(*arguments).returncode == 0
+    whole = summary_of(out)
+    for name in ("summary.json", "report.html", "checkpoints/best.pt"):
+        (out / name).unlink()
+    done = train(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "completed: 2 steps" in done.stdout
+    assert (out / "report.html").exists() and (out / "checkpoints" / "best.pt").exists()
+    for key in ("status", "steps", "images", "final_loss", "metrics", "best"):
+        assert summary_of(out)[key] == whole[key]
+
+
 def test_resume_refuses_other_settings(reference: Path, classify_slides: Path, train: Train) -> None:
     done = train("--slides", classify_slides, *QUICK, "--steps", "12", "--out", reference, "--resume", "--seed", "5")
     assert done.returncode == 2
