@@ -20,6 +20,7 @@ from app.machine import usable_cores
 from app.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
+from parallel.heap import keep_freed_memory
 
 STARTED_BY_US = "MEGATILE_RANK"
 """Set for ranks whose starter has already prepared the data, so that they neither do nor say it again."""
@@ -62,6 +63,8 @@ def place(settings: StrategySettings) -> Placement:
     device = choose_device(settings.device, launch.local_rank if launch else 0)
     if "OMP_NUM_THREADS" not in os.environ:  # what the user set is the user's
         torch.set_num_threads(rank_cores())
+    if device.type == "cpu":
+        keep_freed_memory()
     cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
     return Placement(connect(settings, device), device, choose_autocast(settings.precision, device))
 

@@ -102,7 +102,8 @@ def _calibrated(
     device: torch.device, threads: int, together: int, dtype: torch.dtype, channels_last: bool
 ) -> CostModel:
     """The cost model of this machine; the user is told when it takes a while."""
-    path = kept_at(calibration_key(device, threads, together, dtype, channels_last))
+    heap_kept = device.type == "cpu"  # as ranks do when they are placed
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
     if not path.exists():
         print(
             f"calibrating this machine for {together} ranks of {threads} threads, about {QUICK_S:.0f} s; kept in "
@@ -111,7 +112,13 @@ def _calibrated(
             flush=True,
         )
     return load_or_calibrate(
-        device, threads=threads, together=together, dtype=dtype, channels_last=channels_last, seconds=QUICK_S
+        device,
+        threads=threads,
+        together=together,
+        dtype=dtype,
+        channels_last=channels_last,
+        heap_kept=heap_kept,
+        seconds=QUICK_S,
     )
 
 

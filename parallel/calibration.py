@@ -33,7 +33,7 @@ from parallel.regression import fit
 QUICK_S, LONG_S = 25.0, 90.0
 """Budgets: where a plan waits for it, and for the smallest error."""
 
-FORMAT = 1
+FORMAT = 2
 """Raised when models kept by earlier versions no longer hold."""
 
 BEST = 0.1

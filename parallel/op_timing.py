@@ -1,14 +1,15 @@
 """Times of single operations on the device, forward and backward apart, as autograd runs them.
 
 Takes a shape, of a convolution or a matrix product, or the name of an operation and a number of bytes; gives
-``Reading``. Each pass runs once to warm up, then until its fastest run is settled: the fastest of several runs is what
-the operation takes while nothing else runs on the machine.
+``Reading``. Each pass runs once to warm up, then several times, of which the median counts. A CPU's caches hold before
+each run what they hold in a training step: what the layer before has just written, and nothing of what this one kept.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 12, 0.01
 """Runs of a pass after the first: at least, at most, and the time after which no more follow."""
 SIDE_BY_SIDE = 8
 """Runs that an accelerator is given at once, so that launching them is not what is timed."""
+
+SWEPT = 64 << 20
+"""Bytes that are written so that nothing else is in the caches; more than these hold."""
 
 LEAST_S = 1e-7
 """Of a backward pass, when the call is taken off."""
@@ -67,17 +71,34 @@ class Reading:
     weight_s: float
 
 
-def fastest(run: Callable[[], object], setting: Setting) -> float:
-    """Seconds of the fastest of several runs."""
+def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None = None) -> float:
+    """Seconds of a run: the median of several.
+
+    Args:
+        fresh: what is in the caches when a run begins; None: what the run before has left there.
+    """
     at_once = 1 if setting.device.type == "cpu" else SIDE_BY_SIDE
     run()
     taken: list[float] = []
     while len(taken) < LEAST_RUNS or (len(taken) < MOST_RUNS and sum(taken) * at_once < ENOUGH_S):
+        if fresh is not None and setting.device.type == "cpu":
+            sweep()
+            fresh.add_(0)
         start = now(setting)
         for _ in range(at_once):
             run()
         taken.append((now(setting) - start) / at_once)
-    return min(taken)
+    return statistics.median(taken)
+
+
+def sweep() -> None:
+    """Fill the caches of this core with what nobody needs."""
+    _swept().add_(1)
+
+
+@functools.cache
+def _swept() -> Tensor:
+    return torch.zeros(SWEPT, dtype=torch.uint8)
 
 
 def time_convolution(shape: Convolution, setting: Setting) -> Reading:
@@ -185,6 +206,9 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
         forward.append(now(setting) - start)
         if moving.backward:
             gradient = torch.ones_like(output)
+            if setting.device.type == "cpu":
+                sweep()
+                gradient.fill_(1)
             empty_backward(setting.device)()
             start = now(setting)
             # Normalisations give the gradients of their parameters with that of what went in, and slower without.
@@ -192,17 +216,18 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
             backward.append(max(now(setting) - start - call_s, LEAST_S))
     indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
     op = Op(name, 0, moving.inputs * _bytes(images), _bytes(output) + indices)
-    return op, Reading(min(forward[1:]), min(backward[1:], default=0.0), 0.0)
+    return op, Reading(statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0]), 0.0)
 
 
 def time_fresh(size: int, setting: Setting) -> float:
     """Seconds that ``size`` bytes cost for being new to the process each time, besides being written."""
     kept = torch.empty(size, dtype=torch.uint8, device=setting.device)
-    return max(fastest(lambda: torch.empty_like(kept).fill_(1), setting) - fastest(lambda: kept.fill_(1), setting), 0.0)
+    new_s = typical_s(lambda: torch.empty_like(kept).fill_(1), setting)
+    return max(new_s - typical_s(lambda: kept.fill_(1), setting), 0.0)
 
 
 def _time(run: Callable[[], Tensor], images: Tensor, weights: list[Tensor], setting: Setting) -> Reading:
-    forward_s = fastest(run, setting)
+    forward_s = typical_s(run, setting, fresh=images.detach())
     output = run()
     return Reading(forward_s, _backward_s(output, [images], setting), _backward_s(output, weights, setting))
 
@@ -219,12 +244,13 @@ def empty_backward(device: torch.device) -> Callable[[], object]:
 @functools.cache
 def empty_backward_s(setting: Setting) -> float:
     """Seconds of ``empty_backward``."""
-    return min(fastest(empty_backward(setting.device), setting) for _ in range(LEAST_RUNS))
+    return min(typical_s(empty_backward(setting.device), setting) for _ in range(LEAST_RUNS))
 
 
 def _backward_s(output: Tensor, wanted: list[Tensor], setting: Setting) -> float:
     gradient = torch.randn_like(output)
-    seconds = fastest(lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True), setting)
+    run = lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True)  # noqa: E731
+    seconds = typical_s(run, setting, fresh=gradient)
     return max(seconds - empty_backward_s(setting), LEAST_S)
 
 

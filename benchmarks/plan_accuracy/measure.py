@@ -31,13 +31,14 @@ from models.registry import build_model
 from parallel.activations import ActivationMeter
 from parallel.candidate import Candidate
 from parallel.comm.communicator import Communicator
+from parallel.heap import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
 from parallel.microbatch import split_batch
 from parallel.step import Microbatch
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3
 LOADING_PX = 64
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_MMAP_THRESHOLD = -3
 """Of malloc.h; see mallopt(3)."""
 FREE = 0.4
 """Part of the machine's free memory that may be taken to keep all candidates of a problem at hand at once."""
@@ -74,18 +75,24 @@ class Contender:
         self._parameters = [parameter for ref in parameters if (parameter := ref()) is not None]
 
     def grow(self) -> None:
-        """Two steps that are not timed: the first makes the optimizer's state; in the second it is seen by how much the
-        process is larger than before the model was there, and what autograd keeps."""
+        """Three steps that are not timed: the first makes the optimizer's state; in the others it is seen by how much the
+        process is larger than before the model was there: while nothing is kept that tensors give back, and as ranks
+        run. And what autograd keeps."""
         self._step()
         meter = ActivationMeter()
         meter.exclude(self._parameters)
-        keep_reserve(False)
+        keep_nothing_freed()
         trim()
         _forget_peak()
         with meter.watching():
             self._step()
+        self.in_use_bytes = _status_bytes("VmHWM") - self._base
+        keep_freed_memory()
+        trim()
+        _forget_peak()
+        self._step()
+        self._step()
         self.growth_bytes = _status_bytes("VmHWM") - self._base
-        keep_reserve(True)
         # What fully sharded parameters are gathered into is kept by torch, not by autograd alone.
         self.kept_bytes = None if self.candidate.name == "fsdp" else meter.peak_bytes
 
@@ -111,7 +118,7 @@ class Contender:
 
     def told(self) -> dict[str, Any]:
         """What was measured, as JSON can hold it."""
-        return {"times": self._times, "growth_bytes": self.growth_bytes, "kept_bytes": self.kept_bytes}
+        return {"times": self._times, "growth_bytes": self.growth_bytes, "in_use_bytes": self.in_use_bytes, "kept_bytes": self.kept_bytes}
 
     def close(self) -> None:
         self._engine.close()
@@ -195,13 +202,11 @@ def trim() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_reserve(wanted: bool) -> None:
-    """Whether the C library keeps memory that tensors give back, as far as it does by itself, or none of it."""
+def keep_nothing_freed() -> None:
+    """The opposite of ``keep_freed_memory``: the C library gives back what tensors give back."""
     mallopt = ctypes.CDLL(None).mallopt
-    # Once it is told, glibc no longer raises the limit by itself: 32 MiB is where it ends up with large tensors.
-    limit = (32 << 20) if wanted else (64 << 10)
-    mallopt(M_MMAP_THRESHOLD, limit)
-    mallopt(M_TRIM_THRESHOLD, 2 * limit)
+    for option, value in ((M_MMAP_MAX, 65536), (M_MMAP_THRESHOLD, 64 << 10), (M_TRIM_THRESHOLD, 128 << 10)):
+        mallopt(option, value)
 
 
 def _forget_peak() -> None:

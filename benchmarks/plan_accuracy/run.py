@@ -74,6 +74,7 @@ def _measured(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "steps_s": [max(end for _, end in step) - min(begin for begin, _ in step) for step in of_steps],
         "growth_bytes": [rank["growth_bytes"] for rank in told],
+        "in_use_bytes": [rank["in_use_bytes"] for rank in told],
         "kept_bytes": [rank["kept_bytes"] for rank in told],
     }
 

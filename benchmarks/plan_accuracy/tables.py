@@ -26,7 +26,8 @@ class Entry:
 
     Attributes:
         listed: among the candidates of the problem; else the planner's own find.
-        predicted_bytes, growth_bytes, kept_bytes: by rank; the last is None where it is not counted.
+        predicted_bytes, growth_bytes: by rank; memory that is kept after tensors gave it back is part of the growth.
+        in_use_bytes, kept_bytes: growth without it, and what autograd kept; None where that is not counted.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Entry:
     predicted_bytes: Sequence[int]
     steps_s: Sequence[float]
     growth_bytes: Sequence[int]
+    in_use_bytes: Sequence[int]
     kept_bytes: Sequence[int | None]
 
     @property
@@ -114,6 +116,7 @@ def errors_table(outcomes: Sequence[Outcome]) -> str:
                     _mib(entry.predicted_bytes),
                     _mib(entry.growth_bytes),
                     f"{max(entry.byte_errors, key=abs):+.0%}",
+                    _mib(entry.in_use_bytes),
                     _mib(entry.kept_bytes),
                 )
             )
@@ -126,7 +129,8 @@ def errors_table(outcomes: Sequence[Outcome]) -> str:
         "peak MiB by rank: predicted",
         "measured",
         "largest error",
-        "of it kept by autograd",
+        "in use",
+        "kept by autograd",
     )
     times, bytes_ = _errors(outcomes)
     said = (
