@@ -18,32 +18,42 @@ import numpy.typing as npt
 Loads = npt.NDArray[np.float64]
 
 
-def best_chain(loads: Callable[[int], Loads], stages: int, bytes_: Loads) -> tuple[float, list[int]]:
+def best_chain(loads: Callable[[int, slice], Loads], stages: int, bytes_: Loads) -> tuple[float, list[int]]:
     """Cuts into ``stages`` windows.
 
     Args:
-        loads: (P, P) by stage; infinite where i >= j.
+        loads: takes a stage and places, gives those rows of its (P, P) matrix; infinite where i >= j.
         bytes_: (P, P); the sum over the stages breaks ties.
 
     Returns:
         The largest load, infinite where no cuts will do, and the place where each stage begins.
     """
-    best = loads(0)[0]
+    best = loads(0, slice(0, 1))[0]
     for stage in range(1, stages):
-        best = np.maximum(best[:, None], loads(stage)).min(axis=0)
+        reached = _reached(best)
+        if reached.start == reached.stop:
+            return np.inf, []
+        best = np.maximum(best[reached, None], loads(stage, reached)).min(axis=0)
     limit = float(best[-1])
     if not np.isfinite(limit):
         return limit, []
-    total, chosen = np.where(loads(0)[0] <= limit, bytes_[0], np.inf), []
+    total, chosen = np.where(loads(0, slice(0, 1))[0] <= limit, bytes_[0], np.inf), []
     for stage in range(1, stages):
-        sums = np.where(loads(stage) <= limit, total[:, None] + bytes_, np.inf)
-        chosen.append(sums.argmin(axis=0))
+        reached = _reached(total)
+        sums = np.where(loads(stage, reached) <= limit, total[reached, None] + bytes_[reached], np.inf)
+        chosen.append(reached.start + sums.argmin(axis=0))
         total = sums.min(axis=0)
     starts, place = [], bytes_.shape[0] - 1
     for begin in reversed(chosen):
         place = int(begin[place])
         starts.append(place)
     return limit, [0, *reversed(starts)]
+
+
+def _reached(best: Loads) -> slice:
+    """From the first to the last place that the stages so far can end at; beyond it nothing can begin."""
+    places = np.flatnonzero(np.isfinite(best))
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -61,16 +71,11 @@ class Pair:
     most: tuple[tuple[Loads, Loads | None], ...] = ()
     speed: float = 1.0
 
-    def block(self, i: int, j: int, rows: slice, columns: slice) -> tuple[Loads, npt.NDArray[np.bool_]]:
-        """Of first windows [i, row) and second windows [column, j): loads, and whether they may be."""
-        first, second = self.loads
-        assert second is not None
-        load = first[i, rows][:, None] + second[columns, j][None, :]
-        allowed = np.ones(load.shape, dtype=bool)
-        for one, other in self.most:
-            assert other is not None
-            allowed &= one[i, rows][:, None] + other[columns, j][None, :] <= 1
-        return load, allowed
+    def parts(self, bound: float) -> tuple[Loads, Loads, Loads]:
+        """(n, P, P) of the first stage and of the second, what is summed of each, and (n, 1, 1) that sums may not
+        exceed: loads, which may come to ``bound``, then ``most``."""
+        first, second = zip(self.loads, *self.most, strict=True)
+        return np.stack(first), np.stack(second), np.array([bound, *[1.0] * len(self.most)])[:, None, None]
 
     def at(self, places: npt.NDArray[np.int64]) -> Pair:
         """With these places only."""
@@ -140,6 +145,7 @@ class _Search:
         self._outer = [pair for pair in pairs if pair.loads[1] is not None]
         self._middle = pairs[-1].middle() if pairs[-1].loads[1] is None else None
         self._size = bytes_.shape[0]
+        self._in_order = np.tri(self._size, dtype=bool).T
 
     def smallest(self) -> float:
         """The largest load at best."""
@@ -181,26 +187,30 @@ class _Search:
         """``value`` after pair ``k``, and the window around each window by which it is reached."""
         after = np.full_like(value, np.inf)
         way = np.zeros(value.shape, dtype=np.int64)
-        pair = self._outer[k]
-        first, second = pair.loads
-        assert second is not None
-        for i, j in np.argwhere(np.isfinite(value)):
-            # Loads grow with the window, up to what is received: the first and last place within the bound are enough.
-            rows = np.flatnonzero(first[i] <= self._bound)
-            columns = np.flatnonzero(second[:, j] <= self._bound)
-            if not len(rows) or not len(columns):
-                continue
-            across, along = slice(rows[0], min(rows[-1], j) + 1), slice(max(columns[0], i), columns[-1] + 1)
-            load, allowed = pair.block(i, j, across, along)
-            allowed &= load <= self._bound
+        first, second, bounds = self._outer[k].parts(self._bound)
+        # Nothing summed is negative: what is too much alone is too much with the other stage, too.
+        ends, begins = _extents(np.all(first <= bounds, axis=0)), _extents(np.all(second <= bounds, axis=0).T)
+        for i, j in np.argwhere(np.isfinite(value)).tolist():
             # The first stage must not end behind the beginning of the second.
-            allowed &= np.arange(across.start, across.stop)[:, None] <= np.arange(along.start, along.stop)[None, :]
-            if count_bytes:
-                load = self._bytes[i, across][:, None] + self._bytes[along, j][None, :]
-            new = np.where(allowed, join(np.asarray(value[i, j]), load), np.inf)
+            across = slice(ends[i].start, min(ends[i].stop, j + 1))
+            along = slice(max(begins[j].start, i), begins[j].stop)
+            if across.start >= across.stop or along.start >= along.stop:
+                continue
+            sums = first[:, i, across, None] + second[:, None, along, j]
+            allowed = (sums <= bounds).all(axis=0) & self._in_order[across, along]
+            cost = self._bytes[i, across, None] + self._bytes[None, along, j] if count_bytes else sums[0]
+            new = np.where(allowed, join(value[i, j], cost), np.inf)
             better = new < after[across, along]
             after[across, along][better] = new[better]
             way[across, along][better] = i * self._size + j
         left = sum(self._speeds[k + 1 :]) * self._bound * (1 + 1e-9)
         after[self._work > left] = np.inf
         return after, way
+
+
+def _extents(allowed: npt.NDArray[np.bool_]) -> list[slice]:
+    """Of each row, from the first to the last place that is allowed."""
+    count = allowed.shape[1]
+    begin, end = allowed.argmax(axis=1), count - allowed[:, ::-1].argmax(axis=1)
+    some = allowed.any(axis=1)
+    return [slice(*bounds) for bounds in zip((begin * some).tolist(), (end * some).tolist(), strict=True)]

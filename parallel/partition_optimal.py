@@ -11,6 +11,7 @@ close around the best cuts. With no more places than that the result is exact, t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ PLACES = 72
 """Where the stages of a pair may begin, ends included; the search takes the fourth power of it at worst."""
 ROUNDS = 3
 """Searches around the best cuts, at most."""
+EVERY = slice(None)
+"""Place: a matrix with all its rows."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ class _Problem:
     paired: bool
     explain: bool
     _loads: dict[float, Loads] = field(default_factory=dict)
+    _parameters: dict[float, Loads] = field(default_factory=dict)
 
     def solve(self, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
         """The load of the slowest rank, and the positions where stages begin.
@@ -170,27 +174,41 @@ class _Problem:
             self._loads[speed] = _only_windows(load)
         return self._loads[speed]
 
-    def _stage(self, stage: int) -> Loads:
-        load = self._seconds(self.speeds[stage % len(self.speeds)])
-        return load if self.memory is None else np.where(self._filled(stage) > 1, np.inf, load)
+    def _stage(self, stage: int, rows: slice) -> Loads:
+        load = self._seconds(self.speeds[stage % len(self.speeds)])[rows]
+        return load if self.memory is None else np.where(self._filled(stage, rows) > 1, np.inf, load)
 
-    def _filled(self, stage: int) -> Loads:
+    def _filled(self, stage: int, rows: slice) -> Loads:
         """Part of the memory that a stage alone on its rank, or in its part of the rank's memory, would fill."""
         assert self.memory is not None
         ranks = len(self.speeds)
         chunk, rank = divmod(stage, ranks)
         most = max(numbers[chunk] for numbers in self.memory.in_flight[rank])
         limit = self.memory.limits[rank] / (self.stages // ranks)
-        return self._bytes(most, self.memory.per_parameter, computing=True) / limit
+        return self._bytes(most, self.memory.per_parameter, rows, computing=True) / limit
 
-    def _bytes(self, in_flight: int, per_parameter: float, *, computing: bool) -> Loads:
+    def _bytes(self, in_flight: int, per_parameter: float, rows: slice = EVERY, *, computing: bool) -> Loads:
+        """Of windows that begin at some of the places; infinite where they would end before."""
+        if per_parameter not in self._parameters:
+            self._parameters[per_parameter] = _only_windows(
+                (per_parameter * self.windows.param_bytes).astype(np.float64)
+            )
+        total = self._parameters[per_parameter][rows] + in_flight * self._kept[rows]
+        if computing:
+            total += self._passing[rows]
+        return total
+
+    @functools.cached_property
+    def _kept(self) -> Loads:
+        """Bytes that a window keeps of a microbatch in flight."""
         assert self.memory is not None
         windows = self.windows
-        kept = windows.entered_bytes if self.memory.recompute else windows.kept_bytes
-        total: Loads = (per_parameter * windows.param_bytes + in_flight * kept).astype(np.float64)
-        if computing:
-            total += windows.peak_bytes - kept
-        return _only_windows(total)
+        return (windows.entered_bytes if self.memory.recompute else windows.kept_bytes).astype(np.float64)
+
+    @functools.cached_property
+    def _passing(self) -> Loads:
+        """Bytes that live besides in a window while it is computed."""
+        return self.windows.peak_bytes - self._kept
 
     def _pair(self, k: int) -> Pair:
         other = self.stages - 1 - k
@@ -269,5 +287,5 @@ class _Problem:
 
 def _only_windows(loads: Loads) -> Loads:
     """Infinite where a window would end before it begins."""
-    loads[np.tril_indices(loads.shape[0])] = np.inf
+    loads[np.tri(len(loads), dtype=bool)] = np.inf
     return loads

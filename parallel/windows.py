@@ -74,7 +74,7 @@ class Windows:
 
     def among(self, positions: Sequence[int]) -> Windows:
         """The windows that begin and end at some of the positions only, both ends among them."""
-        return _Some(self, positions)
+        return self if tuple(positions) == self.positions else _Some(self, positions)
 
     @functools.cached_property
     def seconds(self) -> npt.NDArray[np.float64]:
