@@ -30,7 +30,7 @@ from parallel.op import Convolution
 from parallel.product import PASSES, Work, work_of_shape
 from parallel.regression import fit
 
-QUICK_S, LONG_S = 25.0, 90.0
+QUICK_S, LONG_S = 45.0, 90.0
 """Budgets: where a plan waits for it, and for the smallest error."""
 
 FORMAT = 2

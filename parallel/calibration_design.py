@@ -17,7 +17,7 @@ FLOPS = (3e7, 3e9)
 """Least and most of one product; more costs time and tells nothing new, since time grows in proportion."""
 MOST_BYTES = 48e6
 """Of a product's largest tensor."""
-ROUND = {"dense": 6, "pointwise": 3, "stem": 1, "depthwise": 2, "grouped": 1, "transposed": 1, "matmul": 2}
+ROUND = {"dense": 6, "pointwise": 4, "stem": 1, "depthwise": 3, "grouped": 1, "transposed": 1, "matmul": 2}
 """Kind of product -> how many are drawn in a round."""
 SMALLEST = 7
 """Side of what a convolution gives, px."""

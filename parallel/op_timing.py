@@ -23,13 +23,13 @@ from torch.autograd.graph import get_gradient_edge
 from parallel.calibration_design import Product
 from parallel.op import Convolution, Op
 
-LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 12, 0.01
+LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 5, 0.01
 """Runs of a pass after the first: at least, at most, and the time after which no more follow."""
 SIDE_BY_SIDE = 8
 """Runs that an accelerator is given at once, so that launching them is not what is timed."""
 
-SWEPT = 64 << 20
-"""Bytes that are written so that nothing else is in the caches; more than these hold."""
+SWEPT = 48 << 20
+"""Bytes that are read so that nothing else is in the caches; more than these hold."""
 
 LEAST_S = 1e-7
 """Of a backward pass, when the call is taken off."""
@@ -93,12 +93,12 @@ def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None 
 
 def sweep() -> None:
     """Fill the caches of this core with what nobody needs."""
-    _swept().add_(1)
+    _swept().sum()
 
 
 @functools.cache
 def _swept() -> Tensor:
-    return torch.zeros(SWEPT, dtype=torch.uint8)
+    return torch.zeros(SWEPT // 4)
 
 
 def time_convolution(shape: Convolution, setting: Setting) -> Reading:
@@ -139,12 +139,14 @@ class Moving:
         run: it, on so many images (n, c, h, w) and on its parameters, if it has any.
         parameters: tensors of a number for each channel.
         backward: a backward pass follows.
+        copies: autograd keeps a copy of what goes in, which graphs have as an operation of its own.
     """
 
     run: Callable[..., Tensor]
     inputs: int = 1
     parameters: int = 0
     backward: bool = True
+    copies: bool = False
 
 
 def _batch_norm(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -172,11 +174,11 @@ MOVING: dict[str, Moving] = {
     "mul": Moving(lambda images, scale: images * scale.view(1, -1, 1, 1), parameters=1),
     "gelu": Moving(F.gelu),
     "silu": Moving(F.silu),
-    "silu_": Moving(lambda images: F.silu(images, inplace=True)),
+    "silu_": Moving(lambda images: F.silu(images, inplace=True), copies=True),
     "hardswish": Moving(F.hardswish),
-    "hardswish_": Moving(lambda images: F.hardswish(images, inplace=True)),
+    "hardswish_": Moving(lambda images: F.hardswish(images, inplace=True), copies=True),
     "hardtanh": Moving(F.relu6),
-    "hardtanh_": Moving(lambda images: F.relu6(images, inplace=True)),
+    "hardtanh_": Moving(lambda images: F.relu6(images, inplace=True), copies=True),
     "sigmoid": Moving(torch.sigmoid),
     "clone": Moving(torch.clone),
     "native_layer_norm": Moving(_layer_norm, parameters=2),
@@ -201,9 +203,14 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
     while len(forward) <= LEAST_RUNS or (len(forward) <= MOST_RUNS and sum(forward) + sum(backward) < 2 * ENOUGH_S):
         given = [images.detach().requires_grad_(moving.backward).clone() for _ in range(moving.inputs)]
         wanted: list[Any] = [get_gradient_edge(each) for each in given] if moving.backward else []
-        start = now(setting)
-        output = moving.run(*given, *parameters)
-        forward.append(now(setting) - start)
+        with torch.set_grad_enabled(not moving.copies):
+            start = now(setting)
+            output = moving.run(*given, *parameters)
+            forward.append(now(setting) - start)
+        if moving.copies:
+            given = [images.detach().requires_grad_().clone() for _ in wanted]
+            wanted = [get_gradient_edge(each) for each in given]
+            output = moving.run(*given, *parameters)
         if moving.backward:
             gradient = torch.ones_like(output)
             if setting.device.type == "cpu":

@@ -1,7 +1,7 @@
 """What runs on the ranks: every way to train of one problem, each built as ``app.train`` builds it, in turn.
 
 Takes a communicator, the name of a problem, and candidates with their cuts; gives when the steps of each began and
-ended on this rank, by how much the process grew, and what autograd kept. The first two steps of each are not timed.
+ended on this rank, by how much the process grew, and what autograd kept. The first steps of each are not timed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from parallel.step import Microbatch
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3
 LOADING_PX = 64
+WARM_UP = 3
+"""Steps after which a process has all the memory it needs."""
 M_MMAP_THRESHOLD = -3
 """Of malloc.h; see mallopt(3)."""
 FREE = 0.4
@@ -74,33 +76,33 @@ class Contender:
         # Other stages than this rank's are gone by now.
         self._parameters = [parameter for ref in parameters if (parameter := ref()) is not None]
 
-    def grow(self) -> None:
-        """Three steps that are not timed: the first makes the optimizer's state; in the others it is seen by how much the
-        process is larger than before the model was there: while nothing is kept that tensors give back, and as ranks
-        run. And what autograd keeps."""
+    def grow(self, steps: int) -> int:
+        """Bytes by which the process is larger at most than before the model was there, in the last of ``steps``; the
+        first makes the optimizer's state."""
+        for _ in range(steps - 1):
+            self._step()
+        trim()
+        _forget_peak()
         self._step()
+        return _status_bytes("VmHWM") - self._base
+
+    def kept(self) -> int | None:
+        """Bytes that autograd keeps at most in a step. Of sharded parameters torch keeps more by itself: None."""
+        if self.candidate.name == "fsdp":
+            return None
         meter = ActivationMeter()
         meter.exclude(self._parameters)
-        keep_nothing_freed()
-        trim()
-        _forget_peak()
         with meter.watching():
             self._step()
-        self.in_use_bytes = _status_bytes("VmHWM") - self._base
-        keep_freed_memory()
-        trim()
-        _forget_peak()
-        self._step()
-        self._step()
-        self.growth_bytes = _status_bytes("VmHWM") - self._base
-        # What fully sharded parameters are gathered into is kept by torch, not by autograd alone.
-        self.kept_bytes = None if self.candidate.name == "fsdp" else meter.peak_bytes
+        return meter.peak_bytes
 
-    def timed(self) -> None:
+    def timed(self, counts: bool) -> None:
+        """A step; its time is kept if it ``counts``."""
         self._communicator.barrier()
         begun = time.perf_counter()
         self._step()
-        self._times.append((begun, time.perf_counter()))
+        if counts:
+            self._times.append((begun, time.perf_counter()))
 
     def _step(self) -> None:
         self._engine.step(self._microbatches(), self._number, LEARNING_RATE)
@@ -116,9 +118,9 @@ class Contender:
                 (n, *self._images.shape[1:]),
             )
 
-    def told(self) -> dict[str, Any]:
-        """What was measured, as JSON can hold it."""
-        return {"times": self._times, "growth_bytes": self.growth_bytes, "in_use_bytes": self.in_use_bytes, "kept_bytes": self.kept_bytes}
+    def times(self) -> list[tuple[float, float]]:
+        """Begin and end of every timed step."""
+        return self._times
 
     def close(self) -> None:
         self._engine.close()
@@ -134,25 +136,37 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[s
     torch.set_num_threads(max(1, usable_cores() // communicator.world))
     entries = [(Candidate(**entry["candidate"]), entry["cuts"]) for entry in argument["entries"]]
     # Loads code and its tables, which are of no candidate.
-    loading = Contender(dataclasses.replace(problem, tile=LOADING_PX), *entries[0], communicator)
-    loading.grow()
-    loading.close()
-    del loading
+    _in_use(dataclasses.replace(problem, tile=LOADING_PX), *entries[0], communicator)
     told = []
     for lot in _lots(entries, problem, communicator):
+        found = [_in_use(problem, candidate, cuts, communicator) for candidate, cuts in lot]
+        keep_freed_memory()
         contenders = []
-        for candidate, cuts in lot:
+        for (candidate, cuts), about in zip(lot, found, strict=True):
             trim()
             contender = Contender(problem, candidate, cuts, communicator)
-            contender.grow()
+            about["growth_bytes"] = contender.grow(WARM_UP)
             contenders.append(contender)
-        for _ in range(argument["steps"]):
+        for number in range(-1, argument["steps"]):
             for contender in contenders:
-                contender.timed()
-        for contender in contenders:
-            told.append(contender.told())
+                contender.timed(number >= 0)
+        for contender, about in zip(contenders, found, strict=True):
+            told.append(about | {"times": contender.times()})
             contender.close()
+        del contender, contenders
     return told
+
+
+def _in_use(
+    problem: Problem, candidate: Candidate, cuts: Iterable[str], communicator: Communicator
+) -> dict[str, int | None]:
+    """What a step takes, and what of it autograd keeps, while the C library keeps nothing that tensors give back."""
+    keep_nothing_freed()
+    trim()
+    contender = Contender(problem, candidate, cuts, communicator)
+    found = {"in_use_bytes": contender.grow(2), "kept_bytes": contender.kept()}
+    contender.close()
+    return found
 
 
 def _lots(

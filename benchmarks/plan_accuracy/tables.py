@@ -26,8 +26,9 @@ class Entry:
 
     Attributes:
         listed: among the candidates of the problem; else the planner's own find.
-        predicted_bytes, growth_bytes: by rank; memory that is kept after tensors gave it back is part of the growth.
-        in_use_bytes, kept_bytes: growth without it, and what autograd kept; None where that is not counted.
+        predicted_bytes, in_use_bytes, kept_bytes: by rank, at the peak; what autograd keeps is None where that is not
+            counted.
+        growth_bytes: by how much a rank's process is larger, memory included that is kept after tensors gave it back.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Entry:
     def byte_errors(self) -> list[float]:
         """By rank; groups of ranks are alike."""
         group = len(self.predicted_bytes)
-        return [self.predicted_bytes[rank % group] / grown - 1 for rank, grown in enumerate(self.growth_bytes)]
+        return [self.predicted_bytes[rank % group] / used - 1 for rank, used in enumerate(self.in_use_bytes)]
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ def errors_table(outcomes: Sequence[Outcome]) -> str:
                     f"{entry.step_s:.2f}",
                     f"{entry.time_error:+.0%}",
                     _mib(entry.predicted_bytes),
-                    _mib(entry.growth_bytes),
-                    f"{max(entry.byte_errors, key=abs):+.0%}",
                     _mib(entry.in_use_bytes),
+                    f"{max(entry.byte_errors, key=abs):+.0%}",
                     _mib(entry.kept_bytes),
+                    _mib(entry.growth_bytes),
                 )
             )
     header = (
@@ -129,8 +130,8 @@ def errors_table(outcomes: Sequence[Outcome]) -> str:
         "peak MiB by rank: predicted",
         "measured",
         "largest error",
-        "in use",
-        "kept by autograd",
+        "of it kept by autograd",
+        "with the heap's reserve",
     )
     times, bytes_ = _errors(outcomes)
     said = (
