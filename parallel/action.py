@@ -34,6 +34,8 @@ class Kind(Enum):
     REDUCE = "REDUCE"
     """Begin to sum the stage's gradients over all ranks that hold a copy of it; the update waits for the sum."""
 
+    __hash__ = object.__hash__  # members are single: their names need not be hashed, as often as plans look actions up
+
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
 """Actions that take the rank's time."""

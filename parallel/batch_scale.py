@@ -9,6 +9,7 @@ normalisation keeps per channel are scaled too, as a graph does not tell them ap
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from parallel.graph import Layer, LayerGraph
@@ -45,15 +46,16 @@ def _scaled(layer: Layer, tiles: int) -> Layer:
         output_bytes=layer.output_bytes * tiles,
         flops=layer.flops * tiles,
         saved=tuple(saved),
-        ops=tuple(_scaled_op(op, layer, tiles) for op in layer.ops),
+        ops=tuple(_scaled_op(op, _parameter_bytes(op, layer), tiles) for op in layer.ops),
         gives=tuple((number, size * tiles) for number, size in layer.gives),
     )
 
 
-def _scaled_op(op: Op, layer: Layer, tiles: int) -> Op:
+@functools.lru_cache(maxsize=1024)  # the blocks of a model repeat their operations
+def _scaled_op(op: Op, fixed: int, tiles: int) -> Op:
+    """``op``, of which ``fixed`` bytes are read of parameters."""
     if _casts_parameter(op):
         return op
-    fixed = _parameter_bytes(op, layer)
     shape = op.convolution
     return dataclasses.replace(
         op,

@@ -7,8 +7,6 @@ are filled in, as if each were awaited from the beginning of the step.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from parallel.action import COMPUTE, PER_PEER, Action, Kind, Schedule
 from parallel.lowering import BEGINS_BACKWARD, Links, sends_after
 from parallel.placement import Placement
@@ -39,15 +37,15 @@ def dependencies(schedule: Schedule, placement: Placement, links: Links) -> dict
         if action.kind in COMPUTE:
             kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
             peers = (peer for peer in _peers(action, links) if _together(action, peer, placement))
-            found[action] = [replace(action, kind=kind, stage=peer) for peer in peers]
+            found[action] = [Action(kind, peer, action.microbatch, action.replica) for peer in peers]
             if action.kind is Kind.BACKWARD_WEIGHT:
-                found[action].append(replace(action, kind=Kind.BACKWARD_INPUT))
+                found[action].append(Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch, action.replica))
             elif action.kind is not Kind.FORWARD:
-                found[action].append(replace(action, kind=Kind.FORWARD))
+                found[action].append(Action(Kind.FORWARD, action.stage, action.microbatch, action.replica))
     users = {Kind.RECEIVE_FORWARD: (Kind.FORWARD,), Kind.RECEIVE_BACKWARD: BEGINS_BACKWARD}
     for receive in everything:
         for kind in users.get(receive.kind, ()):
-            user = replace(receive, kind=kind, peer=None)
+            user = Action(kind, receive.stage, receive.microbatch, receive.replica)
             if user in found:
                 found[user].append(receive)
     return found
@@ -56,7 +54,7 @@ def dependencies(schedule: Schedule, placement: Placement, links: Links) -> dict
 def _receives(action: Action, placement: Placement, links: Links) -> list[Action]:
     kind = Kind.RECEIVE_FORWARD if action.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
     peers = (peer for peer in _peers(action, links) if not _together(action, peer, placement))
-    return [replace(action, kind=kind, peer=peer) for peer in peers]
+    return [Action(kind, action.stage, action.microbatch, action.replica, peer) for peer in peers]
 
 
 def _peers(action: Action, links: Links) -> list[int]:

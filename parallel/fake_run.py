@@ -6,7 +6,8 @@ fake tensors (shape, dtype and device, no data); a model that looks at data is r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from parallel.op import Convolution, Op
 
@@ -90,11 +91,10 @@ def fake_run(
 def _run(
     training: fx.GraphModule, state: dict[str, Tensor], example: Tensor, mode: AbstractContextManager[Any]
 ) -> dict[str, Facts]:
-    counter = FlopCounterMode(display=False)
-    watch = _Watch(counter, {_memory(tensor) for tensor in state.values()})
+    watch = _Watch({_memory(tensor) for tensor in state.values()})
     observed = _Observed(training, watch)
     named = {f"model.{name}": tensor for name, tensor in state.items()}
-    with mode, counter, watch, saved_tensors_hooks(watch.pack, lambda tensor: tensor):
+    with mode, watch, saved_tensors_hooks(watch.pack, lambda tensor: tensor):
         torch.func.functional_call(observed, named, (example,), tie_weights=False)
     return observed.facts
 
@@ -130,7 +130,7 @@ class _Interpreter(fx.Interpreter):
             where = f"module {n.target!r}" if n.op == "call_module" else f"{n.op} {n.name!r}"
             raise ValueError(f"the model does not run on the example input, at {where}: {error}") from error
         changed = [self._makers[storage] for storage in self._watch.written if storage in self._makers]
-        tensors = _tensors(value)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self._makers.setdefault(_memory(tensor), n.name)
         self.facts[n.name] = Facts(
@@ -146,6 +146,40 @@ class _Interpreter(fx.Interpreter):
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What an operation's schema says of it.
+
+    Attributes:
+        arguments: their names in order.
+        written: those of them that it changes.
+        draws: it draws random numbers.
+        computes: it makes or changes something; views and allocations do not.
+        composite: it is made of others, of which flops are counted instead.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    written: tuple[str, ...]
+    draws: bool
+    computes: bool
+    composite: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature(func: Any) -> _Signature:
+    schema = func._schema
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return _Signature(
+        name=schema.name.rpartition("::")[2],
+        arguments=tuple(argument.name for argument in schema.arguments),
+        written=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        computes=func.namespace != "prim" and not views and func not in ALLOCATIONS,
+        composite=func.namespace != "prim" and func.overloadpacket not in flop_registry and func._can_decompose(),
+    )
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what one node computes: storages written to, random numbers drawn, operations, and what autograd keeps.
 
@@ -153,9 +187,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state: memory of parameters and buffers, which is there anyway.
     """
 
-    def __init__(self, counter: FlopCounterMode, state: set[StorageWeakRef]) -> None:
+    def __init__(self, state: set[StorageWeakRef]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counter = counter
         self._state = state
         self._numbers: dict[StorageWeakRef, int] = {}
         self.begin()
@@ -183,31 +216,32 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p", 1) > 0:
+        signature = _signature(func)
+        if signature.composite:  # only where gradients are switched off altogether; else autograd has taken it apart
+            with self:
+                return func.decompose(*args, **kwargs)
+        given = dict(zip(signature.arguments, args, strict=False)) | kwargs
+        if signature.draws and given.get("dropout_p", 1) > 0:
             self.drew = True
-        changed = []
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                changed += _tensors(given.get(argument.name))
-        self.written |= {_memory(tensor) for tensor in changed}
-        before = self._counter.get_total_flops()
+        if signature.written:
+            self.written |= {_memory(tensor) for tensor in _tensors(map(given.get, signature.written))}
         value = func(*args, **kwargs)
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if func.namespace != "prim" and not views and func not in ALLOCATIONS:
-            self.ops.append(self._op(func, given, value, self._counter.get_total_flops() - before))
+        if signature.computes:
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **kwargs, out_val=value) if count is not None else 0
+            self.ops.append(self._op(func, signature.name, given, value, flops))
         return value
 
-    def _op(self, func: Any, given: dict[str, Any], value: Any, flops: int) -> Op:
-        read, written = _tensors(list(given.values())), _tensors(value)
+    def _op(self, func: Any, name: str, given: dict[str, Any], value: Any, flops: int) -> Op:
+        read, written = _tensors(given.values()), _tensors((value,))
         return Op(
-            name=func._schema.name.rpartition("::")[2],
+            name=name,
             flops=flops,
             read_bytes=sum(map(_bytes, read)),
             written_bytes=sum(map(_bytes, written)),
             differentiable=any(tensor.requires_grad for tensor in read),
-            passes_on=any(tensor.requires_grad for tensor in read if _memory(tensor) not in self._state),
-            convolution=_convolution(given, value) if func is torch.ops.aten.convolution.default else None,
+            passes_on=any(tensor.requires_grad and _memory(tensor) not in self._state for tensor in read),
+            convolution=_convolution(given, value) if func is _aten.convolution.default else None,
         )
 
 
@@ -231,8 +265,15 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Among what an operation takes or gives: tensors, and those in lists."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [each for each in value if isinstance(each, Tensor)]
+    return found
 
 
 def _once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -35,6 +35,9 @@ UPDATE_PASSES = (6, 11, 20)
 """By values that the optimizer keeps for each parameter, how many times the bytes of the parameters it reads or writes:
 torch's SGD, SGD with momentum, and AdamW, with weight decay, operation by operation (``torch/optim``)."""
 
+ADDING_PASSES = 3
+"""Times the bytes of the parameters that adding a microbatch's gradients to those before reads or writes."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -92,6 +95,7 @@ def forecast_split(
         gradient_bytes: by stage, as many as of its parameters.
         slots: values that the optimizer keeps for each parameter.
     """
+    costs = _adding(candidate, costs, gradient_bytes, cluster)
     timeline, placement, left_out = _step(candidate, batch, costs, links, cluster)
     computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
     summed = _summed_s(candidate, timeline, placement, gradient_bytes, cluster)
@@ -105,6 +109,23 @@ def forecast_split(
     more = left_out.microbatches * sum(cost.forward_s + cost.backward_s for cost in costs) / placement.depth
     bubble = 1 - (work + more) / (computed + left_out.seconds) if left_out.microbatches else timeline.bubble
     return Forecast(end + left_out.seconds + update_s, bubble, end - computed, update_s, timeline)
+
+
+def _adding(
+    candidate: Candidate, costs: Sequence[StageCost], gradient_bytes: Sequence[int], cluster: Cluster
+) -> list[StageCost]:
+    """``costs`` with what adding gradients up takes, in the mean over the microbatches: those of the first are there
+    already."""
+    share = len(share_of(0, candidate.groups, candidate.m))
+    found = []
+    for cost, size in zip(costs, gradient_bytes, strict=True):
+        more = (1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth
+        found.append(
+            dataclasses.replace(
+                cost, backward_s=cost.backward_s + more, backward_weight_s=cost.backward_weight_s + more
+            )
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -190,7 +211,8 @@ def forecast_whole(
     ranks = candidate.ranks
     slow = cluster.slowdown(ranks)
     units = sum(weights_of(candidate, batch))
-    compute_s = units * (forward_s + backward_s) * slow
+    added = ADDING_PASSES * (len(share_of(0, ranks, candidate.m)) - 1) * param_bytes / cluster.update_bandwidth
+    compute_s = (units * (forward_s + backward_s) + added) * slow
     update_s = _update_s(param_bytes / (ranks if candidate.name == "fsdp" else 1), slots, cluster, ranks)
     exchange_s = 0.0
     if candidate.name == "ddp":

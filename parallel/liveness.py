@@ -167,10 +167,12 @@ class _Gradients:
 
 def _hands_on(layer: Layer, size: int) -> bool:
     """The gradient of an input of ``size`` bytes lies in the memory of that of the output."""
-    names = {op.name for op in layer.ops}
-    if "cat" in names:
-        return names == {"cat"}
-    return names <= set(HANDS_ON) and layer.output_bytes == size
+    for op in layer.ops:
+        if op.name not in HANDS_ON:
+            return False
+    if any(op.name == "cat" for op in layer.ops):
+        return all(op.name == "cat" for op in layer.ops)
+    return layer.output_bytes == size
 
 
 def running_bytes(spans: Sequence[Span], start: int, stop: int) -> list[int]:

@@ -25,7 +25,7 @@ SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 def other_end(message: Action) -> Action:
     """The receive of a send, the send of a receive."""
     assert message.peer is not None
-    return replace(message, kind=OTHER_END[message.kind], stage=message.peer, peer=message.stage)
+    return Action(OTHER_END[message.kind], message.peer, message.microbatch, message.replica, message.stage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ beside compute, one stage after the other.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +101,7 @@ class Run:
     ) -> None:
         self.placement, self.costs, self.links = placement, costs, links
         self.reduce_s, self.overhead_s, self.weight = reduce_s, overhead_s, weight
+        self.seconds = [_seconds(cost) for cost in costs]
         back = {pair: cost.backward_s is not None for pair, cost in links.items()}
         self.actions = with_messages(schedule, placement, back)
         self.needs = dependencies(self.actions, placement, back)
@@ -159,29 +159,24 @@ class Run:
 
     def ready_s(self, rank: int, action: Action) -> float | None:
         """When ``action`` can start; None as long as that is not known."""
-        needs = self.needs[action]
-        if any(need not in self.done for need in needs):
-            return None
-        return max([self.clock[rank], *(self.done[need] for need in needs)])
+        ready = self.clock[rank]
+        for need in self.needs[action]:
+            end = self.done.get(need)
+            if end is None:
+                return None
+            ready = max(ready, end)
+        return ready
 
     def computed(self, rank: int, action: Action, start: float, end: float) -> None:
         """Note that ``rank`` did ``action``."""
         self.clock[rank] = self.done[action] = end
         if action.kind is Kind.BACKWARD_INPUT:  # as good as B for the stages that need its gradients
-            self.done[dataclasses.replace(action, kind=Kind.BACKWARD)] = end
+            self.done[Action(Kind.BACKWARD, action.stage, action.microbatch, action.replica)] = end
         self.spans[rank].append(Span(action, start, end))
 
     def compute_s(self, action: Action) -> float:
         """What ``action`` takes on a device of its own."""
-        cost = self.costs[action.stage]
-        seconds = {
-            Kind.FORWARD: cost.forward_s,
-            Kind.RECOMPUTE: cost.forward_s,
-            Kind.BACKWARD: cost.backward_s,
-            Kind.BACKWARD_INPUT: cost.backward_input_s,
-            Kind.BACKWARD_WEIGHT: cost.backward_weight_s,
-        }[action.kind]
-        return self.overhead_s + seconds * self.weight[_i(action)]
+        return self.overhead_s + self.seconds[action.stage][action.kind] * self.weight[_i(action)]
 
     def _carry(self, channel: tuple[int, int]) -> None:
         """Let the messages of a channel arrive, as far as their receives are announced."""
@@ -235,9 +230,21 @@ class Run:
             raise ValueError("\n  ".join([f"the schedule cannot finish: {rule}", *faults]))
 
 
+def _seconds(cost: StageCost) -> dict[Kind, float]:
+    """What each kind of compute action takes."""
+    return {
+        Kind.FORWARD: cost.forward_s,
+        Kind.RECOMPUTE: cost.forward_s,
+        Kind.BACKWARD: cost.backward_s,
+        Kind.BACKWARD_INPUT: cost.backward_input_s,
+        Kind.BACKWARD_WEIGHT: cost.backward_weight_s,
+    }
+
+
 def _peak_bytes(actions: Sequence[Action], costs: Sequence[StageCost], weight: Mapping[int, float]) -> int:
     """Most bytes of activations that a rank keeps at any time."""
-    places = {kind: {(a.stage, a.microbatch, a.replica) for a in actions if a.kind is kind} for kind in Kind}
+    ends = (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
+    places = {kind: {(a.stage, a.microbatch, a.replica) for a in actions if a.kind is kind} for kind in ends}
     now = peak = 0.0
     for action in actions:
         place = (action.stage, action.microbatch, action.replica)
