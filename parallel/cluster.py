@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from parallel.device_spec import LinkSpec
 from parallel.simulate_shared import Device
 
-FILL = 0.9
-"""Part of a rank's memory that a plan fills: allocators keep a reserve beside what lives."""
-LIBRARIES = 200 << 20
-"""Bytes that a rank on a CPU takes at most beside what lives: work space and reordered copies of oneDNN. 60 to 200 MiB
+FILL = {"cuda": 0.9, "cpu": 0.75}
+"""Part of a rank's memory that a plan fills, by kind of device: allocators keep a reserve beside what lives. On a CPU up
+to a third of it, with large tiles in a U-Net (``parallel.heap``)."""
+LIBRARIES = {"cuda": 0, "cpu": 128 << 20}
+"""Bytes that a rank takes at most beside these: work space and reordered copies of oneDNN, and what Gloo copies; measured
 in ``benchmarks/plan_accuracy``."""
 
 
@@ -48,15 +49,11 @@ class Cluster:
     @property
     def usable_bytes(self) -> int:
         """Of each rank's memory, for what lives at the fullest moment."""
-        return max(1, round(FILL * self.memory_bytes) - self._libraries)
+        return max(1, round(FILL[self.kind] * self.memory_bytes) - LIBRARIES[self.kind])
 
     def needed_bytes(self, living: int) -> int:
         """Memory of a rank for which ``living`` bytes are usable."""
-        return math.ceil((living + self._libraries) / FILL)
-
-    @property
-    def _libraries(self) -> int:
-        return LIBRARIES if self.kind == "cpu" else 0
+        return math.ceil((living + LIBRARIES[self.kind]) / FILL[self.kind])
 
     def link(self, first: int, second: int) -> LinkSpec | None:
         """What joins two ranks; None from a rank to itself."""

@@ -155,7 +155,7 @@ class _Signature:
         written: those of them that it changes.
         draws: it draws random numbers.
         computes: it makes or changes something; views and allocations do not.
-        composite: it is made of others, of which flops are counted instead.
+        composite: it is made of others, whose flops are its own.
     """
 
     name: str
@@ -217,20 +217,24 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         signature = _signature(func)
-        if signature.composite:  # only where gradients are switched off altogether; else autograd has taken it apart
-            with self:
-                return func.decompose(*args, **kwargs)
         given = dict(zip(signature.arguments, args, strict=False)) | kwargs
         if signature.draws and given.get("dropout_p", 1) > 0:
             self.drew = True
         if signature.written:
             self.written |= {_memory(tensor) for tensor in _tensors(map(given.get, signature.written))}
-        value = func(*args, **kwargs)
+        value, flops = self._parts(func, args, kwargs) if signature.composite else _counted(func, args, kwargs)
         if signature.computes:
-            count = flop_registry.get(func.overloadpacket)
-            flops = count(*args, **kwargs, out_val=value) if count is not None else 0
             self.ops.append(self._op(func, signature.name, given, value, flops))
         return value
+
+    def _parts(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """What a composite operation gives, and the flops of its parts, which are not noted themselves."""
+        before = len(self.ops)
+        with self:
+            value = func.decompose(*args, **kwargs)
+        flops = sum(op.flops for op in self.ops[before:])
+        del self.ops[before:]
+        return value, flops
 
     def _op(self, func: Any, name: str, given: dict[str, Any], value: Any, flops: int) -> Op:
         read, written = _tensors(given.values()), _tensors((value,))
@@ -243,6 +247,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             passes_on=any(tensor.requires_grad and _memory(tensor) not in self._state for tensor in read),
             convolution=_convolution(given, value) if func is _aten.convolution.default else None,
         )
+
+
+def _counted(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """What an operation gives, and its flops: 0 of one for which torch has no formula."""
+    value = func(*args, **kwargs)
+    formula = flop_registry.get(func.overloadpacket)
+    return value, 0 if formula is None else formula(*args, **kwargs, out_val=value)
 
 
 def _convolution(given: dict[str, Any], value: Tensor) -> Convolution:

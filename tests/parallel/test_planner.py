@@ -48,7 +48,7 @@ def planner(memory: int = 1 << 40, batch: int = 8, graph: LayerGraph | None = No
         cost = LayerCost(1.0 * tiles, 2.0 * tiles, 1.0 * tiles)
         return Costs((LayerCost(0, 0, 0), *[cost] * (len(graph.layers) - 2), LayerCost(0, 0, 0)), "test")
 
-    cluster = Cluster("test", round(memory / FILL), 8, 8, LINK, LINK, 1e18)
+    cluster = Cluster("test", round(memory / FILL["cuda"]), 8, 8, LINK, LINK, 1e18)
     return Planner(Task(graph, estimate, batch, 2, more), cluster)
 
 
