@@ -1,11 +1,13 @@
 """Times of the layers of one run of a model: each node of its graph alone, forward and backward.
 
 Takes what ``trace`` gave and a microbatch; gives seconds by layer and run. A node runs on copies of the values that
-earlier nodes gave, without their history, and a value is let go after its last use.
+earlier nodes gave, without their history, and a value is let go after its last use. As in a step, what goes in has just
+been written, and parameters and what was kept for backward come from memory.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now
+from parallel.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
 from parallel.trace import Traced
 
 
@@ -73,6 +75,7 @@ class _Interpreter(fx.Interpreter):
         return value
 
     def _once(self, n: fx.Node, parameters: list[nn.Parameter], runs: Runs) -> Any:
+        sweep(self._setting)
         # Copies, since the operation may change what it is given, which must not be a leaf then.
         given = {
             node: tree_map(_copy, self.env[node]) for node in n.all_input_nodes if node.name in self._differentiable
@@ -91,6 +94,7 @@ class _Interpreter(fx.Interpreter):
     def _backward(self, outputs: list[Tensor], wanted: Sequence[Any], retain: bool = False) -> float:
         if not outputs or not wanted:
             return 0.0
+        sweep(self._setting)
         gradients = [torch.ones_like(output) for output in outputs]
         empty_backward(self._setting.device)()
         start = now(self._setting)
@@ -107,7 +111,7 @@ class _Interpreter(fx.Interpreter):
             start = now(self._setting)
             tree_map(lambda leaf: leaf + leaf if isinstance(leaf, Tensor) else leaf, value)
             taken.append(now(self._setting) - start)
-        return (uses - 1) * min(taken)
+        return (uses - 1) * statistics.median(taken)
 
 
 @contextmanager

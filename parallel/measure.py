@@ -8,6 +8,7 @@ is too much, two smaller tiles are measured, and the time of each layer is drawn
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,7 +41,7 @@ def measure(
         shape: (n, c, h, w) of a microbatch.
         scale: side of the tile that is measured, in that of the real one; over 0, at most 1.
         channels_last: memory layout of images.
-        repeats: runs of each pass that count; the fastest is taken.
+        repeats: runs of each pass that count; their median is taken.
 
     Raises:
         ValueError: the weights have no values, or ``scale`` is out of range.
@@ -61,10 +62,10 @@ def measure(
 
     if scale == 1:
         readings = read(shape)
-        layers = tuple(LayerCost(*map(min, runs)) for runs in readings)
+        layers = tuple(LayerCost(*map(statistics.median, runs)) for runs in readings)
         return Costs(layers, f"measured at {_side(shape)}", _spread(readings))
     sizes = [_scaled(shape, scale * SECOND), _scaled(shape, scale)]
-    small, large = ([tuple(map(min, runs)) for runs in read(size)] for size in sizes)
+    small, large = ([tuple(map(statistics.median, runs)) for runs in read(size)] for size in sizes)
     px = [float(math.prod(size[2:])) for size in (*sizes, shape)]
     drawn_on = tuple(
         LayerCost(*(_drawn_on(px, at_small, at_large) for at_small, at_large in zip(first, second, strict=True)))

@@ -213,7 +213,8 @@ def whole_bytes(candidate: Candidate, graph: LayerGraph, slots: int, device: str
     stage = window_bytes(graph, 0, len(graph.layers))
     several = len(share_of(0, candidate.ranks, candidate.m)) > 1
     parameters, kept = stage.parameters, stage.activations
-    in_one_go = stage.first_backward - kept
+    # Buckets take in the gradients layer by layer; without them all that are made add up.
+    in_one_go = (stage.backward if candidate.name == "ddp" else stage.first_backward) - kept
     added = stage.backward - kept + parameters
     if candidate.name == "fsdp":
         part = -(-parameters // candidate.ranks)

@@ -81,8 +81,8 @@ def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None 
     run()
     taken: list[float] = []
     while len(taken) < LEAST_RUNS or (len(taken) < MOST_RUNS and sum(taken) * at_once < ENOUGH_S):
-        if fresh is not None and setting.device.type == "cpu":
-            sweep()
+        if fresh is not None:
+            sweep(setting)
             fresh.add_(0)
         start = now(setting)
         for _ in range(at_once):
@@ -91,9 +91,10 @@ def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None 
     return statistics.median(taken)
 
 
-def sweep() -> None:
-    """Fill the caches of this core with what nobody needs."""
-    _swept().sum()
+def sweep(setting: Setting) -> None:
+    """Fill the caches with what nobody needs. Those of accelerators are small beside what layers keep."""
+    if setting.device.type == "cpu":
+        _swept().sum()
 
 
 @functools.cache
@@ -213,9 +214,8 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
             output = moving.run(*given, *parameters)
         if moving.backward:
             gradient = torch.ones_like(output)
-            if setting.device.type == "cpu":
-                sweep()
-                gradient.fill_(1)
+            sweep(setting)
+            gradient.fill_(1)
             empty_backward(setting.device)()
             start = now(setting)
             # Normalisations give the gradients of their parameters with that of what went in, and slower without.

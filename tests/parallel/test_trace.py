@@ -85,6 +85,24 @@ def test_facts_of_layers() -> None:
     assert traced.graph.inseparable == ((2, 3),)
 
 
+class WithoutAutograd(nn.Module):
+    """Its linear layer is not taken apart by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.inner(x)
+
+
+def test_flops_of_a_composite_operation_are_those_of_its_parts() -> None:
+    layers = trace(nn.Sequential(WithoutAutograd()), (3, 4)).graph.by_name
+    (op,) = layers["_0"].ops
+    assert (op.name, op.flops) == ("linear", 2 * 3 * 4 * 8)
+
+
 def test_nothing_is_touched() -> None:
     model = Body()
     model.norm.eval()
