@@ -219,7 +219,8 @@ def test_killed_between_last_checkpoint_and_summary(
     done = train(*arguments, "--resume")
     assert done.returncode == 0, done.stderr
     assert "completed: 2 steps" in done.stdout
-    assert (out / "report.html").exists() and (out / "checkpoints" / "best.pt").exists()
+    assert (out / "report.html").exists()
+    assert (out / "checkpoints" / "best.pt").exists()
     for key in ("status", "steps", "images", "final_loss", "metrics", "best"):
         assert summary_of(out)[key] == whole[key]
 
