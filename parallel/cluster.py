@@ -17,8 +17,8 @@ FILL = {"cuda": 0.9, "cpu": 0.75}
 """Part of a rank's memory that a plan fills, by kind of device: allocators keep a reserve beside what lives. Up to a
 third of it on a CPU, with large tiles in a U-Net (``parallel.heap``)."""
 LIBRARIES = {"cuda": 0, "cpu": 128 << 20}
-"""Bytes that a rank takes at most beside these: work space and reordered copies of oneDNN, what Gloo copies, as measured
-in ``benchmarks/plan_accuracy``."""
+"""Bytes that a rank takes at most beside these: work space and reordered copies of oneDNN, what Gloo copies; as
+measured in ``benchmarks/plan_accuracy``."""
 
 
 @dataclass(frozen=True)
