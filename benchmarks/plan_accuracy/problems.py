@@ -106,7 +106,7 @@ PROBLEMS = (
             ("1f1b", 2, 4, "recompute"),
         ),
         segments=True,
-        memory_bytes=352 * MIB,
+        memory_bytes=720 * MIB,
     ),
     Problem(
         "resnet50-2",
@@ -142,7 +142,7 @@ PROBLEMS = (
             ("bidirectional", 4, 8),
             ("1f1b", 4, 8, "recompute"),
         ),
-        memory_bytes=448 * MIB,
+        memory_bytes=700 * MIB,
     ),
     Problem(
         "densenet-2",
@@ -170,7 +170,7 @@ PROBLEMS = (
         4,
         "sgd",
         _on(4, ("ddp", 1, 4), ("gpipe", 2, 4), ("1f1b", 4, 4), ("mp-basic", 4, 4), ("bidirectional", 4, 4)),
-        memory_bytes=352 * MIB,
+        memory_bytes=440 * MIB,
     ),
 )
 
