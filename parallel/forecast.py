@@ -69,7 +69,7 @@ def schedule_of(candidate: Candidate) -> tuple[Schedule, Placement]:
     return _schedule(candidate.name, candidate.depth, candidate.chunks, len(share), candidate.recompute)
 
 
-@functools.lru_cache(maxsize=8)  # the same few are asked for by turns: for memory, for time, for a shorter step
+@functools.lru_cache(maxsize=64)  # the same few are asked for by turns: for memory, for time, for a shorter step
 def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: bool) -> tuple[Schedule, Placement]:
     placement = placement_for(name, groups=1, depth=depth, chunks=chunks)
     schedule = build_schedule(name, placement, microbatches)

@@ -81,6 +81,17 @@ class LayerGraph:
         assert len(self.by_name) == len(self.layers), "layer names are unique"
 
     @functools.cached_property
+    def owned_bytes(self) -> tuple[int, ...]:
+        """By position: of a layer's parameters; a module that is called again has none left."""
+        seen: set[str] = set()
+        found = []
+        for layer in self.layers:
+            found.append(0 if layer.module in seen else layer.param_bytes)
+            if layer.module:
+                seen.add(layer.module)
+        return tuple(found)
+
+    @functools.cached_property
     def last_uses(self) -> tuple[int, ...]:
         """For each position the last that uses its value; its own where none does."""
         last = list(range(len(self.layers)))

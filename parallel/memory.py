@@ -22,7 +22,6 @@ from parallel.lowering import BEGINS_BACKWARD
 from parallel.microbatch import share_of
 from parallel.partition import Partition
 from parallel.placement import Placement
-from parallel.windows import param_bytes
 
 GATHERED = 2
 """Units of FSDP that are whole at a time: the one at work, and the one gathered ahead."""
@@ -120,7 +119,7 @@ def _window_bytes(graph: LayerGraph, start: int, stop: int, found: Iterable[Piec
     last = graph.last_uses
     sent = [graph.layers[k] for k in range(start, stop) if last[k] >= stop]
     received = {name for layer in graph.layers[start:stop] for name in layer.inputs if graph.position[name] < start}
-    params = param_bytes(graph)[start:stop]
+    params = graph.owned_bytes[start:stop]
     backward = running_bytes([*inputs, *back, *gradient_spans(graph, start, stop)], start, stop)
     made = list(accumulate(reversed(params)))[::-1]
     return StageBytes(
@@ -272,16 +271,17 @@ class _Walk:
 
     def fullest(self) -> RankBytes:
         update = _update(self._parameters, self._parameters, self._optimizer, self._device)
-        return _fuller(update, *self._moments())
+        return _fuller(update, RankBytes(*max(self._moments(), key=sum)))
 
-    def _moments(self) -> Iterator[RankBytes]:
+    def _moments(self) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """What ``RankBytes`` has, while each action runs."""
         kept = 0.0
         for n, action in enumerate(self._actions):
             stage, weight = self._stages[action.stage], self._weight(action)
             before, during, kept = self._step(action, stage, weight, kept)
             boundary = sum(self._arriving(a) for a in self._actions[n + 1 : n + 2])
             boundary += sum(self._leaving(a) for a in self._actions[max(0, n - 1) : n])
-            yield RankBytes(
+            yield (
                 self._parameters,
                 sum(self._gradients.values()),
                 self._optimizer,

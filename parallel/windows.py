@@ -82,7 +82,7 @@ class Windows:
 
     @functools.cached_property
     def param_bytes(self) -> Matrix:
-        return _differences(np.asarray(param_bytes(self.graph)), self._begin)
+        return _differences(np.asarray(self.graph.owned_bytes), self._begin)
 
     @functools.cached_property
     def received_bytes(self) -> Matrix:
@@ -106,7 +106,7 @@ class Windows:
         forward = self._rows(r for piece in self._pieces for r in _unsaved(piece))
         own, borrowed = _gradients(self.graph)
         backward = self._rows(own)
-        backward += np.asarray(param_bytes(self.graph))
+        backward += np.asarray(self.graph.owned_bytes)
         # Two bounds from above: gradients of received values until the end, or all that pass by.
         first = self._peak(np.maximum(forward, backward)) + self.returned_bytes
         backward += self._rows(borrowed)
@@ -199,17 +199,6 @@ def thinned(graph: LayerGraph, positions: Sequence[int], most: int) -> list[int]
     bounds = np.linspace(0, len(inner), most - 1).round().astype(int)
     runs = (inner[first:last] for first, last in pairwise(bounds))
     return [positions[0], *(min(run, key=lambda p: (across[p], p)) for run in runs), positions[-1]]
-
-
-def param_bytes(graph: LayerGraph) -> list[int]:
-    """Of the parameters of each layer; a module that is called again has none left."""
-    seen: set[str] = set()
-    found = []
-    for layer in graph.layers:
-        found.append(0 if layer.module in seen else layer.param_bytes)
-        if layer.module:
-            seen.add(layer.module)
-    return found
 
 
 def _differences(values: npt.NDArray[Any], begin: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
