@@ -68,6 +68,8 @@ class VerifyCommand:
         for name, value in (("classes", self.classes), ("tile", self.tile), ("steps", self.steps)):
             if value is not None and value < 1:
                 found.append(f"--{name} must be at least 1; got {value}")
+        if self.strategy.undecided and self.strategy.world > 1:
+            found.append("--parallel auto is for training, where it is planned: name the strategy to verify")
         if self.strategy.precision == "bf16":
             found.append("--precision bf16 rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":

@@ -117,12 +117,12 @@ def forecast_split(
 def _adding(
     candidate: Candidate, costs: Sequence[StageCost], gradient_bytes: Sequence[int], cluster: Cluster
 ) -> list[StageCost]:
-    """``costs`` with what adding gradients up takes, in the mean over the microbatches: those of the first are there
-    already."""
-    share = len(share_of(0, candidate.groups, candidate.m))
+    """``costs`` with what adding gradients up takes, in the mean over the microbatches of a replica: the first has
+    nothing to add to."""
+    share = len(share_of(0, candidate.groups, candidate.m)) / (2 if candidate.paired else 1)
     found = []
     for cost, size in zip(costs, gradient_bytes, strict=True):
-        more = (1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth
+        more = max(0.0, 1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth
         found.append(
             dataclasses.replace(
                 cost, backward_s=cost.backward_s + more, backward_weight_s=cost.backward_weight_s + more

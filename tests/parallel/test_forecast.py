@@ -9,7 +9,7 @@ import pytest
 from parallel.candidate import Candidate
 from parallel.cluster import Cluster
 from parallel.device_spec import LinkSpec
-from parallel.forecast import DDP_BUCKET, SHARDED_ON_CPU, UPDATE_PASSES, forecast_split, forecast_whole
+from parallel.forecast import ADDING_PASSES, DDP_BUCKET, SHARDED_ON_CPU, UPDATE_PASSES, forecast_split, forecast_whole
 from parallel.simulate import LinkCost, StageCost
 
 FAST = LinkSpec("fast", 1e30, 0.0)
@@ -55,11 +55,20 @@ def test_ranks_on_one_core_compute_one_after_the_other() -> None:
 
 def test_update() -> None:
     second = cluster(update=UPDATE_PASSES[2] * 100.0)  # for a stage
-    plain = split("gpipe", 2, 2, 4, cluster())
-    assert split("gpipe", 2, 2, 4, second) == pytest.approx(plain + 1)
-    pairs = split("bidirectional", 2, 2, 4, cluster())
-    assert split("bidirectional", 2, 2, 4, second) == pytest.approx(pairs + 2)
-    assert split("bidirectional", 2, 2, 4, second, shard_optimizer=True) == pytest.approx(pairs + 1)
+    plain = split("gpipe", 2, 2, 1, cluster())
+    assert split("gpipe", 2, 2, 1, second) == pytest.approx(plain + 1)
+    pairs = split("bidirectional", 2, 2, 2, cluster())
+    assert split("bidirectional", 2, 2, 2, second) == pytest.approx(pairs + 2)
+    assert split("bidirectional", 2, 2, 2, second, shard_optimizer=True) == pytest.approx(pairs + 1)
+
+
+def test_microbatches_after_the_first_add_their_gradients() -> None:
+    second = cluster(update=ADDING_PASSES * 100.0)
+    added = split("mp-basic", 2, 2, 4, second) - split("mp-basic", 2, 2, 4, cluster())
+    update = UPDATE_PASSES[2] / ADDING_PASSES
+    assert added == pytest.approx(3 * 2 + update)  # three microbatches, two stages one after the other
+    added = whole("single", 1, 4, second, params=100) - whole("single", 1, 4, cluster(), params=100)
+    assert added == pytest.approx(3 + update)
 
 
 def test_what_a_pair_updates_in_halves_is_copied() -> None:
@@ -88,7 +97,7 @@ def test_data_parallel_sums_hide_behind_the_backward_pass_but_for_the_last_bucke
 def test_sums_on_a_cpu_hide_behind_nothing() -> None:
     link = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
     busy = dataclasses.replace(cluster(), kind="cpu", sums=link)
-    assert whole("ddp", 2, 4, busy) == pytest.approx(6 + 1.0)
+    assert whole("ddp", 2, 4, busy) == pytest.approx(6 + BESIDE_BACKWARD)
     # Two microbatches gather twice, and gradients are scattered once.
     assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + (2 * 2 * 0.5 + 0.5) * SHARDED_ON_CPU)
 
