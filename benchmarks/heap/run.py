@@ -3,7 +3,7 @@
 Takes nothing; gives, for each model and tile, the time of a step and the bytes by which the process grows. The two take
 turns, each time in processes of their own of one thread.
 
-    python -m benchmarks.heap.run [--rounds 3] [--write]
+    python -m benchmarks.heap.run [--rounds 1] [--write]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.results import markdown_table, results, write_results
 
 CASES = (("unet_w16", 512, 2), ("unet_w16", 2048, 1), ("resnet50", 1024, 1), ("torchvision:mobilenet_v2", 512, 2))
 """Model, side of the tile in px, tiles."""
-WARM_UP, TIMED = 3, 5
+WARM_UP, TIMED = 2, 3
 MIB = 1 << 20
 
 
@@ -62,7 +62,7 @@ def in_a_process(model: str, tile: int, tiles: int, kept: bool) -> tuple[float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="times that each is run")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each is run")
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     lines, slower = [], []

@@ -9,7 +9,15 @@ import pytest
 from parallel.candidate import Candidate
 from parallel.cluster import Cluster
 from parallel.device_spec import LinkSpec
-from parallel.forecast import ADDING_PASSES, DDP_BUCKET, SHARDED_ON_CPU, UPDATE_PASSES, forecast_split, forecast_whole
+from parallel.forecast import (
+    ADDING_PASSES,
+    BESIDE_BACKWARD,
+    DDP_BUCKET,
+    SHARDED_ON_CPU,
+    UPDATE_PASSES,
+    forecast_split,
+    forecast_whole,
+)
 from parallel.simulate import LinkCost, StageCost
 
 FAST = LinkSpec("fast", 1e30, 0.0)
