@@ -1,0 +1,67 @@
+"""What becomes of what forward passes keep, as a user or a planner chooses it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Offload = Literal["none", "naive", "pinned", "nonblocking", "pinned-nonblocking", "overlap"]
+"""How activations are moved to the host. overlap is ours; the four before it copy each tensor when autograd keeps it, as
+in the study of Nogueira Merino and others that they are named after, so that it can be run again."""
+
+MIB = 1 << 20
+SMALLEST = MIB
+"""Bytes below which a tensor is left on the device: moving it takes longer than it is worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Layers at positions ``start`` to ``stop``, not included, of the model's graph.
+
+    Attributes:
+        recompute: nothing is kept of them but what enters; they are computed again before their backward pass.
+    """
+
+    start: int
+    stop: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What becomes of what the forward passes of a rank keep.
+
+    Attributes:
+        recompute: "none"; "stage": nothing is kept but what enters a stage; "block": what enters a block of the model
+            (``blocks``); a number k, as text: what enters every k layers; "chosen": as ``chosen`` says.
+        chosen: names of the first and last layer of each run of layers that is computed again.
+        offload: what is kept is moved to the host.
+        ahead: bytes of activations that offloading leaves on the device, or brings back ahead of their use; of all
+            stages of a rank together. With overlap only.
+        smallest: bytes of a tensor that is worth moving. With overlap only.
+        host_bytes: that a rank may take on the host; what does not fit there stays on the device. None: no limit.
+    """
+
+    recompute: str = "none"
+    chosen: tuple[tuple[str, str], ...] = ()
+    offload: Offload = "none"
+    ahead: int = 0
+    smallest: int = SMALLEST
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        known = self.recompute in ("none", "stage", "block", "chosen") or (
+            self.recompute.isdecimal() and int(self.recompute) > 0
+        )
+        assert known, self.recompute
+        assert (self.recompute == "chosen") or not self.chosen, self.chosen
+
+    @property
+    def stagewise(self) -> bool:
+        """Stages are computed again as a whole, which their schedule shows."""
+        return self.recompute == "stage"
+
+    @property
+    def segmented(self) -> bool:
+        """Parts of a stage are computed again within its backward pass."""
+        return self.recompute not in ("none", "stage")

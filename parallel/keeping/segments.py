@@ -1,0 +1,79 @@
+"""From a stage and a rule to its segments: which consecutive layers are computed again together.
+
+Takes a partition; gives ``Segment``s that cover the stage's layers without gaps. A segment begins where a stage could.
+What is computed last in the last stage is kept: its backward pass follows at once. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from parallel.granularity import block_cuts
+from parallel.graph import INPUT, OUTPUT, LayerGraph
+from parallel.keeping.rule import Keeping, Segment
+from parallel.partition import Partition, cut_positions
+
+
+def segments_of(partition: Partition, stage: int, keeping: Keeping) -> tuple[Segment, ...]:
+    """The segments of a stage, in order; one that is not computed again where nothing is.
+
+    Raises:
+        ValueError: a chosen run of layers that is not in the model, or begins or ends where no cut may fall.
+    """
+    graph = partition.graph
+    start = partition.starts[stage]
+    stop = partition.starts[stage + 1] if stage + 1 < partition.depth else len(graph.layers)
+    if not keeping.segmented:
+        return (Segment(start, stop, False),)
+    if keeping.recompute == "chosen":
+        return _of_runs(start, stop, _runs(graph, keeping.chosen))
+    places = [place for place in _places(graph, keeping.recompute) if start < place < stop]
+    bounds = list(pairwise([start, *places, stop]))
+    last = stage == partition.depth - 1
+    return tuple(Segment(*bound, recompute=not (last and bound == bounds[-1])) for bound in bounds)
+
+
+def _places(graph: LayerGraph, rule: str) -> Sequence[int]:
+    """Positions at which segments begin."""
+    if rule == "block":
+        return block_cuts(graph)
+    k, found, since = int(rule), [], 0
+    allowed = set(cut_positions(graph))
+    for position, layer in enumerate(graph.layers):
+        if since >= k and position in allowed:
+            found.append(position)
+            since = 0
+        since += layer.kind not in (INPUT, OUTPUT, "get_attr")
+    return found
+
+
+def _runs(graph: LayerGraph, chosen: Iterable[tuple[str, str]]) -> list[tuple[int, int]]:
+    """(first position, position after the last) of each."""
+    allowed = {0, *cut_positions(graph), len(graph.layers)}
+    found = []
+    for first, last in chosen:
+        faults = [name for name in (first, last) if name not in graph.position]
+        if faults:
+            raise ValueError(f"{faults[0]!r} is to be computed again and is no layer of the model: plan anew")
+        run = (graph.position[first], graph.position[last] + 1)
+        if run[0] >= run[1] or not allowed.issuperset(run):
+            raise ValueError(f"{first!r} to {last!r} cannot be computed again alone: no cut may fall there; plan anew")
+        found.append(run)
+    return sorted(found)
+
+
+def _of_runs(start: int, stop: int, runs: Iterable[tuple[int, int]]) -> tuple[Segment, ...]:
+    """The runs within a stage, and what is kept between them."""
+    found, at = [], start
+    for first, after in runs:
+        first, after = max(first, start), min(after, stop)
+        if first >= after:
+            continue
+        if at < first:
+            found.append(Segment(at, first, False))
+        found.append(Segment(first, after, True))
+        at = after
+    if at < stop:
+        found.append(Segment(at, stop, False))
+    return tuple(found)
