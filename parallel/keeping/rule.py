@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Offload = Literal["none", "naive", "pinned", "nonblocking", "pinned-nonblocking", "overlap"]
-"""How activations are moved to the host. overlap is ours; the four before it copy each tensor when autograd keeps it, as
-in the study of Nogueira Merino and others that they are named after, so that it can be run again."""
+"""How activations are moved to the host. overlap is ours; the four before it copy each tensor when autograd keeps it,
+beside what is computed or not, from and to pinned memory or not."""
 
 MIB = 1 << 20
 SMALLEST = MIB
