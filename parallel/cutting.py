@@ -17,9 +17,10 @@ from parallel.forecast import schedule_of, weights_of
 from parallel.granularity import block_cuts
 from parallel.graph import LayerGraph
 from parallel.liveness import Piece, pieces
-from parallel.memory import RankBytes, StageBytes, in_flight, rank_bytes, stage_bytes
+from parallel.memory import RankBytes, in_flight, rank_bytes
 from parallel.partition import Partition, cut_positions
 from parallel.partition_optimal import MemoryRule, partition_optimal
+from parallel.stage_bytes import StageBytes, stage_bytes
 from parallel.task import Task
 from parallel.windows import Windows
 

@@ -2,59 +2,29 @@
 
 Takes a partition of a graph that was traced with its loss, the schedule and the optimizer; gives ``RankBytes``. The
 actions of a rank are gone through one by one: what microbatches in flight keep, what lives only while an action runs
-(``liveness``), and the messages beside it, which are received one action ahead and leave during the next. Buffers of
+(``stage_bytes``), and the messages beside it, which are received one action ahead and leave during the next. Buffers of
 modules, a few numbers per channel, are not counted. No torch here.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.candidate import Candidate
 from parallel.graph import LayerGraph
-from parallel.liveness import Piece, Span, gradient_spans, pieces, running_bytes
 from parallel.lowering import BEGINS_BACKWARD
 from parallel.microbatch import share_of
 from parallel.partition import Partition
 from parallel.placement import Placement
+from parallel.stage_bytes import StageBytes, stage_bytes, window_bytes
 
 GATHERED = 2
 """Units of FSDP that are whole at a time: the one at work, and the one gathered ahead."""
 UNIT = 8
 """A unit holds at most this part of the parameters (``sharding_units.LARGEST``), where blocks allow that."""
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """Of a stage and one microbatch of the traced size.
-
-    Attributes:
-        parameters: of its layers.
-        inputs: what enters it and is held until its backward pass: values received, or the model's input.
-        activations: all that is held between its forward and backward pass, ``inputs`` among it.
-        forward: live at most in a forward pass.
-        forward_only: live at most in one that keeps nothing, as before recomputation.
-        backward: live at most in a backward pass that adds to gradients of parameters.
-        first_backward: in one that makes them; they count.
-        received, sent: of values from and to other stages; their gradients are ``returned`` and ``awaited``.
-    """
-
-    parameters: int
-    inputs: int
-    activations: int
-    forward: int
-    forward_only: int
-    backward: int
-    first_backward: int
-    received: int
-    returned: int
-    sent: int
-    awaited: int
 
 
 @dataclass(frozen=True)
@@ -78,63 +48,6 @@ class RankBytes:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.boundary
-
-
-def stage_bytes(partition: Partition, found: Iterable[Piece] | None = None) -> list[StageBytes]:
-    """Of every stage.
-
-    Args:
-        found: what ``pieces`` gives for the graph, where it is known.
-    """
-    touched: list[list[Piece]] = [[] for _ in partition.starts]
-    for piece in pieces(partition.graph) if found is None else found:
-        places = {*piece.made, *piece.saved, *(use for _, use in piece.used)} - {-1}
-        for stage in {bisect.bisect(partition.starts, place) - 1 for place in places}:
-            touched[stage].append(piece)
-    bounds = pairwise([*partition.starts, len(partition.graph.layers)])
-    return [_window_bytes(partition.graph, *bound, own) for bound, own in zip(bounds, touched, strict=True)]
-
-
-def window_bytes(graph: LayerGraph, start: int, stop: int) -> StageBytes:
-    """Of the layers from position ``start`` to ``stop``, not included, as a stage."""
-    return _window_bytes(graph, start, stop, pieces(graph))
-
-
-def _window_bytes(graph: LayerGraph, start: int, stop: int, found: Iterable[Piece]) -> StageBytes:
-    """As ``window_bytes``, from the pieces of memory that its layers make, keep or use; others change nothing."""
-    inputs, forth, back, alone = [], [], [], []
-    for piece in found:
-        inside = [made for made in piece.made if start <= made < stop]
-        saved = [position for position in piece.saved if start <= position < stop]
-        if any(start <= use < stop and made < start for made, use in piece.used):
-            inputs.append(Span(start, stop - 1, piece.bytes))
-            continue
-        if inside:
-            alone.append(Span(min(inside), max([*inside, *(use for _, use in piece.used)]), piece.bytes))
-        if saved:
-            back.append(Span(min(saved), stop - 1, piece.bytes))
-            forth.append(Span(min([*saved, *inside]), stop - 1, piece.bytes))
-        else:
-            forth += alone[-1:] if inside else []
-    last = graph.last_uses
-    sent = [graph.layers[k] for k in range(start, stop) if last[k] >= stop]
-    received = {name for layer in graph.layers[start:stop] for name in layer.inputs if graph.position[name] < start}
-    params = graph.owned_bytes[start:stop]
-    backward = running_bytes([*inputs, *back, *gradient_spans(graph, start, stop)], start, stop)
-    made = list(accumulate(reversed(params)))[::-1]
-    return StageBytes(
-        parameters=sum(params),
-        inputs=_total(inputs),
-        activations=_total(inputs) + _total(back),
-        forward=max(running_bytes([*inputs, *forth], start, stop)),
-        forward_only=max(running_bytes([*inputs, *alone], start, stop)),
-        backward=max(map(sum, zip(backward, params, strict=True))),
-        first_backward=max(map(sum, zip(backward, made, strict=True))),
-        received=sum(graph.by_name[name].output_bytes for name in received),
-        returned=sum(graph.by_name[name].output_bytes for name in received if graph.by_name[name].differentiable),
-        sent=sum(layer.output_bytes for layer in sent),
-        awaited=sum(layer.output_bytes for layer in sent if layer.differentiable),
-    )
 
 
 def in_flight(schedule: Schedule, placement: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -332,7 +245,3 @@ class _Walk:
 
 def _place(action: Action) -> tuple[int, int | None, int]:
     return action.stage, action.microbatch, action.replica
-
-
-def _total(spans: Iterable[Span]) -> int:
-    return sum(span.bytes for span in spans)

@@ -48,8 +48,7 @@ class Windows:
         entered_bytes: (P, P), of what recomputation keeps: values received, and the model's input.
         peak_bytes: (P, P), live at most while one microbatch goes through the window forward and backward: kept, on the
             way, gradients of values, and of a layer's parameters before they are added. An estimate where skips pass
-            over the window or leave it, -10 % to +35 % in a U-Net, else within a few percent; ``memory.stage_bytes`` is
-            exact.
+            over the window or leave it, -10 % to +35 % in a U-Net, else within a few percent; ``stage_bytes`` is exact.
         param_bytes: (P, P), of parameters, those of a module once.
     """
 

@@ -17,9 +17,10 @@ from parallel.candidate import Candidate
 from parallel.cut import cut_stage
 from parallel.graph import LayerGraph
 from parallel.lowering import add_recompute, lower
-from parallel.memory import RankBytes, in_flight, rank_bytes, stage_bytes, whole_bytes, window_bytes
+from parallel.memory import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.partition import Partition, partition_equal
 from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
+from parallel.stage_bytes import stage_bytes, window_bytes
 from parallel.trace import trace
 from parallel.windows import Windows
 from tests.helpers.live_bytes import LiveBytes
