@@ -1,12 +1,93 @@
-"""Counts bytes of tensors that are alive. (``LiveBytes`` follows.)"""
+"""Counts the bytes of tensors that live at a time, operation by operation: what a device would have to hold.
+
+Takes what is computed in its block, backward passes included; gives the bytes now and at most. Storages count, so that
+views and changes in place add nothing. A storage is held by a weak reference and looked up again after each operation,
+which sees everything that goes through torch's dispatcher on this thread: on a CPU that is all of a training step. What
+an operation takes only while it runs, as work space of a convolution, is not seen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_THREAD = threading.local()
 
 
 @contextmanager
 def not_counted() -> Iterator[None]:
-    """Tensors made within the block are on the host, whatever device they are for."""
-    yield
+    """Around allocations of this thread that are no device's: nothing made in this block counts, now or later."""
+    before = _leaving_out()
+    _THREAD.leaving_out = True
+    try:
+        yield
+    finally:
+        _THREAD.leaving_out = before
+
+
+def _leaving_out() -> bool:
+    return getattr(_THREAD, "leaving_out", False)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages that are made in its block, on this thread, for as long as they live.
+
+    What was there before, as the numbers of a tile just read, does not count unless ``add`` is given it.
+
+    Attributes:
+        peak_bytes: the most that lived while one operation ran, its results included, since the start or
+            ``reset_peak``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        # By address, which a weak reference keeps from being given to another storage; bytes, None if left out.
+        self._known: dict[int, tuple[StorageWeakRef, int | None]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """That live now."""
+        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}  # type: ignore[no-untyped-call]
+        return sum(size or 0 for _, size in self._known.values())
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of ``tensors``, too: parameters, or whatever else is there already."""
+        for tensor in tensors:
+            self._count(tensor, leave_out=False)
+        self._notice()
+
+    def reset_peak(self) -> None:
+        """Let ``peak_bytes`` start again from what lives now."""
+        self.peak_bytes = self.bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_memory(leaf).cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        value = func(*args, **(kwargs or {}))
+        leave_out = _leaving_out()
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, Tensor):
+                continue
+            key = _memory(leaf).cdata
+            if key not in given or self._known.get(key, (None, None))[1] is not None:
+                self._count(leaf, leave_out=leave_out and key not in given)
+        self._notice()
+        return value
+
+    def _count(self, tensor: Tensor, *, leave_out: bool) -> None:
+        memory = _memory(tensor)
+        self._known[memory.cdata] = memory, None if leave_out else tensor.untyped_storage().nbytes()
+
+    def _notice(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
