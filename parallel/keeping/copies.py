@@ -1,0 +1,163 @@
+"""Copies between a device and the host, beside what the device computes.
+
+On a GPU each direction has a stream of its own, and a mark (an event) says when a copy is done. A CPU is its own host:
+there copies are real ones and done at once, so that everything built on them runs and is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from parallel.live_bytes import not_counted
+
+Mark = Any
+"""When a copy is done: a ``torch.cuda.Event``, or None where it is done already."""
+
+Direction = Literal["out", "back"]
+"""Out to the host, back to the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTime:
+    """One copy."""
+
+    direction: Direction
+    bytes: int
+    seconds: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+
+class Copies:
+    """Copies of one device; this one of a CPU, ``CudaCopies`` of a GPU.
+
+    Attributes:
+        at_once: a copy is done when the call that asks for it returns.
+        timed: note how long each copy takes, for ``times``.
+    """
+
+    at_once = True
+
+    def __init__(self) -> None:
+        self.timed = False
+        self._times: list[CopyTime] = []
+
+    @staticmethod
+    def for_device(device: torch.device) -> Copies:
+        """Those of ``device``."""
+        return CudaCopies(device) if device.type == "cuda" else Copies()
+
+    @property
+    def pinned(self) -> bool:
+        """Host memory should be page-locked."""
+        return not self.at_once
+
+    def empty_on_host(self, size: int) -> Tensor:
+        """``size`` bytes of host memory: uint8 (size,)."""
+        with not_counted():
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+
+    def to_host(self, source: Tensor, into: Tensor) -> Mark:
+        """Begin to copy ``source``, as it is once all work asked for so far is done, into host memory.
+
+        ``source`` has to be held, and left as it is, until the mark.
+        """
+        with self._timing("out", source):
+            into.copy_(source)
+        return None
+
+    def to_device(self, source: Tensor, after: Mark = None) -> tuple[Tensor, Mark]:
+        """Begin to copy host memory into a new tensor on the device, to be used after the mark.
+
+        Args:
+            after: what ``source`` has to wait for.
+        """
+        with self._timing("back", source):
+            return torch.empty_like(source).copy_(source), None
+
+    def wait(self, mark: Mark) -> None:
+        """Let what the device computes from now on wait for the copy."""
+
+    def synchronize(self, mark: Mark) -> None:
+        """Return once the copy is done."""
+
+    @property
+    def times(self) -> list[CopyTime]:
+        """Of all copies since ``timed`` was set; waits for those under way."""
+        return self._times
+
+    def forget_times(self) -> None:
+        self.times.clear()
+
+    @contextmanager
+    def _timing(self, direction: Direction, tensor: Tensor) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        if self.timed:
+            size = tensor.numel() * tensor.element_size()
+            self._times.append(CopyTime(direction, size, time.perf_counter() - begun))
+
+
+class CudaCopies(Copies):
+    """Copies of a GPU, each direction on a stream of its own."""
+
+    at_once = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._streams: dict[Direction, Any] = {
+            way: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for way in ("out", "back")
+        }
+        self._events: list[tuple[Direction, int, Any, Any]] = []
+
+    def to_host(self, source: Tensor, into: Tensor) -> Mark:
+        return self._copied("out", source, into)
+
+    def to_device(self, source: Tensor, after: Mark = None) -> tuple[Tensor, Mark]:
+        # Of the computing stream's memory: the copy waits for whatever that memory was used for before.
+        target = torch.empty_like(source, device=self._device, pin_memory=False)
+        if after is not None:
+            self._streams["back"].wait_event(after)
+        return target, self._copied("back", source, target)
+
+    def wait(self, mark: Mark) -> None:
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def synchronize(self, mark: Mark) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+    @property
+    def times(self) -> list[CopyTime]:
+        for direction, size, begin, end in self._events:
+            end.synchronize()
+            self._times.append(CopyTime(direction, size, begin.elapsed_time(end) / 1000))
+        self._events.clear()
+        return self._times
+
+    def _copied(self, direction: Direction, source: Tensor, target: Tensor) -> Mark:
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        begin = torch.cuda.Event(enable_timing=True) if self.timed else None  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=self.timed)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            if begin is not None:
+                begin.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+        if begin is not None:
+            self._events.append((direction, source.numel() * source.element_size(), begin, end))
+        return end
