@@ -1,0 +1,217 @@
+"""The published study of CPU offload, run again: four networks, five ways to offload activations, and ours.
+
+Takes nothing (tiles are cut from the shipped slides), a folder of slides, or any folder of pictures with a sub-folder
+per class, such as the study's own. Gives seconds of training, best validation accuracy and times of the copies.
+
+    python -m benchmarks.offload_study.run [--images DIR | --slides DIR [--labels CSV]] [--models vgg19 ...]
+        [--modes none overlap ...] [--epochs N] [--batch N] [--px N] [--pictures N] [--device auto] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from benchmarks.machine import measured_on
+from benchmarks.offload_study.measure import Trained, measure_model
+from benchmarks.offload_study.pictures import Pictures, pictures_of_folder, pictures_of_slides
+from benchmarks.offload_study.published import SECONDS, published_ratio
+from benchmarks.results import markdown_table, results, write_results
+from parallel.keeping.rule import Offload
+
+ROOT = Path(__file__).parents[2]
+OUT = ROOT / "bench-data"
+HERE = Path(__file__).parent
+MODES: tuple[Offload, ...] = get_args(Offload)
+SMALL = {"epochs": 1, "px": 64, "pictures": 64}
+"""On a CPU."""
+FULL = {"epochs": 20, "px": 224, "pictures": 398}
+"""On a GPU: as in the study."""
+LARGER = {"inception_v3": 299 / 224}
+"""Side of a picture over that of the others': what the network is made for."""
+ROW_HEADER = (
+    "model",
+    "mode",
+    "training, s",
+    "over none",
+    "published, over none",
+    "best accuracy",
+    "GB moved a step",
+    "peak on the device, MiB",
+)
+COPY_HEADER = ("model", "mode", "direction", "mean, ms", "max", "min", "median", "mean, GB/s", "max", "min", "median")
+
+
+def load(arguments: argparse.Namespace, px: int) -> Pictures:
+    """The pictures asked for, at ``px``."""
+    if arguments.images is not None:
+        return pictures_of_folder(arguments.images, px, arguments.pictures)
+    shipped = arguments.slides is None
+    labels = HERE / "labels.csv" if shipped else arguments.labels
+    return pictures_of_slides(ROOT / "data" / "real" if shipped else arguments.slides, px, arguments.pictures, labels)
+
+
+def study(
+    models: Sequence[str],
+    modes: Sequence[Offload],
+    pictures_at: Callable[[int], Pictures],
+    *,
+    epochs: int,
+    batch: int,
+    px: int,
+    device: torch.device,
+    seconds: float | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:
+    """The whole table.
+
+    Args:
+        pictures_at: takes a side in px.
+        seconds: after which a model gets no further epochs, in equal parts; None: no limit.
+        report: told what there is after each model.
+    """
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"rows": rows, "batch": batch, "px": px, "epochs_asked": epochs}
+    began_s = time.perf_counter()
+    for number, model in enumerate(models, 1):
+        pictures = pictures_at(round(px * LARGER.get(model, 1.0)))
+        until_s = None if seconds is None else began_s + seconds * number / len(models)
+        trained = measure_model(
+            model,
+            modes,
+            pictures,
+            epochs=epochs,
+            batch=batch,
+            device=device,
+            enough=lambda until_s=until_s: until_s is not None and time.perf_counter() > until_s,
+        )
+        rows += [row_of(model, one, trained) for one in trained]
+        result["source"] = pictures.source
+        report(result)
+    return result
+
+
+def row_of(model: str, one: Trained, trained: Sequence[Trained]) -> dict[str, Any]:
+    """A mode's figures beside those without offload."""
+    (none,) = [other for other in trained if other.mode == "none"] or [None]
+    training_s = sum(one.epochs_s)
+    return {
+        "model": model,
+        **dataclasses.asdict(one),
+        "epochs": len(one.epochs_s),
+        "training_s": training_s,
+        "ratio": None if none is None else training_s / sum(none.epochs_s),
+        "largest_loss_difference": None
+        if none is None
+        else max(abs(a - b) for a, b in zip(one.losses, none.losses, strict=True)),
+        "published_ratio": published_ratio(model, one.mode),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """As Markdown: training, then the copies."""
+    lines = [
+        (
+            row["model"],
+            row["mode"],
+            f"{row['training_s']:.2f}",
+            _times(row["ratio"]),
+            _times(row["published_ratio"]),
+            f"{row['best_accuracy']:.2f}",
+            _moved(row),
+            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
+        )
+        for row in result["rows"]
+    ]
+    copies = [
+        (
+            row["model"],
+            row["mode"],
+            {"out": "to the host", "back": "back"}[direction],
+            *(f"{1e3 * found[f'{name}_s']:.3f}" for name in ("mean", "max", "min", "median")),
+            *(f"{found[f'{name}_bytes_per_s'] / 1e9:.2f}" for name in ("mean", "max", "min", "median")),
+        )
+        for row in result["rows"]
+        for direction, found in row["copies"].items()
+    ]
+    epochs = sorted({row["epochs"] for row in result["rows"]})
+    about = (
+        f"{result['source']}, {result['px']} px, batches of {result['batch']}, "
+        f"{' to '.join(map(str, dict.fromkeys((epochs[0], epochs[-1]))))} epochs, on {result['device']}.\n"
+    )
+    return "\n".join([about, markdown_table(ROW_HEADER, lines), markdown_table(COPY_HEADER, copies)])
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _moved(row: dict[str, Any]) -> str:
+    out = row["copies"].get("out")
+    return "0" if out is None else f"{out['bytes'] / row['timed_steps'] / 1e9:.2f}"
+
+
+def device_named(name: str) -> torch.device:
+    """auto: the GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def device_text(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--images", type=Path, help="folder with a sub-folder per class, below train/ and val/ or not")
+    source.add_argument("--slides", type=Path, help="folder of slides; default: the shipped ones")
+    parser.add_argument("--labels", type=Path, help="table with columns slide and label, with --slides")
+    parser.add_argument("--models", nargs="+", default=list(SECONDS), help="of torchvision")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--epochs", type=int, help="of each mode; default: 20 on a GPU, 1 on a CPU")
+    parser.add_argument("--batch", type=int, default=32, help="pictures of a step")
+    parser.add_argument("--px", type=int, help="side of the pictures; default: 224 on a GPU, 64 on a CPU")
+    parser.add_argument("--pictures", type=int, help="at most; default: 398 on a GPU, 64 on a CPU")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    arguments = parser.parse_args()
+    device = device_named(arguments.device)
+    for key, value in (FULL if device.type == "cuda" else SMALL).items():
+        if getattr(arguments, key) is None:
+            setattr(arguments, key, value)
+    OUT.mkdir(exist_ok=True)
+
+    def keep(result: dict[str, Any]) -> None:
+        text = json.dumps({**result, "device": device_text(device), "environment": measured_on()}, indent=2)
+        (OUT / "offload_study.json").write_text(text + "\n")
+        print(f"{result['rows'][-1]['model']}: done", flush=True)
+
+    result = study(
+        arguments.models,
+        arguments.modes,
+        lambda px: load(arguments, px),
+        epochs=arguments.epochs,
+        batch=arguments.batch,
+        px=arguments.px,
+        device=device,
+        report=keep,
+    )
+    text = results(
+        "python -m benchmarks.offload_study.run --write", table({**result, "device": device_text(device)})
+    )
+    print(text)
+    if arguments.write:
+        write_results(HERE / "README.md", text)
+
+
+if __name__ == "__main__":
+    main()
