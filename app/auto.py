@@ -70,7 +70,7 @@ def follow(settings: StrategySettings, row: Row) -> StrategySettings:
         microbatches=candidate.m,
         chunks=candidate.chunks if candidate.chunks > 1 else None,
         cuts=",".join(row.cuts),
-        recompute="stage" if candidate.recompute else "none",
+        recompute="stage" if candidate.stagewise else "none",
         shard_optimizer="pair" if candidate.shard_optimizer else "none",
     )
 

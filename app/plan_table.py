@@ -44,11 +44,10 @@ def _best_of_each(rows: Sequence[Row]) -> list[Row]:
 
 def _line(row: Row, mark: str) -> Sequence[str]:
     candidate = row.candidate
-    extra = " +recompute" * candidate.recompute + " +shard" * candidate.shard_optimizer
     if row.refused:
         return (candidate.name, "", "", "no", "", "", "", row.refused)
     return (
-        candidate.name + extra,
+        f"{candidate.name} {candidate.savings}".rstrip(),
         f"{candidate.groups} x {candidate.depth}" if candidate.splits else str(candidate.ranks),
         str(candidate.m),
         "yes" if row.fits else f"{bytes_text(row.over_bytes)} over",
@@ -72,7 +71,6 @@ def _largest_line(found: LargestTile) -> Sequence[str]:
     if found.row is None:
         return (found.name, "none", "", "", "", over)
     row = found.row
-    extra = " +recompute" * row.candidate.recompute + " +shard" * row.candidate.shard_optimizer
     speed = "" if row.images_per_second is None else f"{row.images_per_second:.3g}"
     peak = bytes_text(max(row.peak_bytes))
-    return (found.name + extra, str(found.tile), str(row.candidate.m), peak, speed, over)
+    return (f"{found.name} {row.candidate.savings}".rstrip(), str(found.tile), str(row.candidate.m), peak, speed, over)

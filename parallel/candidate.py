@@ -1,4 +1,4 @@
-"""The ways to train that a planner chooses from: strategy, mesh, microbatches.
+"""The ways to train that a planner chooses from: strategy, mesh, microbatches, and what is kept for backward passes.
 
 Takes the number of ranks and the global batch; gives ``Candidate``, all those that a schedule allows. What they cost
 and whether they fit is for others to say. No torch here.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from parallel.keeping.rule import Keeping
 from parallel.schedules.registry import SCHEDULES
 
 WHOLE = ("single", "ddp", "fsdp")
@@ -28,7 +29,9 @@ class Candidate:
         depth: ranks that a copy of the model is spread over; 1 where each rank computes all of it.
         m: microbatches of the global batch, over all groups.
         chunks: stages a rank holds of each replica.
-        recompute: keep only what enters a stage.
+        recompute: "none"; "stage": keep only what enters a stage; "block": only what enters a block of the model;
+            "optimal": compute again what costs least time for the memory it saves.
+        offload: what is kept is moved to the host.
         shard_optimizer: ranks of a pair of inverted replicas keep half of their optimizer state each.
     """
 
@@ -37,7 +40,8 @@ class Candidate:
     depth: int
     m: int
     chunks: int = 1
-    recompute: bool = False
+    recompute: str = "none"
+    offload: bool = False
     shard_optimizer: bool = False
 
     @property
@@ -59,10 +63,41 @@ class Candidate:
     def stages(self) -> int:
         return self.depth * self.chunks
 
+    @property
+    def stagewise(self) -> bool:
+        """Stages are computed again as a whole, which their schedule shows."""
+        return self.recompute == "stage"
+
+    @property
+    def saves(self) -> bool:
+        """Takes time to need less memory for what is kept."""
+        return self.recompute != "none" or self.offload
+
+    def keeping(self, chosen: tuple[tuple[str, str], ...] = (), ahead: int = 0) -> Keeping:
+        """The rule for what is kept.
+
+        Args:
+            chosen: runs of layers that are computed again, where that is "optimal".
+            ahead: bytes that offloading leaves on the device or brings back ahead.
+        """
+        optimal = self.recompute == "optimal"
+        return Keeping(
+            "chosen" if optimal else self.recompute,
+            chosen if optimal else (),
+            "overlap" if self.offload else "none",
+            ahead if self.offload else 0,
+        )
+
+    @property
+    def savings(self) -> str:
+        """What it does to need less memory, for people: "+recompute block +offload"; empty where it does nothing."""
+        again = {"none": "", "stage": "+recompute"}.get(self.recompute, f"+recompute {self.recompute}")
+        words = (again, "+offload" * self.offload, "+shard-optimizer" * self.shard_optimizer)
+        return " ".join(word for word in words if word)
+
     def __str__(self) -> str:
         mesh = f" {self.groups} x {self.depth}" if self.splits else f" {self.ranks}" if self.ranks > 1 else ""
-        extra = " +recompute" * self.recompute + " +shard-optimizer" * self.shard_optimizer
-        return f"{self.name}{mesh}, m={self.m}{extra}"
+        return f"{self.name}{mesh}, m={self.m} {self.savings}".rstrip()
 
 
 def candidates(

@@ -127,5 +127,5 @@ class Cutting:
             in_flight(schedule, placement),
             2.0 + self.task.slots,
             2.0 if candidate.shard_optimizer else None,
-            candidate.recompute,
+            candidate.saves,  # of what is kept in the end, what enters a stage is the part that its cuts decide
         )

@@ -66,7 +66,7 @@ def schedule_of(candidate: Candidate) -> tuple[Schedule, Placement]:
         ValueError: the schedule does not run with these numbers.
     """
     share = share_of(0, candidate.groups, candidate.m)
-    return _schedule(candidate.name, candidate.depth, candidate.chunks, len(share), candidate.recompute)
+    return _schedule(candidate.name, candidate.depth, candidate.chunks, len(share), candidate.stagewise)
 
 
 @functools.lru_cache(maxsize=64)  # the same few are asked for by turns: for memory, for time, for a shorter step

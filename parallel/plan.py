@@ -13,7 +13,7 @@ from typing import Any
 
 from parallel.candidate import Candidate
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Row:
         peak_bytes: per rank of one group, from its first.
         over_bytes: by how much the fullest rank misses the memory; 0 where it fits.
         refused: why it cannot run whatever the memory.
+        chosen: names of the first and last layer of each run of layers that is computed again, where recomputation is
+            "optimal".
+        ahead_bytes: that offloading leaves on the device, or brings back ahead of their use.
     """
 
     candidate: Candidate
@@ -37,6 +40,8 @@ class Row:
     peak_bytes: tuple[int, ...] = ()
     over_bytes: int = 0
     refused: str = ""
+    chosen: tuple[tuple[str, str], ...] = ()
+    ahead_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -55,6 +60,8 @@ class Row:
             "bubble": self.bubble,
             "cuts": list(self.cuts),
             "refused": self.refused,
+            "recomputed": [list(run) for run in self.chosen],
+            "ahead_bytes": self.ahead_bytes,
             **candidate,
         }
 
@@ -71,6 +78,8 @@ class Row:
             tuple(row["peak_memory_bytes"]),
             row["over_bytes"],
             row["refused"],
+            tuple((first, last) for first, last in row["recomputed"]),
+            row["ahead_bytes"],
         )
 
 

@@ -234,9 +234,9 @@ def _variants(candidate: Candidate) -> Iterator[Candidate]:
     if candidate.paired:
         yield dataclasses.replace(candidate, shard_optimizer=True)
     if candidate.splits and candidate.m > 1:
-        yield dataclasses.replace(candidate, recompute=True)
+        yield dataclasses.replace(candidate, recompute="stage")
         if candidate.paired:
-            yield dataclasses.replace(candidate, recompute=True, shard_optimizer=True)
+            yield dataclasses.replace(candidate, recompute="stage", shard_optimizer=True)
 
 
 def slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:

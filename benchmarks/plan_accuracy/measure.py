@@ -192,7 +192,7 @@ def _settings(problem: Problem, candidate: Candidate, cuts: Iterable[str]) -> St
         cuts=",".join(cuts),
         batch=problem.batch,
         microbatches=candidate.m,
-        recompute="stage" if candidate.recompute else "none",
+        recompute="stage" if candidate.stagewise else "none",
         shard_optimizer="pair" if candidate.shard_optimizer else "none",
     )
 

@@ -53,7 +53,14 @@ def _single(*microbatches: int) -> tuple[Candidate, ...]:
 def _on(ranks: int, *asked: tuple[str, int, int] | tuple[str, int, int, str]) -> tuple[Candidate, ...]:
     """Candidates from (name, depth, m) and, where it is asked for, "recompute"."""
     return tuple(
-        Candidate(name, ranks, depth, m, chunks=2 if name == "interleaved" else 1, recompute="recompute" in extra)
+        Candidate(
+            name,
+            ranks,
+            depth,
+            m,
+            chunks=2 if name == "interleaved" else 1,
+            recompute="stage" if "recompute" in extra else "none",
+        )
         for name, depth, m, *extra in asked
     )
 

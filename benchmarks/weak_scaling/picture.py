@@ -60,7 +60,7 @@ def _efficiency(chart: Axes, curves: Sequence[Curve], published: tuple[int, floa
     for curve in curves:
         candidate = curve.candidate
         colour, marker = STYLES[candidate.name]
-        label = candidate.name + " with recomputation" * candidate.recompute
+        label = candidate.name + " with recomputation" * (candidate.recompute != "none")
         percent = [100 * part for part in curve.efficiency[ASSUMED.name]]
         chart.plot(curve.ranks, percent, color=colour, marker=marker, markersize=5, linewidth=1.8, label=label)
     plain = curves[0]

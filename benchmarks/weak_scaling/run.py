@@ -100,7 +100,7 @@ def efficiencies(found: Sequence[Compared]) -> Iterator[tuple[str, float, float]
 
 def _name(curve: Curve) -> str:
     candidate = curve.candidate
-    return candidate.name + " +recompute" * candidate.recompute + " +shard-optimizer" * candidate.shard_optimizer
+    return f"{candidate.name} {candidate.savings}".rstrip()
 
 
 def _percent(part: float) -> str:

@@ -91,7 +91,7 @@ def test_a_missing_plan_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_everything_that_a_row_decides_is_followed() -> None:
-    row = Row(Candidate("master", 4, 2, 8, recompute=True, shard_optimizer=True), ("layer2",))
+    row = Row(Candidate("master", 4, 2, 8, recompute="stage", shard_optimizer=True), ("layer2",))
     settings = follow(StrategySettings(ranks=4), row)
     assert settings.validate() == []
     assert (settings.name, settings.depth, settings.groups, settings.m) == ("master", 2, 2, 8)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from parallel.candidate import WHOLE, candidates
+from parallel.candidate import WHOLE, Candidate, candidates
 from parallel.forecast import schedule_of, weights_of
+from parallel.keeping.rule import Keeping
 from parallel.schedules.registry import SCHEDULES
 
 NAMES = (*WHOLE, *SCHEDULES)
@@ -53,3 +56,20 @@ def test_what_the_user_fixes_is_kept() -> None:
 def test_uneven_microbatches_weigh_what_they_hold() -> None:
     (candidate,) = [c for c in candidates(2, 5, names=["1f1b"], most_stages=9) if c.m == 3]
     assert weights_of(candidate, 5) == [1.0, 1.0, 0.5]
+
+
+def test_texts() -> None:
+    assert str(Candidate("ddp", 4, 1, 8)) == "ddp 4, m=8"
+    assert str(Candidate("single", 1, 1, 2, recompute="block", offload=True)) == "single, m=2 +recompute block +offload"
+    master = Candidate("master", 8, 4, 16, recompute="stage", shard_optimizer=True)
+    assert str(master) == "master 2 x 4, m=16 +recompute +shard-optimizer"
+
+
+def test_what_is_kept() -> None:
+    runs = (("layer1", "layer2"),)
+    plain = Candidate("1f1b", 2, 2, 4)
+    assert plain.keeping(runs, 5) == Keeping()
+    assert not plain.saves
+    assert replace(plain, recompute="optimal").keeping(runs) == Keeping("chosen", runs)
+    assert replace(plain, offload=True).keeping(runs, 5) == Keeping(offload="overlap", ahead=5)
+    assert replace(plain, recompute="stage").stagewise

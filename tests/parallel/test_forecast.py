@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def cluster(per_node: int = 8, lanes: float = 8, link: LinkSpec = FAST, update: 
     return Cluster("test", 1 << 30, per_node, lanes, link, link, update)
 
 
-def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: bool) -> float:
+def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: Any) -> float:
     costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)] * depth
     links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(depth - 1)}
     return forecast_split(Candidate(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
@@ -43,8 +44,8 @@ def test_formulas_of_the_papers(name: str, m: int, expected: float) -> None:
 
 def test_recomputation_takes_a_forward_pass_more() -> None:
     assert split("gpipe", 2, 2, 2, cluster()) == 9
-    assert split("gpipe", 2, 2, 2, cluster(), recompute=True) == 9 + 2  # the last stage has just computed one of two
-    assert split("mp-basic", 2, 2, 1, cluster(), recompute=True) == split("mp-basic", 2, 2, 1, cluster())
+    assert split("gpipe", 2, 2, 2, cluster(), recompute="stage") == 9 + 2  # the last stage has just computed one of two
+    assert split("mp-basic", 2, 2, 1, cluster(), recompute="stage") == split("mp-basic", 2, 2, 1, cluster())
 
 
 def test_groups_sum_their_gradients_after_the_last_backward_pass() -> None:

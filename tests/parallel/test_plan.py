@@ -11,7 +11,16 @@ from parallel.plan import Plan, Row
 
 PLAN = Plan(
     {"model": "resnet18", "tile_px": 512},
-    Row(Candidate("master", 4, 2, 8, recompute=True), ("layer2", "layer4"), 1.5, 5.3, 0.1, (10, 20)),
+    Row(
+        Candidate("master", 4, 2, 8, recompute="optimal", offload=True),
+        ("layer2", "layer4"),
+        1.5,
+        5.3,
+        0.1,
+        (10, 20),
+        chosen=(("conv1", "pool"),),
+        ahead_bytes=7,
+    ),
     "calibrated",
     0.07,
 )
@@ -36,7 +45,8 @@ def test_what_does_not_fit_or_cannot_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "not a plan"), ("[]", "not a plan"), ('{"version": 0}', "version 0")]
+    ("text", "message"),
+    [("{", "not a plan"), ("[]", "not a plan"), ('{"version": 1}', "version 1, and this program reads version 2")],
 )
 def test_what_is_no_plan(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

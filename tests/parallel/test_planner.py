@@ -76,9 +76,9 @@ def test_a_pipeline_wins_where_the_model_does_not_fit_each_rank() -> None:
 def test_recomputation_and_shared_states_only_where_nothing_else_fits() -> None:
     candidate = Candidate("1f1b", 2, 2, 8)
     plenty = planner().row(candidate)
-    assert not plenty.candidate.recompute
+    assert not plenty.candidate.saves
     tight = planner(max(plenty.peak_bytes) - 20 * MIB).row(candidate)
-    assert tight.candidate.recompute
+    assert tight.candidate.saves
     assert tight.fits
     assert tight.images_per_second is not None
     assert plenty.images_per_second is not None
