@@ -50,13 +50,19 @@ def stage_bytes(partition: Partition, found: Iterable[Piece] | None = None) -> l
     Args:
         found: what ``pieces`` gives for the graph, where it is known.
     """
+    bounds = pairwise([*partition.starts, len(partition.graph.layers)])
+    touched = touched_by(partition, pieces(partition.graph) if found is None else found)
+    return [_window_bytes(partition.graph, *bound, own) for bound, own in zip(bounds, touched, strict=True)]
+
+
+def touched_by(partition: Partition, found: Iterable[Piece]) -> list[list[Piece]]:
+    """By stage, the pieces of memory that its layers make, keep or use."""
     touched: list[list[Piece]] = [[] for _ in partition.starts]
-    for piece in pieces(partition.graph) if found is None else found:
+    for piece in found:
         places = {*piece.made, *piece.saved, *(use for _, use in piece.used)} - {-1}
         for stage in {bisect.bisect(partition.starts, place) - 1 for place in places}:
             touched[stage].append(piece)
-    bounds = pairwise([*partition.starts, len(partition.graph.layers)])
-    return [_window_bytes(partition.graph, *bound, own) for bound, own in zip(bounds, touched, strict=True)]
+    return touched
 
 
 def window_bytes(graph: LayerGraph, start: int, stop: int) -> StageBytes:

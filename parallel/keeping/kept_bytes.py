@@ -1,0 +1,78 @@
+"""Bytes of a stage whose activations are computed again or moved to the host: as ``stage_bytes``, under a ``Keeping``.
+
+Takes a partition of a graph that was traced with its loss, and the rule; gives ``StageBytes``, so that the bytes of
+ranks follow for any schedule. Copies between device and host are taken to be done at once; on a GPU what has begun to
+leave is counted by the window (``ahead``). No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from parallel.graph import LayerGraph
+from parallel.keeping.lifetimes import Lifetimes
+from parallel.keeping.passes import Passes
+from parallel.keeping.rule import Keeping, Segment
+from parallel.keeping.segments import segments_of
+from parallel.liveness import Piece, Span, gradient_spans, pieces, running_bytes
+from parallel.partition import Partition
+from parallel.stage_bytes import StageBytes, stage_bytes, touched_by
+
+
+def kept_bytes(partition: Partition, keeping: Keeping, found: Iterable[Piece] | None = None) -> list[StageBytes]:
+    """Of every stage.
+
+    Args:
+        found: what ``pieces`` gives for the graph, where it is known.
+
+    Raises:
+        ValueError: a chosen run of layers does not fit the model.
+    """
+    found = list(pieces(partition.graph) if found is None else found)
+    plain = stage_bytes(partition, found)
+    if keeping.offload == "none" and not keeping.segmented:
+        return plain
+    return [
+        with_lifetimes(partition.graph, segments_of(partition, stage, keeping), keeping, own, plain[stage])
+        for stage, own in enumerate(touched_by(partition, found))
+    ]
+
+
+def with_lifetimes(
+    graph: LayerGraph, segments: Sequence[Segment], keeping: Keeping, found: Iterable[Piece], plain: StageBytes
+) -> StageBytes:
+    """Of a stage with these segments.
+
+    Args:
+        found: the pieces that its layers make, keep or use; others change nothing.
+        plain: of the stage, when all is kept on the device.
+    """
+    passes = Passes(segments)
+    lives = Lifetimes(found, passes, keeping)
+    live = running_bytes([*lives.spans, *_gradients(graph, passes)], 0, passes.end)
+    params = graph.owned_bytes[passes.start : passes.stop]
+    made = list(accumulate(reversed(params)))[::-1]
+    own, before = [0] * passes.end, [0] * passes.end
+    for position, moment in passes.back.items():
+        own[moment], before[moment] = params[position - passes.start], made[position - passes.start]
+    before[passes.turn :] = accumulate(before[passes.turn :], max)  # gradients are there while a segment runs again
+    backward = range(passes.turn, passes.end)
+    return replace(
+        plain,
+        inputs=lives.held_inputs,
+        activations=lives.held,
+        forward=max(live[: passes.turn]),
+        forward_only=max(running_bytes(lives.unkept, passes.start, passes.stop)),
+        backward=max(live[now] + own[now] for now in backward),
+        first_backward=max(live[now] + before[now] for now in backward),
+    )
+
+
+def _gradients(graph: LayerGraph, passes: Passes) -> Iterable[Span]:
+    """Memory of gradients of values, by moments; that of messages is there from the beginning."""
+    for span in gradient_spans(graph, passes.start, passes.stop):
+        message = (span.first, span.last) == (passes.start, passes.stop - 1)
+        begin = passes.turn if message else passes.back[span.last]
+        yield Span(begin, passes.back[span.first], span.bytes)
