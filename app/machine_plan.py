@@ -17,6 +17,7 @@ from app.machine import cpu_model, memory_bytes, usable_cores
 from parallel.batch_scale import with_tiles
 from parallel.calibration import QUICK_S, calibration_key, kept_at, load_or_calibrate
 from parallel.cluster import Cluster
+from parallel.copy_speed import load_or_measure_copies
 from parallel.cost import Costs, LayerCost
 from parallel.cost_model import CostModel
 from parallel.data_sheet import BANDWIDTH, cost_on
@@ -90,7 +91,8 @@ def this_machine(
         )
     model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
     sums = None if where.type == "cuda" else link_named("shared-memory-sums")
-    cluster = Cluster(name, limit, per_node, lanes, inside, between, _moving_speed(model), where.type, sums)
+    copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
+    cluster = Cluster(name, limit, per_node, lanes, inside, between, _moving_speed(model), where.type, sums, copies)
 
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
         return lambda tiles: model.estimate(with_tiles(graph, tiles))
@@ -154,6 +156,7 @@ def named_machine(
         inside,
         between,
         BANDWIDTH * spec.bandwidth,
+        copy_bandwidth=link_named(spec.host_link).bandwidth,
     )
 
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:

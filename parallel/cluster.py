@@ -34,6 +34,7 @@ class Cluster:
         kind: of the devices, "cpu" or "cuda". On a CPU sums are computed by the cores that backward passes need, and
             hide behind nothing but waiting.
         sums: the link that sums inside a node seem to have, where that is another.
+        copy_bandwidth: bytes per second between a rank's device and the host, each way, while all ranks copy.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Cluster:
     update_bandwidth: float
     kind: str = "cuda"
     sums: LinkSpec | None = None
+    copy_bandwidth: float = math.inf
 
     @property
     def usable_bytes(self) -> int:

@@ -28,6 +28,7 @@ class DeviceSpec:
         flops: dtype -> multiply-adds times two per second, at best; a dtype the device has no unit for is missing.
         bandwidth: bytes per second between memory and arithmetic, at best.
         op_s: seconds that an operation takes besides its work; a kernel launch.
+        host_link: name of the link between its memory and the host's, of the device's generation.
     """
 
     name: str
@@ -35,6 +36,7 @@ class DeviceSpec:
     flops: Mapping[str, float]
     bandwidth: float
     op_s: float
+    host_link: str = "pcie4"
 
 
 @dataclass(frozen=True)
@@ -55,31 +57,31 @@ LAUNCH_S = 5e-6
 """Of a CUDA or HIP kernel, first to last: 4 to 6 us on V100 and A100 (assumed alike on all)."""
 
 
-def _gpu(name: str, gib: float, gigabytes_s: float, **teraflops: float) -> DeviceSpec:
+def _gpu(name: str, gib: float, gigabytes_s: float, host_link: str, **teraflops: float) -> DeviceSpec:
     flops = {dtype: value * 1e12 for dtype, value in teraflops.items()}
-    return DeviceSpec(name, round(gib * GIB), flops, gigabytes_s * 1e9, LAUNCH_S)
+    return DeviceSpec(name, round(gib * GIB), flops, gigabytes_s * 1e9, LAUNCH_S, host_link)
 
 
 DEVICES: Mapping[str, DeviceSpec] = {
     device.name: device
     for device in (
-        _gpu("p100-16gb", 15.9, 732, float32=10.6, float16=21.2),
-        _gpu("t4-16gb", 14.75, 320, float32=8.1, float16=65),
-        _gpu("v100-16gb", 15.78, 900, float32=15.7, float16=125),
-        _gpu("v100-32gb", 31.74, 900, float32=15.7, float16=125),
-        _gpu("a10-24gb", 22.2, 600, float32=31.2, tf32=62.5, bfloat16=125, float16=125),
-        _gpu("a40-48gb", 44.5, 696, float32=37.4, tf32=74.8, bfloat16=149.7, float16=149.7),
-        _gpu("a100-40gb", 39.5, 1555, float32=19.5, tf32=156, bfloat16=312, float16=312),
-        _gpu("a100-80gb", 79.2, 2039, float32=19.5, tf32=156, bfloat16=312, float16=312),
-        _gpu("l4-24gb", 22.0, 300, float32=30.3, tf32=60, bfloat16=121, float16=121),
-        _gpu("l40s-48gb", 44.4, 864, float32=91.6, tf32=183, bfloat16=362, float16=362),
-        _gpu("h100-80gb", 79.1, 3350, float32=67, tf32=495, bfloat16=989, float16=989),
-        _gpu("h200-141gb", 139.8, 4800, float32=67, tf32=495, bfloat16=989, float16=989),
-        _gpu("rtx3090-24gb", 23.6, 936, float32=35.6, tf32=35.6, bfloat16=71, float16=71),
-        _gpu("rtx4090-24gb", 23.6, 1008, float32=82.6, tf32=82.6, bfloat16=165.2, float16=165.2),
-        _gpu("rtx6000ada-48gb", 47.4, 960, float32=91.1, tf32=182.1, bfloat16=364.2, float16=364.2),
-        _gpu("mi250x-gcd-64gb", 63.9, 1638, float32=47.9, bfloat16=191.5, float16=191.5),
-        _gpu("mi300x-192gb", 191.6, 5300, float32=163.4, tf32=653.7, bfloat16=1307.4, float16=1307.4),
+        _gpu("p100-16gb", 15.9, 732, "pcie3", float32=10.6, float16=21.2),
+        _gpu("t4-16gb", 14.75, 320, "pcie3", float32=8.1, float16=65),
+        _gpu("v100-16gb", 15.78, 900, "pcie3", float32=15.7, float16=125),
+        _gpu("v100-32gb", 31.74, 900, "pcie3", float32=15.7, float16=125),
+        _gpu("a10-24gb", 22.2, 600, "pcie4", float32=31.2, tf32=62.5, bfloat16=125, float16=125),
+        _gpu("a40-48gb", 44.5, 696, "pcie4", float32=37.4, tf32=74.8, bfloat16=149.7, float16=149.7),
+        _gpu("a100-40gb", 39.5, 1555, "pcie4", float32=19.5, tf32=156, bfloat16=312, float16=312),
+        _gpu("a100-80gb", 79.2, 2039, "pcie4", float32=19.5, tf32=156, bfloat16=312, float16=312),
+        _gpu("l4-24gb", 22.0, 300, "pcie4", float32=30.3, tf32=60, bfloat16=121, float16=121),
+        _gpu("l40s-48gb", 44.4, 864, "pcie4", float32=91.6, tf32=183, bfloat16=362, float16=362),
+        _gpu("h100-80gb", 79.1, 3350, "pcie5", float32=67, tf32=495, bfloat16=989, float16=989),
+        _gpu("h200-141gb", 139.8, 4800, "pcie5", float32=67, tf32=495, bfloat16=989, float16=989),
+        _gpu("rtx3090-24gb", 23.6, 936, "pcie4", float32=35.6, tf32=35.6, bfloat16=71, float16=71),
+        _gpu("rtx4090-24gb", 23.6, 1008, "pcie4", float32=82.6, tf32=82.6, bfloat16=165.2, float16=165.2),
+        _gpu("rtx6000ada-48gb", 47.4, 960, "pcie4", float32=91.1, tf32=182.1, bfloat16=364.2, float16=364.2),
+        _gpu("mi250x-gcd-64gb", 63.9, 1638, "pcie4", float32=47.9, bfloat16=191.5, float16=191.5),
+        _gpu("mi300x-192gb", 191.6, 5300, "pcie5", float32=163.4, tf32=653.7, bfloat16=1307.4, float16=1307.4),
     )
 }
 """By name. An MI250X is two devices (GCDs) to its programs; this is one of them."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.plan import main
+from parallel.copy_speed import CopySpeed
 from parallel.cost_model import CostModel, Curve
 from parallel.plan import Plan
 
@@ -86,6 +87,7 @@ def test_this_machine_with_layers_measured(capsys: pytest.CaptureFixture[str], m
     curve = Curve((1.0, 1e6), (1e-9, 1e-3))
     model = CostModel({}, {}, {"add": curve}, {"add": curve}, curve, 0.1, 1.0)
     monkeypatch.setattr("app.machine_plan.load_or_calibrate", lambda *args, **settings: model)
+    monkeypatch.setattr("app.machine_plan.load_or_measure_copies", lambda *args, **settings: CopySpeed(1e10, 1e10))
     assert main(("--model", "resnet18", "--tile", "64", "--ranks", "2", "--costs", "measured")) == 0
     printed = capsys.readouterr()
     assert "measured at 64 px" in printed.out

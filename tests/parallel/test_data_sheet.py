@@ -101,3 +101,8 @@ def test_a_type_the_device_has_no_arithmetic_for_is_refused() -> None:
         cost_on(graph, DEVICES["v100-16gb"], "bfloat16")
     with pytest.raises(ValueError, match="no such type"):
         cost_on(graph, DEVICES["v100-16gb"], "float31")
+
+
+def test_every_device_has_a_link_to_its_host() -> None:
+    assert {link_named(device.host_link).name for device in DEVICES.values()} == {"pcie3", "pcie4", "pcie5"}
+    assert link_named(DEVICES["v100-16gb"].host_link).bandwidth == pytest.approx(12.6e9)
