@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.candidate import Candidate
 from parallel.graph import LayerGraph
+from parallel.keeping.kept_bytes import kept_bytes
+from parallel.keeping.rule import Keeping
 from parallel.lowering import BEGINS_BACKWARD
 from parallel.microbatch import share_of
 from parallel.partition import Partition
 from parallel.placement import Placement
-from parallel.stage_bytes import StageBytes, stage_bytes, window_bytes
+from parallel.stage_bytes import StageBytes, stage_bytes
 
 GATHERED = 2
 """Units of FSDP that are whole at a time: the one at work, and the one gathered ahead."""
@@ -102,7 +104,7 @@ def rank_bytes(
             first replica.
         weights: of the microbatches by number, as parts of the largest; 1 each by default.
         device: kind of device, "cpu" or "cuda", which the optimizer's own memory depends on.
-        stages: what ``stage_bytes`` gives for the partition, where it is known.
+        stages: what ``stage_bytes`` gives for the partition, where it is known, or ``kept_bytes`` under another rule.
     """
     stages = stage_bytes(partition) if stages is None else stages
     return [
@@ -111,7 +113,9 @@ def rank_bytes(
     ]
 
 
-def whole_bytes(candidate: Candidate, graph: LayerGraph, slots: int, device: str = "cpu") -> RankBytes:
+def whole_bytes(
+    candidate: Candidate, graph: LayerGraph, slots: int, device: str = "cpu", keeping: Keeping | None = None
+) -> RankBytes:
     """Of each rank where every rank computes the whole model: single, ddp and fsdp.
 
     DistributedDataParallel holds all gradients in buckets from the beginning, and those of microbatches before the last
@@ -121,8 +125,9 @@ def whole_bytes(candidate: Candidate, graph: LayerGraph, slots: int, device: str
         candidate: name, ranks and microbatches.
         graph: of the model and its loss, traced with the largest microbatch.
         slots: values that the optimizer keeps for each parameter.
+        keeping: what becomes of activations; all stay on the device by default.
     """
-    stage = window_bytes(graph, 0, len(graph.layers))
+    (stage,) = kept_bytes(Partition(graph, (0,)), keeping or Keeping())
     several = len(share_of(0, candidate.ranks, candidate.m)) > 1
     parameters, kept = stage.parameters, stage.activations
     # Buckets take in the gradients layer by layer; without them all that are made add up.

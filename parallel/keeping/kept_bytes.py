@@ -7,14 +7,14 @@ leave is counted by the window (``ahead``). No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 
 from parallel.graph import LayerGraph
 from parallel.keeping.lifetimes import Lifetimes
 from parallel.keeping.passes import Passes
-from parallel.keeping.rule import Keeping, Segment
+from parallel.keeping.rule import Keeping
 from parallel.keeping.segments import segments_of
 from parallel.liveness import Piece, Span, gradient_spans, pieces, running_bytes
 from parallel.partition import Partition
@@ -30,27 +30,27 @@ def kept_bytes(partition: Partition, keeping: Keeping, found: Iterable[Piece] | 
     Raises:
         ValueError: a chosen run of layers does not fit the model.
     """
-    found = list(pieces(partition.graph) if found is None else found)
+    found = pieces(partition.graph) if found is None else list(found)
     plain = stage_bytes(partition, found)
     if keeping.offload == "none" and not keeping.segmented:
         return plain
-    return [
-        with_lifetimes(partition.graph, segments_of(partition, stage, keeping), keeping, own, plain[stage])
-        for stage, own in enumerate(touched_by(partition, found))
-    ]
+    stages = zip(plain, lifetimes_of(partition, keeping, found), strict=True)
+    return [with_lifetimes(partition.graph, lives, stage) for stage, lives in stages]
 
 
-def with_lifetimes(
-    graph: LayerGraph, segments: Sequence[Segment], keeping: Keeping, found: Iterable[Piece], plain: StageBytes
-) -> StageBytes:
-    """Of a stage with these segments.
+def lifetimes_of(partition: Partition, keeping: Keeping, found: Iterable[Piece] | None = None) -> list[Lifetimes]:
+    """Of every stage; arguments as ``kept_bytes``."""
+    touched = touched_by(partition, pieces(partition.graph) if found is None else found)
+    return [Lifetimes(own, Passes(segments_of(partition, k, keeping)), keeping) for k, own in enumerate(touched)]
+
+
+def with_lifetimes(graph: LayerGraph, lives: Lifetimes, plain: StageBytes) -> StageBytes:
+    """Of a stage whose pieces of memory live so.
 
     Args:
-        found: the pieces that its layers make, keep or use; others change nothing.
         plain: of the stage, when all is kept on the device.
     """
-    passes = Passes(segments)
-    lives = Lifetimes(found, passes, keeping)
+    passes = lives.passes
     live = running_bytes([*lives.spans, *_gradients(graph, passes)], 0, passes.end)
     params = graph.owned_bytes[passes.start : passes.stop]
     made = list(accumulate(reversed(params)))[::-1]

@@ -42,6 +42,7 @@ class Lifetimes:
         found: pieces of memory; such that the stage's layers neither make nor keep nor use change nothing.
 
     Attributes:
+        passes: as given.
         spans: of moments, on the device.
         unkept: of positions, in a forward pass that keeps nothing, as before a recomputation of the whole stage.
         held: bytes on the device between the two passes.
@@ -55,7 +56,7 @@ class Lifetimes:
         self.spans: list[Span] = []
         self.unkept: list[Span] = []
         self.held = self.held_inputs = self.host = self.host_inputs = 0
-        self._passes = passes
+        self.passes = passes
         self._starts = [segment.start for segment in passes.segments]
         self._moves = keeping.offload != "none"
         # The study's modes copy whatever autograd keeps each time, also what they have copied before.
@@ -72,7 +73,7 @@ class Lifetimes:
         uses = self._uses(piece)
         if not uses:
             return
-        passes, size = self._passes, piece.bytes
+        passes, size = self.passes, piece.bytes
         entered = any(passes.start <= use < passes.stop and made < passes.start for made, use in piece.used)
         begin = passes.start if entered else uses[0].begin
         sent = not entered and any(use >= passes.stop for _, use in piece.used)
@@ -101,7 +102,7 @@ class Lifetimes:
 
     def _uses(self, piece: Piece) -> list[_Use]:
         """By segment, in order."""
-        passes, found = self._passes, []
+        passes, found = self.passes, []
         places = {*piece.made, *piece.saved, *(use for _, use in piece.used)}
         numbers = {bisect.bisect(self._starts, place) - 1 for place in places if passes.start <= place < passes.stop}
         for number in sorted(numbers):
@@ -120,13 +121,13 @@ class Lifetimes:
 
     def _hold(self, size: int, begin: int, last: int, entered: bool) -> None:
         """On the device from position ``begin`` to moment ``last``."""
-        self.spans.append(Span(self._passes.forth(begin), last, size))
+        self.spans.append(Span(self.passes.forth(begin), last, size))
         self.held += size
         self.held_inputs += size if entered else 0
 
     def _move(self, size: int, begin: int, last: int, kept: Sequence[int], entering: Sequence[_Use]) -> None:
         """To the host in the forward pass; a segment that it enters asks for it when it begins again."""
-        passes = self._passes
+        passes = self.passes
         asked = [passes.back[place] for place in kept] + [passes.again[use.begin] for use in entering]
         alone = [use for use in entering if self._each or passes.again[use.begin] == max(asked)]
         for use in alone:  # nobody else holds it by then: what the segment keeps of it is kept anew
@@ -137,7 +138,7 @@ class Lifetimes:
 
     def _make_again(self, size: int, use: _Use, moves: bool) -> None:
         """In a segment that is computed again."""
-        again, back = self._passes.again, self._passes.back
+        again, back = self.passes.again, self.passes.back
         begin, free = again[use.begin] + use.enters, again[use.last]  # at its first moment it has just been brought
         if not use.saved:
             self.spans.append(Span(begin, free, size))
