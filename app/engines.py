@@ -20,6 +20,7 @@ from parallel.data_parallel import DataParallelEngine
 from parallel.engine import Engine
 from parallel.fully_sharded import FullyShardedEngine
 from parallel.guardian import Guardian
+from parallel.keeping.rule import Keeping
 from parallel.step import Loss
 from parallel.strategy import Strategy
 from parallel.update import MakeOptimizer
@@ -104,11 +105,16 @@ def stages_of(asked: StrategySettings) -> Strategy:
         chunks=(asked.chunks or 2) if asked.name == "interleaved" else 1,
         cuts=tuple(cut.strip() for cut in asked.cuts.split(",") if cut.strip()),
         schedule_csv=asked.schedule.read_text() if asked.schedule else None,
-        recompute=asked.recompute == "stage",
+        keeping=keeping_of(asked),
         shard_optimizer=asked.shard_optimizer == "pair",
         statistics=asked.norm_statistics,
         compile=asked.compile,
     )
+
+
+def keeping_of(asked: StrategySettings) -> Keeping:
+    """What becomes of what forward passes keep."""
+    return Keeping(recompute=asked.recompute)
 
 
 def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -31,6 +31,10 @@ class Kind(Enum):
     """Send the gradients of what stage ``peer`` had sent forward."""
     RECEIVE_BACKWARD = "RECV_B"
     """Receive, from stage ``peer``, the gradients of what was sent to it."""
+    OFFLOAD = "O"
+    """What the forward pass keeps is on the host from here on."""
+    PREFETCH = "P"
+    """Begin to bring back to the device what the backward pass needs first."""
     REDUCE = "REDUCE"
     """Begin to sum the stage's gradients over all ranks that hold a copy of it; the update waits for the sum."""
 
@@ -45,7 +49,7 @@ PER_PEER = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWAR
 
 _TEXT = re.compile(
     r"(?:(?P<replica>\d+):)?(?P<stage>\d+)"
-    r"(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|F|B|I|W|R)(?P<microbatch>\d+)?(?:[<>](?P<peer>\d+))?"
+    r"(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|F|B|I|W|R|O|P)(?P<microbatch>\d+)?(?:[<>](?P<peer>\d+))?"
 )
 
 
@@ -98,7 +102,7 @@ class Action:
                 return cls(kind, stage, number["microbatch"], number["replica"] or 0, number["peer"])
         raise ValueError(
             f"{text!r} is no action: write stage, kind and microbatch as in 2F0 (F forward, B backward, I and W its "
-            "halves, R recompute), with the replica before a colon as in 1:2F0"
+            "halves, R recompute, O offload, P prefetch), with the replica before a colon as in 1:2F0"
         )
 
 

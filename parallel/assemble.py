@@ -18,11 +18,13 @@ from parallel.batchnorm import running_statistics
 from parallel.canonical import CanonicalState
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import broadcast_tensors
-from parallel.cut import StageModule, cut_stage
+from parallel.cut import cut_stage
 from parallel.engine import Engine, Observer
 from parallel.exchange import GradientExchange
 from parallel.handover import Handover
 from parallel.holders import Holders
+from parallel.keeping.keeper import Keeper
+from parallel.keeping.segments import segments_of
 from parallel.messages import Messenger
 from parallel.microbatch import share_of
 from parallel.partition import Partition
@@ -30,6 +32,8 @@ from parallel.placement import Placement
 from parallel.prediction import Prediction
 from parallel.rank_work import RankWork
 from parallel.stage import Stage
+from parallel.stage_cost import nominal_costs
+from parallel.stage_module import StageModule
 from parallel.step import Loss
 from parallel.strategy import Strategy
 from parallel.trace import trace
@@ -76,13 +80,18 @@ def assemble(
         traced = trace(module, shape, dtype=next(module.parameters()).dtype)
     communicator.barrier()
     partition = strategy.partition(traced.graph)
-    schedule = strategy.schedule(partition.links)
+    keeping = strategy.keeping
+    schedule = strategy.schedule(partition.links, nominal_costs(partition) if keeping.offload == "overlap" else None)
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
     holders = Holders(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
-    cuts = {number: cut_stage(traced, partition, number).to(device) for number in numbers}
+    cuts = {
+        number: cut_stage(traced, partition, number, segments_of(partition, number, keeping)).to(device)
+        for number in numbers
+    }
+    keeper = Keeper(keeping, device, meter=meter)
     stages = {
-        number: _stage(cut, number, partition, strategy, holders, device, loss, autocast, splits, meter)
+        number: _stage(cut, number, partition, strategy, holders, device, loss, autocast, splits, keeper, meter)
         for number, cut in cuts.items()
     }
     exchanges = {
@@ -126,6 +135,7 @@ def _stage(
     loss: Loss,
     autocast: torch.dtype | None,
     splits: bool,
+    keeper: Keeper,
     meter: ActivationMeter | None,
 ) -> Stage:
     """Stage ``number``, with the same weights on all ranks that hold it."""
@@ -144,6 +154,7 @@ def _stage(
         autocast=autocast,
         split=splits,
         compiled=strategy.compile,
+        keeper=keeper,
         meter=meter,
     )
 

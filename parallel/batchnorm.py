@@ -7,7 +7,7 @@ itself starts from zeros and is put back after; what it left is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
@@ -39,8 +39,12 @@ class RunningStatistics(Protocol):
         """Around the forward pass of microbatch ``i`` of ``tiles`` tiles, numbered over all ranks; in any order."""
         ...
 
-    def frozen(self) -> AbstractContextManager[None]:
-        """Around a recomputed forward pass: its outputs are the same, and nothing is counted."""
+    def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
+        """Around a recomputed forward pass: its outputs are the same, and nothing is counted.
+
+        Args:
+            within: modules of which some are computed; None: all.
+        """
         ...
 
     def end_step(self) -> None:
@@ -100,8 +104,8 @@ class OrderedStatistics:
                 self._replay(self._records.pop(self._next))
                 self._next += 1
 
-    def frozen(self) -> AbstractContextManager[None]:
-        return untouched(self._active)
+    def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
+        return untouched([layer for layer in self._active if within is None or layer in within])
 
     def end_step(self) -> None:
         if not self._active:

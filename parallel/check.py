@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from parallel.action import COMPUTE, PER_PEER, Action, Kind, Schedule
+from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.channels import Channels
 from parallel.placement import Placement
 from parallel.progress import Progress, Stop
 from parallel.schedule_error import ScheduleError, ScheduleFault
 
 EARLIER = {
-    Kind.BACKWARD: (Kind.FORWARD, Kind.RECOMPUTE),
-    Kind.BACKWARD_INPUT: (Kind.FORWARD, Kind.RECOMPUTE),
+    Kind.BACKWARD: (Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.PREFETCH),
+    Kind.BACKWARD_INPUT: (Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.PREFETCH),
     Kind.BACKWARD_WEIGHT: (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT),
-    Kind.RECOMPUTE: (Kind.FORWARD,),
+    Kind.RECOMPUTE: (Kind.FORWARD, Kind.OFFLOAD, Kind.PREFETCH),
+    Kind.OFFLOAD: (Kind.FORWARD,),
+    Kind.PREFETCH: (Kind.FORWARD, Kind.OFFLOAD),
 }
-"""What stands before a computation of the same stage and microbatch, where it stands at all."""
+"""What stands before an action of the same stage and microbatch, where it stands at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def _owners(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFault]
 def _repeats(schedule: Schedule) -> Iterator[ScheduleFault]:
     seen: dict[Action, tuple[int, int]] = {}
     for rank, n, action in _cells(schedule):
-        if action.kind in COMPUTE or action.kind in PER_PEER:
+        if action.kind is not Kind.REDUCE:
             before = seen.setdefault(action, (rank, n))
             if before != (rank, n):
                 yield ScheduleFault(f"stands on rank {before[0]}, position {before[1]} already", rank, n, action)

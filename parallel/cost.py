@@ -14,6 +14,8 @@ NOMINAL_FLOPS = 10e12
 """Per second."""
 NOMINAL_BANDWIDTH = 500e9
 """Bytes per second between memory and arithmetic."""
+NOMINAL_COPY_BANDWIDTH = 20e9
+"""Bytes per second between the device and the host."""
 PASSES = 3
 """Forward, and backward with its gradients of inputs and of parameters."""
 

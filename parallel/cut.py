@@ -8,48 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from parallel.graph import RANDOM_STATE
+from parallel.keeping.rule import Segment
 from parallel.partition import Partition
+from parallel.stage_module import Run, SegmentRun, StageModule
 from parallel.trace import Traced
 
-Run = Callable[..., tuple[Any, ...]]
 
-
-class StageModule(nn.Module):
-    """The layers of one stage. ``named_parameters()`` and ``state_dict()`` have the names of the whole model.
-
-    Attributes:
-        inputs: names of the values ``forward`` takes, in order.
-        outputs: names of the values it gives, in order. Those that only training makes are None in evaluation.
-    """
-
-    def __init__(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
-        super().__init__()
-        self.inputs = inputs
-        self.outputs = outputs
-        self._run_training: Run
-        self._run_evaluation: Run
-        self._modes: list[tuple[nn.Module, bool, bool]] = []
-
-    def forward(self, *values: Any) -> tuple[Any, ...]:
-        """The values named in ``outputs`` from those named in ``inputs``."""
-        return (self._run_training if self.training else self._run_evaluation)(self, *values)
-
-    def train(self, mode: bool = True) -> StageModule:
-        """As the whole model's ``train()``, which may keep some modules in a mode of their own."""
-        super().train(mode)
-        for module, training, evaluation in self._modes:
-            module.training = training if mode else evaluation
-        return self
-
-
-def cut_stage(traced: Traced, partition: Partition, stage: int) -> StageModule:
+def cut_stage(
+    traced: Traced,
+    partition: Partition,
+    stage: int,
+    segments: Sequence[Segment] = (),
+    kind: type[StageModule] = StageModule,
+) -> StageModule:
     """Stage ``stage`` of the model, in training mode or not as the model is.
+
+    Args:
+        segments: that cover it, where it is to be run segment by segment.
 
     Raises:
         ValueError: evaluation would need values that training does not send between these stages.
@@ -63,13 +44,15 @@ def cut_stage(traced: Traced, partition: Partition, stage: int) -> StageModule:
         placed = _stages_in_evaluation(traced, partition, placed)
         slots = _slots(traced, partition, placed)
         evaluation = [node for node in traced.evaluation.graph.nodes if placed[node.name] == stage]
-    module = StageModule(partition.inputs_of(stage), partition.outputs_of(stage))
+    module = kind(partition.inputs_of(stage), partition.outputs_of(stage))
     _install(module, traced, training)
     _install(module, traced, evaluation)
     _install_aliases(module, traced, unused=stage == partition.depth - 1)
     _order_as(traced.model, module)
-    module._run_training = _compile(training, module, {}, f"stage {stage} in training")
-    module._run_evaluation = _compile(evaluation, module, slots, f"stage {stage} in evaluation")
+    ends = module.inputs, module.outputs
+    module._run_training = _compile(training, *ends, {}, f"stage {stage} in training")
+    module._run_evaluation = _compile(evaluation, *ends, slots, f"stage {stage} in evaluation")
+    module.segments = tuple(_segment_runs(module, traced, training, partition, segments))
     own = {id(part) for part in module.modules()}
     for path, modes in traced.modes.items():
         part = traced.model.get_submodule(path)
@@ -133,11 +116,42 @@ def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict
     return slots
 
 
-def _compile(nodes: Sequence[fx.Node], module: StageModule, slots: dict[str, str], name: str) -> Run:
+def _segment_runs(
+    module: StageModule, traced: Traced, nodes: Sequence[fx.Node], partition: Partition, segments: Sequence[Segment]
+) -> Iterator[SegmentRun]:
+    """The segments of a stage, ready to run; none where there is only one, that is not computed again."""
+    if not any(segment.recompute for segment in segments):
+        return
+    place = partition.graph.position
+    own = [[node for node in nodes if one.start <= place[node.name] < one.stop] for one in segments]
+    used = [{argument.name for node in part for argument in node.all_input_nodes} for part in own]
+    made = [{node.name for node in part if node.op != "placeholder"} for part in own]
+    for k, (segment, part) in enumerate(zip(segments, own, strict=True)):
+        later = set(module.outputs).union(*used[k + 1 :])
+        entering = tuple(sorted(used[k] - made[k], key=lambda name: place[name]))
+        leaving = tuple(node.name for node in part if node.name in made[k] & later)
+        before = set(module.inputs).union(*made[:k])
+        layers = partition.graph.layers[segment.start : segment.stop]
+        yield SegmentRun(
+            _compile(part, entering, leaving, {}, f"layers {segment.start} to {segment.stop}"),
+            entering,
+            leaving,
+            tuple(sorted(name for name in before & used[k] if name not in later)),
+            segment.recompute,
+            any(layer.random for layer in layers),
+            frozenset(
+                inner for path in _paths(part, "call_module") for inner in traced.model.get_submodule(path).modules()
+            ),
+        )
+
+
+def _compile(
+    nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], name: str
+) -> Run:
     """A function (stage module, values) -> values that runs ``nodes``; values are let go of after their last use."""
     graph = fx.Graph()
     copies: dict[str, fx.Node] = {}
-    for value in module.inputs:
+    for value in inputs:
         copies[value] = graph.placeholder(value)
     for value, slot in slots.items():
         if slot in copies:
@@ -148,8 +162,8 @@ def _compile(nodes: Sequence[fx.Node], module: StageModule, slots: dict[str, str
             results[node.name] = fx.map_arg(node.args[0], lambda argument: copies[argument.name])
         elif node.op != "placeholder":
             copies[node.name] = graph.node_copy(node, lambda argument: copies[argument.name])
-    results |= {slot: copies[value] for value, slot in slots.items() if slot in module.outputs}
-    graph.output(tuple(results.get(value, copies.get(value)) for value in module.outputs))
+    results |= {slot: copies[value] for value, slot in slots.items() if slot in outputs}
+    graph.output(tuple(results.get(value, copies.get(value)) for value in outputs))
     code = graph.python_code("self")
     file = f"<{name}>"
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)

@@ -7,8 +7,9 @@ several, torch's DistributedDataParallel averages the gradients in buckets while
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -18,8 +19,12 @@ from torch.optim import Optimizer
 
 from parallel.batchnorm import running_statistics
 from parallel.comm.communicator import Communicator
+from parallel.keeping.keeper import Keeper
+from parallel.keeping.rule import Keeping
+from parallel.keeping.surroundings import surroundings
 from parallel.microbatch import microbatch_seed, share_of
 from parallel.randomness import drawing
+from parallel.stage_module import Run, SegmentRun, StageModule
 from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, set_learning_rate
 
 
@@ -36,6 +41,7 @@ class DataParallelEngine:
         seed: of dropout and every other random number the model draws.
         autocast: type for mixed precision on the device; None computes in float32.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
+        keeper: says what becomes of what forward passes keep. By default autograd keeps it.
 
     Raises:
         ValueError: ``batch``, ``m`` and the number of ranks do not fit together.
@@ -53,6 +59,7 @@ class DataParallelEngine:
         seed: int = 0,
         autocast: torch.dtype | None = None,
         statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
+        keeper: Keeper | None = None,
     ) -> None:
         if batch < m:
             raise ValueError(
@@ -71,6 +78,10 @@ class DataParallelEngine:
         self._device = next(module.parameters()).device
         self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
+        self._keeper = keeper or Keeper(Keeping(), self._device)
+        self._precision = functools.partial(
+            torch.autocast, self._device.type, self._autocast, enabled=self._autocast is not None
+        )
 
     def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
         """What forward passes of training go through."""
@@ -113,6 +124,7 @@ class DataParallelEngine:
             # DistributedDataParallel divides by the number of ranks; the global mean weighs every tile alike.
             weight = microbatch.shape[0] * self._communicator.world / self._batch
             (loss * weight).backward()  # type: ignore[no-untyped-call]
+        self._keeper.landed(i)
         return loss.detach().cpu()
 
     def _forward(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
@@ -123,10 +135,32 @@ class DataParallelEngine:
         with (
             drawing(microbatch_seed(self._seed, step, i), self._device),
             self._statistics.microbatch(i, microbatch.shape[0]),
-            torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None),
+            self._precision(),
+            self._keeper.watching(i, self._state()),
+            self._in_segments(),
         ):
             loss: Tensor = self._loss(self._replica(microbatch.images), microbatch.targets)
         return loss
+
+    @contextlib.contextmanager
+    def _in_segments(self) -> Iterator[None]:
+        """A model cut into segments is run by the keeper."""
+        if not isinstance(self.module, StageModule):
+            yield
+            return
+        self.module.through = self._through
+        try:
+            yield
+        finally:
+            self.module.through = None
+
+    def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        around = functools.partial(surroundings, segment, self._device, self._statistics, self._precision)
+        return self._keeper.through(segment, compute, values, self._state(), around)
+
+    def _state(self) -> tuple[Tensor, ...]:
+        """Parameters and buffers, which are there anyway."""
+        return (*self.module.parameters(), *self.module.buffers())
 
     def predicting(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -149,6 +183,7 @@ class DataParallelEngine:
 
     def close(self) -> None:
         self._replica = None
+        self._keeper.forget()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["model"])

@@ -7,7 +7,7 @@ starts from zeroed statistics, leaves its own, and the layers are put back after
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -84,8 +84,8 @@ class DeferredStatistics:
         if self._active:
             self._records[i] = torch.cat(list(moments.values()))
 
-    def frozen(self) -> AbstractContextManager[None]:
-        return untouched(self._active)
+    def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
+        return untouched([layer for layer in self._active if within is None or layer in within])
 
     def end_step(self) -> None:
         if not self._active:

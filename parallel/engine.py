@@ -175,6 +175,10 @@ class Engine:
             case Kind.RECOMPUTE:
                 with self._computing(position, action) as i:
                     self._work.stages[action.stage].recompute(i)
+            case Kind.OFFLOAD:
+                self._work.stages[action.stage].flush(_i(action))
+            case Kind.PREFETCH:
+                self._work.stages[action.stage].prefetch(_i(action))
             case Kind.REDUCE:
                 self._work.exchanges[action.stage].begin()
             case Kind.SEND_FORWARD:

@@ -25,6 +25,8 @@ _DOES = {
     Kind.BACKWARD_INPUT: "backward pass of microbatch {i} through stage {k}{replica}, gradients of its inputs",
     Kind.BACKWARD_WEIGHT: "backward pass of microbatch {i} through stage {k}{replica}, gradients of its parameters",
     Kind.RECOMPUTE: "second forward pass of microbatch {i} through stage {k}{replica}, to recompute what it saves",
+    Kind.OFFLOAD: "moving what microbatch {i} keeps of stage {k}{replica} to the host",
+    Kind.PREFETCH: "bringing back from the host what microbatch {i} keeps of stage {k}{replica}",
     Kind.SEND_FORWARD: "sending what stage {k}{replica} made of microbatch {i} to stage {peer}",
     Kind.RECEIVE_FORWARD: "receiving what stage {peer} made of microbatch {i} for stage {k}{replica}",
     Kind.SEND_BACKWARD: "sending gradients of microbatch {i} from stage {k}{replica} back to stage {peer}",

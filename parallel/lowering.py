@@ -1,7 +1,8 @@
-"""From what a schedule computes to everything a rank does: recomputation, messages, and the summing of gradients.
+"""From what a schedule computes to everything a rank does: recomputation, messages, the summing of gradients, and where
+activations leave for the host and come back.
 
 Takes a compute-only schedule, the placement and the links between stages; gives the schedule that the engine walks.
-Three passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
+Four passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
 2024). They take it that ``check`` found nothing wrong with the schedule.
 
 A receive only announces that a message is awaited; the compute action that needs it waits. Receives are announced one
@@ -11,11 +12,15 @@ compute action ahead, so that messages travel while ranks compute.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.placement import Placement
 from parallel.progress import SENDS, other_end
+
+if TYPE_CHECKING:
+    from parallel.simulate import StageCost
 
 Links = Mapping[tuple[int, int], bool]
 """(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""
@@ -24,16 +29,86 @@ BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """Actions that need the gradients of a stage's outputs and give those of its inputs."""
 
 
-def lower(schedule: Schedule, placement: Placement, links: Links, *, recompute: bool = False) -> Schedule:
+def lower(
+    schedule: Schedule,
+    placement: Placement,
+    links: Links,
+    *,
+    recompute: bool = False,
+    offload: bool = False,
+    costs: Sequence[StageCost] | None = None,
+) -> Schedule:
     """Everything that each rank does in a step.
 
     Args:
         schedule: compute-only, of all ranks.
         recompute: keep no activations between the forward pass of a microbatch and its backward pass.
+        offload: move them to the host meanwhile.
+        costs: of the stages, for ``offload``.
     """
     if recompute:
         schedule = add_recompute(schedule)
-    return add_reduction(add_communication(schedule, placement, links), placement)
+    lowered = add_reduction(add_communication(schedule, placement, links), placement)
+    return add_offload(lowered, costs) if offload else lowered
+
+
+def add_offload(schedule: Schedule, costs: Sequence[StageCost] | None = None) -> Schedule:
+    """An OFFLOAD after each F whose microbatch has time to go to the host and to come back before its backward pass,
+    and a PREFETCH as long before that as it takes to come back.
+
+    Args:
+        costs: of the stages, with their copies. Without them, anything computed meanwhile is time enough, and a
+            microbatch comes back one compute action ahead.
+    """
+    return {rank: list(_with_offload(actions, costs)) for rank, actions in schedule.items()}
+
+
+def _with_offload(actions: list[Action], costs: Sequence[StageCost] | None) -> Iterator[Action]:
+    computing = [n for n, action in enumerate(actions) if action.kind in COMPUTE]
+    order = {n: k for k, n in enumerate(computing)}
+    ahead: dict[int, list[Action]] = defaultdict(list)
+    behind: dict[int, list[Action]] = defaultdict(list)
+    begun: dict[tuple[int, int | None, int], int] = {}
+    for n in computing:
+        place = (actions[n].stage, actions[n].microbatch, actions[n].replica)
+        if actions[n].kind is Kind.FORWARD:
+            begun[place] = n
+        elif (start := begun.pop(place, None)) is not None:
+            between = computing[order[start] + 1 : order[n]]
+            first = _prefetched([actions[k] for k in between], place[0], costs)
+            if first is not None:
+                behind[_end_of_sends(actions, start)].append(Action(Kind.OFFLOAD, *place))
+                ahead[between[first]].append(Action(Kind.PREFETCH, *place))
+    for n, action in enumerate(actions):
+        yield from ahead[n]
+        yield action
+        yield from behind[n]
+
+
+def _prefetched(between: Sequence[Action], stage: int, costs: Sequence[StageCost] | None) -> int | None:
+    """Before which of the compute actions between a forward pass and its backward pass the way back begins; None where
+    there is not the time to go and come back."""
+    if costs is None or not between:
+        return len(between) - 1 if between else None
+    own = costs[stage]
+    # Copies out have begun with the forward pass, those back go on beside the backward pass.
+    out_s, back_s = max(0.0, own.out_s - own.forward_s), max(0.0, own.back_s - own.backward_s)
+    seconds = [_seconds(action, costs[action.stage]) for action in between]
+    if sum(seconds) < out_s + back_s:
+        return None
+    first, room = len(between) - 1, seconds[-1]
+    while room < back_s:
+        first -= 1
+        room += seconds[first]
+    return first
+
+
+def _seconds(action: Action, cost: StageCost) -> float:
+    if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+        return cost.forward_s
+    return {Kind.BACKWARD_INPUT: cost.backward_input_s, Kind.BACKWARD_WEIGHT: cost.backward_weight_s}.get(
+        action.kind, cost.backward_s
+    )
 
 
 def add_recompute(schedule: Schedule) -> Schedule:

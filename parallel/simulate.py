@@ -27,6 +27,7 @@ class StageCost:
     Attributes:
         backward_s: of a whole backward pass; the next two are of its halves.
         activation_bytes: kept from a forward pass for its backward pass.
+        out_s, back_s: to copy those to the host and back, where they go there.
     """
 
     forward_s: float
@@ -34,6 +35,8 @@ class StageCost:
     backward_input_s: float
     backward_weight_s: float
     activation_bytes: int
+    out_s: float = 0.0
+    back_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ class Run:
         self.channel_free: dict[tuple[int, int], float] = defaultdict(float)
         self.to_sum: dict[int, deque[tuple[float, Action]]] = {rank: deque() for rank in schedule}
         self.sums_done = dict.fromkeys(schedule, 0.0)
+        self.copied = {(rank, kind): 0.0 for rank in schedule for kind in (Kind.OFFLOAD, Kind.PREFETCH)}
+        self.begun: dict[Action, float] = {}  # start of a computation; end of a way back
 
     def finish(self) -> None:
         """Carry every rank on to its end."""
@@ -142,6 +147,13 @@ class Run:
         elif action.kind in PER_PEER:
             self.announced[action] = now
             self._carry((peer_rank(action, self.placement, rank), rank))
+        elif action.kind is Kind.OFFLOAD:
+            self._offload(rank, action)
+        elif action.kind is Kind.PREFETCH:
+            start = max(now, self.copied[rank, action.kind])
+            end = start + self.costs[action.stage].back_s * self.weight[_i(action)]
+            self.copied[rank, action.kind] = self.begun[action] = end
+            self.spans[rank].append(Span(action, start, end))
         elif action.kind is Kind.REDUCE:
             self.to_sum[rank].append((now, action))
             self._sum(action.stage)
@@ -154,8 +166,21 @@ class Run:
         start = self.ready_s(rank, action)
         if start is None:
             return False
-        self.computed(rank, action, start, start + self.compute_s(action))
+        end = start + self.compute_s(action)
+        if action.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            back = Action(Kind.PREFETCH, action.stage, action.microbatch, action.replica)
+            end = max(end, self.begun.get(back, 0.0))  # the last of it may come while the first is used
+        self.computed(rank, action, start, end)
         return True
+
+    def _offload(self, rank: int, action: Action) -> None:
+        """Wait until what was kept is on the host; copies begin with the forward pass."""
+        forward = Action(Kind.FORWARD, action.stage, action.microbatch, action.replica)
+        start = max(self.begun[forward], self.copied[rank, action.kind])
+        end = max(start + self.costs[action.stage].out_s * self.weight[_i(action)], self.done[forward])
+        self.copied[rank, action.kind] = end
+        self.clock[rank] = max(self.clock[rank], end)
+        self.spans[rank].append(Span(action, start, end))
 
     def ready_s(self, rank: int, action: Action) -> float | None:
         """When ``action`` can start; None as long as that is not known."""
@@ -170,6 +195,7 @@ class Run:
     def computed(self, rank: int, action: Action, start: float, end: float) -> None:
         """Note that ``rank`` did ``action``."""
         self.clock[rank] = self.done[action] = end
+        self.begun.setdefault(action, start)
         if action.kind is Kind.BACKWARD_INPUT:  # as good as B for the stages that need its gradients
             self.done[Action(Kind.BACKWARD, action.stage, action.microbatch, action.replica)] = end
         self.spans[rank].append(Span(action, start, end))

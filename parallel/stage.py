@@ -7,7 +7,8 @@ nothing of schedules or ranks: the engine calls it in whatever order the schedul
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.activations import ActivationMeter
 from parallel.batchnorm import RunningStatistics
-from parallel.cut import StageModule
 from parallel.graph import RANDOM_STATE
+from parallel.keeping.arrivals import Arrival, arrived
+from parallel.keeping.keeper import Keeper
+from parallel.keeping.packing import put_away, restore
+from parallel.keeping.rule import Keeping
+from parallel.keeping.surroundings import surroundings
 from parallel.randomness import drawing
 from parallel.split_backward import DeferredWeights
+from parallel.stage_module import Run, SegmentRun, StageModule
 from parallel.step import Loss
 
 LOSS = "#loss"
@@ -36,10 +42,12 @@ class InFlight:
     """What one microbatch leaves behind between forward and backward.
 
     Attributes:
-        values: received, by name; their tensors are leaves of this stage's part of the autograd graph.
+        values: received, by name; their tensors are leaves of this stage's part of the autograd graph. Where
+            activations go to the host, put away, or gone.
         random: where the stage's random numbers began: a seed, or a state handed on by an earlier stage.
         recomputed: the first forward pass kept nothing else.
         roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
+        arrivals: by name of the value received: where its gradients end up, where activations go to the host.
     """
 
     tiles: int
@@ -48,6 +56,7 @@ class InFlight:
     random: int | Tensor
     recomputed: bool
     roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
+    arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
 
 
 class Stage:
@@ -61,7 +70,8 @@ class Stage:
         draws: the module may draw random numbers.
         split: backward is called in two halves (zero bubble).
         compiled: run the module through ``torch.compile``.
-        meter: counts the bytes kept for backward.
+        keeper: of the rank; says what becomes of what forward passes keep. By default autograd keeps it.
+        meter: counts the bytes kept between the halves of a split backward pass.
 
     Raises:
         ValueError: ``split`` for a module whose backward pass cannot be split exactly.
@@ -79,6 +89,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         split: bool = False,
         compiled: bool = False,
+        keeper: Keeper | None = None,
         meter: ActivationMeter | None = None,
     ) -> None:
         self.module = module
@@ -89,7 +100,7 @@ class Stage:
         self._draws = draws
         self._autocast = autocast
         self._weights = DeferredWeights(module, meter) if split else None
-        self._meter = meter
+        self._keeper = keeper or Keeper(Keeping(), device, meter=meter)
         # Inductor's own random numbers would differ from those of the plain model.
         self._run: Callable[..., Any] = torch.compile(module, options={"fallback_random": True}) if compiled else module
         self._in_flight: dict[int, InFlight] = {}
@@ -127,12 +138,24 @@ class Stage:
                 return self._compute(i, flight)
             with torch.no_grad():
                 outputs = self._compute(i, flight)
+            if self._keeper.moves:
+                flight.values = put_away(values, self._keeper.packer((self, i)))
             return {name: self._promised(name, value) for name, value in outputs.items()}
+
+    def flush(self, i: int) -> None:
+        """What microbatch ``i`` keeps leaves the device now."""
+        self._keeper.flush((self, i))
+
+    def prefetch(self, i: int) -> None:
+        """What microbatch ``i`` keeps begins to come back to the device."""
+        self._keeper.prefetch((self, i))
 
     def recompute(self, i: int) -> None:
         """The forward pass of microbatch ``i`` again, keeping what backward needs; counted nowhere."""
+        flight = self._in_flight[i]
+        flight.values = restore(flight.values)
         with self.statistics.frozen():
-            self._compute(i, self._in_flight[i])
+            self._compute(i, flight)
 
     def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
         """Backward pass of microbatch ``i``; parameters' gradients add up in place.
@@ -157,7 +180,9 @@ class Stage:
         ]
         if flows:
             torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
-        return {name: _gradients(value) for name, value in flight.values.items()}
+        self._keeper.landed((self, i))
+        arrived = {name: [one.take() for one in arrivals] for name, arrivals in flight.arrivals.items()}
+        return arrived or {name: _gradients(value) for name, value in flight.values.items()}
 
     def backward_weight(self, i: int) -> None:
         """Gradients of the weights that ``backward`` put off."""
@@ -174,6 +199,7 @@ class Stage:
     def forget(self) -> None:
         """Drop every microbatch in flight, after a step that was given up."""
         self._in_flight.clear()
+        self._keeper.forget()
 
     def _compute(self, i: int, flight: InFlight) -> dict[str, Any]:
         with contextlib.ExitStack() as scopes:
@@ -182,9 +208,9 @@ class Stage:
             if torch.is_grad_enabled():
                 if self._weights is not None:
                     scopes.enter_context(self._weights.recording(i))
-                if self._meter is not None:
-                    scopes.enter_context(self._meter.watching())
-            given = self._run(*(flight.values[name] for name in self.module.inputs))
+                scopes.enter_context(self._keeper.watching((self, i), self._state()))
+            scopes.enter_context(self._in_segments())
+            given = self._run(*self._entering(flight))
             outputs = dict(zip(self.module.outputs, given, strict=True))
             if self._loss is not None:
                 (output,) = outputs.values()
@@ -200,6 +226,35 @@ class Stage:
         if state is not None:
             outputs[RANDOM_STATE] = state.end
         return outputs
+
+    def _entering(self, flight: InFlight) -> Iterator[Any]:
+        """The values the module takes. Where activations go to the host, the stage itself holds none of them."""
+        if not (self._keeper.moves and torch.is_grad_enabled()):
+            return (flight.values[name] for name in self.module.inputs)
+        values, flight.values = flight.values, {}
+        flight.arrivals = {}
+        entering = []
+        for name in self.module.inputs:
+            value, flight.arrivals[name] = arrived(values.pop(name))
+            entering.append(value)
+        return iter(entering)
+
+    @contextlib.contextmanager
+    def _in_segments(self) -> Iterator[None]:
+        """The module is run by the keeper, segment by segment where it has any."""
+        self.module.through = self._through if torch.is_grad_enabled() else None
+        try:
+            yield
+        finally:
+            self.module.through = None
+
+    def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        around = functools.partial(surroundings, segment, self._device, self.statistics, self._precision)
+        return self._keeper.through(segment, compute, values, self._state(), around)
+
+    def _state(self) -> tuple[Tensor, ...]:
+        """Parameters and buffers, which are there anyway."""
+        return (*self.module.parameters(), *self.module.buffers())
 
     def _edges(self, name: str, value: Any, recomputed: bool) -> list[GradientEdge | None]:
         """Of the tensors of ``value`` that a gradient comes back for."""

@@ -6,9 +6,10 @@ Takes a partition, ``Costs`` and the link between every two stages; gives ``Stag
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
-from parallel.cost import Costs
+from parallel.cost import NOMINAL_COPY_BANDWIDTH, Costs, LayerCost, equal_cost
 from parallel.device_spec import LinkSpec
 from parallel.graph import RANDOM_STATE
 from parallel.partition import Partition
@@ -43,6 +44,14 @@ def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> l
             )
         )
     return found
+
+
+def nominal_costs(partition: Partition) -> list[StageCost]:
+    """By stage, on a nominal device beside a nominal host: the same on every rank of every machine."""
+    layers = [LayerCost(seconds / 3, 2 * seconds / 3, seconds / 3) for seconds in equal_cost(partition.graph)]
+    found = stage_costs(partition, Costs(tuple(layers), "nominal"))
+    copies = [cost.activation_bytes / NOMINAL_COPY_BANDWIDTH for cost in found]
+    return [dataclasses.replace(cost, out_s=s, back_s=s) for cost, s in zip(found, copies, strict=True)]
 
 
 def link_costs(

@@ -6,17 +6,20 @@ torch here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from parallel.action import Schedule
 from parallel.check import check
 from parallel.graph import LayerGraph
+from parallel.keeping.rule import KEEP_ALL, Keeping
 from parallel.lowering import Links, lower
 from parallel.partition import Partition, partition_at, partition_equal
 from parallel.placement import Placement
 from parallel.schedule_file import from_csv
 from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
+from parallel.simulate import StageCost
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Strategy:
         chunks: stages a rank holds of each replica; interleaved has 2 or more.
         cuts: names of layers or modules that begin a stage; empty: stages of equal cost.
         schedule_csv: text of a schedule file, run in place of the named one's actions on the same placement.
-        recompute: keep only what enters a stage, and compute the rest again before its backward pass.
+        keeping: what becomes of what forward passes keep.
         shard_optimizer: each rank of a pair of inverted replicas keeps half of their optimizer state.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
         compile: run the stages through ``torch.compile``.
@@ -44,7 +47,7 @@ class Strategy:
     chunks: int = 1
     cuts: tuple[str, ...] = ()
     schedule_csv: str | None = None
-    recompute: bool = False
+    keeping: Keeping = KEEP_ALL
     shard_optimizer: bool = False
     statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     compile: bool = False
@@ -62,6 +65,13 @@ class Strategy:
         replicas = SCHEDULES[self.name].replicas if self.name in SCHEDULES else 2
         if self.shard_optimizer and replicas < 2:
             faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
+        if self.compile and (self.keeping.segmented or self.keeping.offload != "none"):
+            faults.append("compiled stages cannot be computed again in parts, nor their activations moved: do one")
+        if self.keeping.segmented and self.name == "zero-bubble":
+            faults.append(
+                "zero-bubble splits the backward pass, which parts computed again cannot: recompute whole stages, or "
+                "use 1f1b"
+            )
         if self.compile and self.name == "zero-bubble":
             faults.append(
                 "zero-bubble splits the backward pass, which compiled stages cannot: use 1f1b, or do not compile"
@@ -86,11 +96,12 @@ class Strategy:
             )
         return partition_at(graph, self.cuts)
 
-    def schedule(self, links: Links) -> Schedule:
+    def schedule(self, links: Links, costs: Sequence[StageCost] | None = None) -> Schedule:
         """Everything that all ranks do in a step, proven to run.
 
         Args:
             links: of the partition.
+            costs: of its stages, to find time for copies to the host; the same on every rank.
 
         Raises:
             ValueError: the schedule does not fit the number of microbatches, or a schedule file is wrong.
@@ -101,6 +112,14 @@ class Strategy:
         else:
             schedule = from_csv(self.schedule_csv)
         check(schedule, placement, links)
-        lowered = lower(schedule, placement, links, recompute=self.recompute)
+        keeping = self.keeping
+        lowered = lower(
+            schedule,
+            placement,
+            links,
+            recompute=keeping.stagewise,
+            offload=keeping.offload == "overlap",
+            costs=costs,
+        )
         check(lowered, placement, links)
         return lowered

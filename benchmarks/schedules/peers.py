@@ -16,8 +16,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from benchmarks.schedules.workload import CPU, Workload, loss, make_optimizer
 from parallel.activations import ActivationMeter
 from parallel.comm.communicator import Communicator
-from parallel.cut import StageModule, cut_stage
+from parallel.cut import cut_stage
 from parallel.microbatch import share_of
+from parallel.stage_module import StageModule
 from parallel.trace import trace
 
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

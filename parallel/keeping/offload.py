@@ -1,8 +1,8 @@
 """Activations on the host between their forward and their backward pass, copied beside what is computed.
 
 What autograd saves of a forward pass becomes an ``Entry`` per storage. Entries wait on the device as long as all that
-wait are within a window; the oldest leave for the host first. In the backward pass the last come back first, each before
-it is needed, again within the window. A storage that several layers save travels once each way.
+wait are within a window; the oldest leave for the host first. In the backward pass the last come back first, each
+before it is needed, again within the window. A storage that several layers save travels once each way.
 
 Takes part through saved-tensor hooks (``keeper``), whatever the schedule and the number of microbatches in flight.
 """

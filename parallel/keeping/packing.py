@@ -6,11 +6,13 @@ to the host. Recomputation packs what it needs to begin again with the same pack
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from parallel.activations import ActivationMeter
 
@@ -58,6 +60,38 @@ class Holding:
 
     def pack(self, tensor: Tensor) -> Packed:
         return Held(tensor) if self._meter is None else self._meter.hold(tensor)
+
+
+@dataclass(frozen=True)
+class _Put:
+    """A tensor put away, and whether it asks for a gradient."""
+
+    packed: Packed
+    needs_grad: bool
+
+
+def put_away(value: Any, packer: Packer, anyway: Container[int] = ()) -> Any:
+    """``value``, tensors in tuples, lists and dicts, with its tensors packed.
+
+    Args:
+        anyway: storages of what is there in any case; these are left.
+    """
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.untyped_storage().data_ptr() in anyway:
+            return leaf
+        return _Put(packer.pack(leaf), leaf.requires_grad)
+
+    return tree_map(put, value)
+
+
+def restore(value: Any) -> Any:
+    """What ``put_away`` was given; its tensors are leaves."""
+
+    def back(leaf: Any) -> Any:
+        return leaf.packed.unpack().detach().requires_grad_(leaf.needs_grad) if isinstance(leaf, _Put) else leaf
+
+    return tree_map(back, value, is_leaf=lambda leaf: isinstance(leaf, _Put))
 
 
 def check_version(tensor: Tensor, version: int) -> None:

@@ -65,3 +65,7 @@ class Keeping:
     def segmented(self) -> bool:
         """Parts of a stage are computed again within its backward pass."""
         return self.recompute not in ("none", "stage")
+
+
+KEEP_ALL = Keeping()
+"""On the device, all of it."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from parallel.keeping.rule import Keeping
 from parallel.step import Microbatch
 from parallel.strategy import Strategy
 from tests.helpers.small_nets import TwoOutputs, batch_of, two_losses
@@ -97,7 +98,11 @@ class NormAndReLU(nn.BatchNorm2d):
         return norm.relu()
 
 
-@pytest.mark.parametrize("strategy", [Strategy("master", 2, 2, 4), Strategy("gpipe", 2, 2, 4, recompute=True)], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [Strategy("master", 2, 2, 4), Strategy("gpipe", 2, 2, 4, keeping=Keeping(recompute="stage"))],
+    ids=["master", "gpipe, recomputed"],
+)
 def test_running_statistics_of_batch_norms_that_are_not_torchs_own(strategy: Strategy) -> None:
     """timm's BatchNormAct2d was traced into: its stage held two bare tensors in place of a normalisation layer, nobody
     kept them right, and under master the running statistics of an EfficientNet were those of half of the tiles, under

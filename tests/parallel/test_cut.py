@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from models.registry import build_model
-from parallel.cut import StageModule, cut_stage
+from parallel.cut import cut_stage
 from parallel.partition import Partition, partition_at, partition_equal
+from parallel.stage_module import StageModule
 from parallel.trace import Traced, trace
 from tests.helpers.awkward_nets import SMALL, Named, RandomModel
 

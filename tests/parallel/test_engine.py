@@ -8,112 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine import Engine, EngineFault
+from parallel.engine import EngineFault
+from parallel.keeping.rule import Keeping
 from parallel.schedules.registry import SCHEDULES
 from parallel.step import Microbatch, NonFiniteLoss
 from parallel.strategy import Strategy
-from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run
-from tests.helpers.small_nets import NETS, batch_of, drawn_once
-
-SEED, LR = 11, 0.05
-SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=1e-3)
-CPU = torch.device("cpu")
-
-
-def net(name: str, dtype: torch.dtype) -> nn.Module:
-    return drawn_once(("engine", name, dtype), 5, lambda: NETS[name][0]().to(dtype))
-
-
-def build(communicator: Communicator, name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> Engine:
-    model, loss = net(name, steps[0][0][0].dtype), NETS[name][1]
-    make = more.pop("make_optimizer", SGD)
-    return assemble(
-        model,
-        loss,
-        make,
-        communicator,
-        strategy,
-        shape=tuple(steps[0][0][0].shape),
-        batch=sum(len(images) for images, _ in steps[0]),
-        device=CPU,
-        seed=SEED,
-        **more,
-    )
-
-
-def train(engine: Engine, steps: list[Batch], first: int = 0) -> list[float]:
-    """What the ranks do: every rank is given what it wants and nothing else."""
-    losses = []
-    for step, batch in enumerate(steps, first):
-        mine = [
-            Microbatch(
-                batch[i][0] if engine.wants(i).images else None,
-                batch[i][1] if engine.wants(i).targets else None,
-                tuple(batch[i][0].shape),
-            )
-            for i in engine.share
-        ]
-        losses.append(engine.step(mine, step, LR).loss)
-    return losses
-
-
-def run(communicator: Communicator, name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> dict[str, Any]:
-    engine = build(communicator, name, strategy, steps, **more)
-    losses = train(engine, steps)
-    gradients = {key: value.clone() for key, value in engine.gradients().items()}
-    images = steps[0][0][0]
-    predicted = engine.predict(Microbatch(images if engine.predict_wants.images else None, None, tuple(images.shape)))
-    return {"losses": losses, "gradients": gradients, "state": engine.state_dict(), "predicted": predicted}
-
-
-def on_threads(name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> list[dict[str, Any]]:
-    return run_on_threads(strategy.ranks, lambda c, _: run(c, name, strategy, steps, **more), timeout_s=60)
-
-
-def assert_equal(ranks: list[dict[str, Any]], plain: PlainRun, dtype: torch.dtype) -> None:
-    tolerance = TOLERANCE[dtype]
-    found: dict[str, Any] = {}
-    for rank in ranks:
-        assert rank["losses"] == pytest.approx(plain.losses, rel=tolerance)
-        for key, gradient in rank["gradients"].items():
-            if key in found:  # copies of a stage agree to the last bit
-                assert torch.equal(found[key], gradient), key
-            found[key] = gradient
-        if rank["predicted"] is not None:
-            for key, value in _flat(plain.predicted).items():
-                assert torch.allclose(_flat(rank["predicted"])[key].double(), value.double(), rtol=1e-4, atol=1e-5)
-    assert found.keys() == plain.gradients.keys()
-    assert largest_error(plain.gradients, found) <= tolerance
-    state = ranks[0]["state"]
-    assert list(state["model"]) == list(plain.model)
-    assert largest_error(plain.model, state["model"]) <= 10 * tolerance
-    assert state["optimizer"]["state"].keys() == plain.optimizer["state"].keys()
-    assert any(rank["predicted"] is not None for rank in ranks)
-
-
-def _flat(output: Any) -> dict[str, torch.Tensor]:
-    return output if isinstance(output, dict) else {"": output}
-
-
-def steps_of(m: int, dtype: torch.dtype = torch.float64, steps: int = 2) -> list[Batch]:
-    return [batch_of([2] * m, 12, 100 + step, dtype) for step in range(steps)]
-
-
-def strategy_for(schedule: str, depth: int, groups: int = 1, **more: Any) -> Strategy:
-    m = groups * (2 if schedule == "mast" else more.pop("m", 5))
-    more.pop("m", None)
-    return Strategy(schedule, groups * depth, depth, m, chunks=2 if schedule == "interleaved" else 1, **more)
-
-
-@functools.cache
-def plain(name: str, m: int, dtype: torch.dtype = torch.float64) -> PlainRun:
-    return plain_run(net(name, dtype), NETS[name][1], SGD, steps_of(m, dtype), seed=SEED, lr=LR)
+from tests.helpers.engine_runs import (
+    LR,
+    SEED,
+    SGD,
+    assert_equal,
+    build,
+    net,
+    on_threads,
+    plain,
+    run,
+    steps_of,
+    strategy_for,
+    train,
+)
+from tests.helpers.plain_step import largest_error, plain_run
+from tests.helpers.small_nets import NETS, batch_of
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -142,7 +61,7 @@ def test_single_precision() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "bidirectional"])
 def test_recomputed_stages_count_once_and_draw_the_same_numbers(schedule: str) -> None:
-    strategy = strategy_for(schedule, 3, recompute=True)
+    strategy = strategy_for(schedule, 3, keeping=Keeping(recompute="stage"))
     ranks = on_threads("skips", strategy, steps_of(strategy.m))
     assert_equal(ranks, plain("skips", strategy.m), torch.float64)
 
@@ -294,7 +213,7 @@ def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
         for strategy in (
             Strategy("mp-basic", 1, 1, 6, statistics="deferred"),
             Strategy("gpipe", 4, 2, 6, statistics="deferred"),
-            Strategy("bidirectional", 3, 3, 6, statistics="deferred", recompute=True),
+            Strategy("bidirectional", 3, 3, 6, statistics="deferred", keeping=Keeping(recompute="stage")),
         )
     ]
     for state in states[1:]:

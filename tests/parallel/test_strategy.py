@@ -10,6 +10,7 @@ import pytest
 
 from parallel.action import Kind
 from parallel.graph import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.keeping.rule import Keeping
 from parallel.placement import Placement
 from parallel.schedules.registry import SCHEDULES
 from parallel.strategy import Strategy
@@ -73,9 +74,9 @@ def test_values_go_along_the_links_alone() -> None:
 
 
 def test_recompute_comes_before_each_backward_but_where_the_forward_was_just_done() -> None:
-    chosen = strategy("gpipe", recompute=True)
+    chosen = strategy("gpipe", keeping=Keeping(recompute="stage"))
     links = chosen.partition(chain(9)).links
-    plain = replace(chosen, recompute=False).schedule(links)
+    plain = replace(chosen, keeping=Keeping()).schedule(links)
     again = chosen.schedule(links)
     assert not any(a.kind is Kind.RECOMPUTE for actions in plain.values() for a in actions)
     for actions in again.values():

@@ -1,0 +1,151 @@
+"""What a rank does with what its forward passes keep, put together from its rule: offload, recomputation, or neither.
+
+Takes a ``Keeping``; a stage, or an engine with the whole model, runs its forward passes under ``watching`` and its
+segments through ``through``. Nothing here knows schedules: others say when a microbatch is flushed or fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from parallel.activations import ActivationMeter
+from parallel.keeping.copies import Copies
+from parallel.keeping.host_pool import HostPool
+from parallel.keeping.modes import MODES, SimpleOffload
+from parallel.keeping.offload import Flight, OverlapOffload
+from parallel.keeping.packing import Holding, Packed, Packer, storages_of
+from parallel.keeping.recompute import Again, unpack
+from parallel.keeping.rule import Keeping
+
+
+class Segment(Protocol):
+    """A segment of a stage, as far as it matters here."""
+
+    @property
+    def recompute(self) -> bool: ...
+
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Called before a segment is computed: gives what it is computed again in, once."""
+
+
+class Keeper:
+    """For all stages of one rank.
+
+    Args:
+        rule: what is to be done.
+        device: of the rank.
+        meter: counts the bytes of activations on the device.
+        copies: of the device, where others use them too.
+
+    Attributes:
+        pool: host memory, with overlap.
+    """
+
+    def __init__(
+        self,
+        rule: Keeping,
+        device: torch.device,
+        *,
+        meter: ActivationMeter | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        self.rule = rule
+        self.pool: HostPool | None = None
+        self.copies: Copies | SimpleOffload
+        self._meter = meter
+        self._overlap: OverlapOffload | None = None
+        self._plain: Packer = Holding(meter)
+        if rule.offload in MODES:
+            self._plain = self.copies = SimpleOffload(rule.offload, device, meter)
+        else:
+            self.copies = copies or Copies.for_device(device)
+        if rule.offload == "overlap":
+            assert isinstance(self.copies, Copies)
+            self.pool = HostPool(self.copies, rule.host_bytes)
+            self._overlap = OverlapOffload(
+                self.copies, self.pool, ahead=rule.ahead, smallest=rule.smallest, meter=meter
+            )
+        self._flights: dict[Any, Flight] = {}
+        self._packer: Packer = self._plain
+
+    @property
+    def moves(self) -> bool:
+        """Activations go to the host."""
+        return self.rule.offload != "none"
+
+    @property
+    def idle(self) -> bool:
+        """Autograd keeps what it keeps, and nobody counts it."""
+        return not self.moves and not self.rule.segmented and self._meter is None
+
+    @contextlib.contextmanager
+    def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[Packer]:
+        """Around the forward pass of a microbatch through a stage.
+
+        Args:
+            key: names both until ``landed``.
+            state: parameters and buffers, which are there anyway.
+        """
+        before, self._packer = self._packer, self.packer(key)
+        packer, anyway = self._packer, storages_of(state)
+
+        def pack(tensor: Tensor) -> Tensor | Packed:
+            return tensor if tensor.untyped_storage().data_ptr() in anyway else packer.pack(tensor)
+
+        try:
+            with contextlib.nullcontext() if self.idle else saved_tensors_hooks(pack, unpack):
+                yield packer
+        finally:
+            self._packer = before
+
+    def packer(self, key: Any) -> Packer:
+        """That of a microbatch and stage."""
+        if self._overlap is None:
+            return self._plain
+        return self._flights.setdefault(key, self._overlap.flight())
+
+    def through(
+        self,
+        segment: Segment,
+        compute: Callable[..., tuple[Any, ...]],
+        values: tuple[Any, ...],
+        state: Collection[Tensor],
+        around: Around,
+    ) -> tuple[Any, ...]:
+        """A segment's forward pass within ``watching``.
+
+        Args:
+            compute: the pass.
+            values: what enters it.
+            state: parameters and buffers, which are there anyway.
+            around: what it is computed again in.
+        """
+        if not segment.recompute or not torch.is_grad_enabled():
+            return compute(*values)
+        surroundings = around()
+        return Again(compute, values, self._packer, state, lambda: surroundings).first(values)
+
+    def flush(self, key: Any) -> None:
+        """Everything that ``key`` keeps leaves the device."""
+        if self._overlap is not None and key in self._flights:
+            self._overlap.flush(self._flights[key])
+
+    def prefetch(self, key: Any) -> None:
+        """Begin to bring back what the backward pass of ``key`` needs first."""
+        if self._overlap is not None and key in self._flights:
+            self._overlap.prefetch(self._flights[key])
+
+    def landed(self, key: Any) -> None:
+        """The backward pass of ``key`` is over."""
+        self._flights.pop(key, None)
+
+    def forget(self) -> None:
+        """Drop every microbatch in flight."""
+        self._flights.clear()

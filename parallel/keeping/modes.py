@@ -1,0 +1,90 @@
+"""Activations on the host as simply as it can be done: each tensor is copied when autograd keeps it, and copied back
+when backward asks for it.
+
+Four ways, by name: ``naive`` copies to pageable memory and waits, ``pinned`` to page-locked memory, ``nonblocking``
+does not wait, ``pinned-nonblocking`` is both. Copies run between computations, on the computing stream: they show what
+``offload`` hides. They are there to be measured against.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from parallel.activations import ActivationMeter
+from parallel.keeping.copies import CopyTime, Direction
+from parallel.keeping.packing import Packed
+from parallel.live_bytes import not_counted
+
+MODES = ("naive", "pinned", "nonblocking", "pinned-nonblocking")
+
+
+class OnHost:
+    """A saved tensor on the host."""
+
+    def __init__(self, owner: SimpleOffload, tensor: Tensor) -> None:
+        self._owner, self._device = owner, tensor.device
+        self._host = owner.out(tensor)
+
+    def unpack(self) -> Tensor:
+        return self._owner.back(self._host, self._device)
+
+
+class SimpleOffload:
+    """One of ``MODES``; a ``Packer``.
+
+    Attributes:
+        timed: note how long each copy takes, in ``times``.
+    """
+
+    def __init__(self, mode: str, device: torch.device, meter: ActivationMeter | None = None) -> None:
+        assert mode in MODES, mode
+        self.timed = False
+        self._pinned = "pinned" in mode and device.type == "cuda"
+        self._nonblocking = "nonblocking" in mode
+        self._meter = meter
+        self._times: list[CopyTime] = []
+        self._events: list[tuple[Direction, int, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def pack(self, tensor: Tensor) -> Packed:
+        return OnHost(self, tensor)
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` on the host."""
+        with not_counted():
+            host = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned, requires_grad=False)
+        return self._copy("out", tensor.detach(), host)
+
+    def back(self, host: Tensor, device: torch.device) -> Tensor:
+        """A copy of ``host`` on the device."""
+        return self._copy("back", host, torch.empty_like(host, device=device, pin_memory=False))
+
+    @property
+    def times(self) -> list[CopyTime]:
+        """Of all copies since ``timed`` was set."""
+        for direction, size, begin, end in self._events:
+            end.synchronize()
+            self._times.append(CopyTime(direction, size, begin.elapsed_time(end) / 1000))
+        self._events.clear()
+        return self._times
+
+    def forget_times(self) -> None:
+        self.times.clear()
+
+    def _copy(self, direction: Direction, source: Tensor, target: Tensor) -> Tensor:
+        if not self.timed:
+            return target.copy_(source, non_blocking=self._nonblocking)
+        size = source.numel() * source.element_size()
+        if source.is_cuda or target.is_cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            target.copy_(source, non_blocking=self._nonblocking)
+            end.record()
+            self._events.append((direction, size, begin, end))
+        else:
+            began = time.perf_counter()
+            target.copy_(source)
+            self._times.append(CopyTime(direction, size, time.perf_counter() - began))
+        return target

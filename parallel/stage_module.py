@@ -1,0 +1,91 @@
+"""A stage of a model as a module: maps the values the stage receives to those it sends, whole or segment by segment.
+
+Made by ``cut_stage``. It runs the user's modules themselves, at their paths in the whole model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+Run = Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentRun:
+    """Consecutive layers of a stage that are run, and computed again, together.
+
+    Attributes:
+        run: (stage module, values named in ``inputs``) -> values named in ``outputs``.
+        finished: names of the values that no later segment uses.
+        draws: its layers may draw random numbers.
+        modules: that it calls, with those inside them.
+    """
+
+    run: Run
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    finished: tuple[str, ...]
+    recompute: bool
+    draws: bool
+    modules: frozenset[nn.Module]
+
+
+Through = Callable[[SegmentRun, Run, tuple[Any, ...]], tuple[Any, ...]]
+"""(segment, its computation, values that enter it) -> values it gives."""
+
+
+class StageModule(nn.Module):
+    """The layers of one stage. ``named_parameters()`` and ``state_dict()`` have the names of the whole model.
+
+    Attributes:
+        inputs: names of the values ``forward`` takes, in order.
+        outputs: names of the values it gives, in order. Those that only training makes are None in evaluation.
+        segments: of the stage in training; none where it is run as one.
+        through: what segments are run by in training.
+    """
+
+    def __init__(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.outputs = outputs
+        self._run_training: Run
+        self._run_evaluation: Run
+        self._modes: list[tuple[nn.Module, bool, bool]] = []
+        self.segments: tuple[SegmentRun, ...] = ()
+        self.through: Through | None = None
+
+    def forward(self, *values: Any) -> Any:
+        """The values named in ``outputs`` from those named in ``inputs``."""
+        if not self.training:
+            return self._run_evaluation(self, *values)
+        if self.through is None or not self.segments:
+            return self._run_training(self, *values)
+        known = dict(zip(self.inputs, values, strict=True))
+        for segment in self.segments:
+            entering = tuple(known[name] for name in segment.inputs)
+            for name in segment.finished:
+                del known[name]
+            made = self.through(segment, functools.partial(segment.run, self), entering)
+            known.update(zip(segment.outputs, made, strict=True))
+            del entering, made
+        return tuple(known[name] for name in self.outputs)
+
+    def train(self, mode: bool = True) -> StageModule:
+        """As the whole model's ``train()``, which may keep some modules in a mode of their own."""
+        super().train(mode)
+        for module, training, evaluation in self._modes:
+            module.training = training if mode else evaluation
+        return self
+
+
+class WholeModule(StageModule):
+    """A model in one stage: takes images, gives what the model gives."""
+
+    def forward(self, *values: Any) -> Any:
+        (output,) = super().forward(*values)
+        return output
