@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.keeping.copies import Copies, Mark
-from parallel.keeping.packing import Packed, Packer, check_version, form_of, view_like
+from parallel.keeping.copies import Copies
+from parallel.keeping.packing import Packed, Packer
 from parallel.keeping.to_device import on_device
+from parallel.keeping.units import Claim, DeviceCopy, Unit
 from parallel.live_bytes import not_counted
 
 
@@ -87,7 +88,7 @@ class HostParameters:
         copy = self._places.get(storage.data_ptr()) if storage.nbytes() else None
         if copy is None or self._unit is None:
             return None
-        return Claim(self._unit.visit(copy.parameter, self), tensor)
+        return Claim(self._unit.visit(copy.parameter, self._bring), tensor)
 
     def packer(self, inner: Packer) -> Packer:
         """Packs what is claimed as it should be, and the rest with ``inner``."""
@@ -104,19 +105,6 @@ class HostParameters:
             hook.remove()
         for part in self.module.modules():
             part._parameters = dict(part._parameters.items())
-
-    def bring(self, parameter: nn.Parameter) -> DeviceCopy:
-        """The copy of ``parameter`` that is on the device, or a new one, perhaps still under way."""
-        copy = self._present.get(id(parameter))
-        if copy is None:
-            tensor, mark = self._copies.to_device(parameter.detach())
-            copy = DeviceCopy(parameter, tensor, mark, self._copies)
-            self._present[id(parameter)] = copy
-            storage = tensor.untyped_storage()
-            self._places[storage.data_ptr()] = copy
-            self._count(storage.nbytes())
-            weakref.finalize(storage, self._count, -storage.nbytes()).atexit = False
-        return copy
 
     def _install(self, part: nn.Module) -> Iterator[Any]:
         if part is not self.module and not any(p is not None for p in part._parameters.values()):
@@ -146,7 +134,7 @@ class HostParameters:
         key = id(parameter), torch.is_grad_enabled()
         if key not in unit.given:
             self._members[unit.first][id(parameter)] = parameter
-            copy = self.bring(parameter)
+            copy = self._bring(parameter)
             copy.arrive()
             unit.copies.append(copy)
             unit.given[key] = on_device(parameter, copy.tensor, self._copies)
@@ -160,124 +148,28 @@ class HostParameters:
             self._next[before.first] = first
         self._unit = unit = Unit(self._scopes[-1], before, first)
         members = self._members.setdefault(first, {first: parameter})
-        unit.copies = [self.bring(each) for each in members.values()]
+        unit.copies = [self._bring(each) for each in members.values()]
         following = self._members.get(self._next.get(first, first), {})
-        self._ahead = [self.bring(each) for each in following.values()]
+        self._ahead = [self._bring(each) for each in following.values()]
         return unit
+
+    def _bring(self, parameter: nn.Parameter) -> DeviceCopy:
+        """The copy of ``parameter`` that is on the device, or a new one, perhaps still under way."""
+        copy = self._present.get(id(parameter))
+        if copy is None:
+            tensor, mark = self._copies.to_device(parameter.detach())
+            copy = DeviceCopy(parameter, tensor, mark, self._copies)
+            self._present[id(parameter)] = copy
+            storage = tensor.untyped_storage()
+            self._places[storage.data_ptr()] = copy
+            self._count(storage.nbytes())
+            weakref.finalize(storage, self._count, -storage.nbytes()).atexit = False
+        return copy
 
     def _count(self, size: int) -> None:
         with self._lock:
             self.device_bytes += size
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-
-
-class DeviceCopy:
-    """A parameter's copy on the device, for as long as somebody holds it."""
-
-    def __init__(self, parameter: nn.Parameter, tensor: Tensor, mark: Mark, copies: Copies) -> None:
-        self.parameter = parameter
-        self.tensor = tensor
-        self._mark = mark
-        self._copies = copies
-
-    def arrive(self) -> None:
-        """Computing waits for the copy."""
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            self._copies.wait(mark)
-
-    def __del__(self) -> None:
-        # Its memory is used again by what is computed next, which must not be before the copy is done.
-        self.arrive()
-
-
-class Unit:
-    """What one layer asked for in one forward pass.
-
-    Attributes:
-        scope: the call of the layer.
-        before: the unit before it in the same pass.
-        first: the parameter asked for first.
-        copies: held until ``release``.
-        given: to the layer, by parameter and whether gradients were wanted.
-    """
-
-    def __init__(self, scope: object, before: Unit | None, first: int) -> None:
-        self.scope = scope
-        self.before = before
-        self.first = first
-        self.released = False
-        self.copies: list[DeviceCopy] = []
-        self.given: dict[tuple[int, bool], Tensor] = {}
-        self._visits: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
-        self._returned = False
-
-    def release(self) -> None:
-        """The layer has computed: its copies are held by what it saved only."""
-        self.released = True
-        self.copies.clear()
-        self.given.clear()
-
-    def visit(self, parameter: nn.Parameter, host: HostParameters) -> Visit:
-        """What is kept of ``parameter`` for the backward pass of this unit."""
-        visit = self._visits.get(id(parameter))
-        if visit is None:
-            self._visits[id(parameter)] = visit = Visit(parameter, self, host)
-        return visit
-
-    def come_back(self) -> None:
-        """Its backward pass begins: bring what it needs, and begin with what the one before will."""
-        if self._returned:
-            return
-        self._returned = True
-        self._bring()
-        before = self.before
-        while before is not None and not before._visits:
-            before = before.before
-        if before is not None:
-            before._bring()
-
-    def _bring(self) -> None:
-        for visit in self._visits.values():
-            visit.bring()
-
-
-class Visit:
-    """A parameter that the backward pass of one unit needs again: on the device from then until nobody needs it."""
-
-    def __init__(self, parameter: nn.Parameter, unit: Unit, host: HostParameters) -> None:
-        self._parameter, self._unit, self._host = parameter, unit, host
-        self._version = parameter._version
-        self._copy: DeviceCopy | None = None
-
-    def bring(self) -> DeviceCopy:
-        if self._copy is None:
-            self._copy = self._host.bring(self._parameter)
-        return self._copy
-
-    def tensor(self) -> Tensor:
-        """The copy.
-
-        Raises:
-            RuntimeError: the parameter was changed meanwhile.
-        """
-        check_version(self._parameter, self._version)
-        self._unit.come_back()
-        copy = self.bring()
-        copy.arrive()
-        return copy.tensor
-
-
-class Claim:
-    """A tensor that autograd saved and that lies in a parameter's copy."""
-
-    def __init__(self, visit: Visit, tensor: Tensor) -> None:
-        self._visit = visit
-        self._form = form_of(tensor)
-
-    def unpack(self) -> Tensor:
-        """The same part of the parameter, on the device again."""
-        return view_like(self._visit.tensor(), self._form)
 
 
 class _Claiming:

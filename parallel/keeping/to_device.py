@@ -1,8 +1,8 @@
 """From a parameter on the host to a tensor on the device, in autograd: the gradient goes back to the host.
 
 The way back has two nodes. That of the device begins the copy of the gradient and goes on with the backward pass; that
-of the host, which autograd runs on another thread where the device is a GPU, waits for it and hands it to the parameter,
-whose hooks run as always.
+of the host, which autograd runs on another thread where the device is a GPU, waits for it and hands it to the
+parameter, whose hooks run as always.
 """
 
 from __future__ import annotations

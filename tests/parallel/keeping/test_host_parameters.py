@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.exchange import GradientExchange
 from parallel.comm.local import LocalCommunicator
+from parallel.exchange import GradientExchange
 from parallel.keeping.copies import Copies, Mark
 from parallel.keeping.host_parameters import HostParameters, buffers_to
 from parallel.keeping.packing import Packed
