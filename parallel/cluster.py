@@ -35,6 +35,7 @@ class Cluster:
             hide behind nothing but waiting.
         sums: the link that sums inside a node seem to have, where that is another.
         copy_bandwidth: bytes per second between a rank's device and the host, each way, while all ranks copy.
+        host_bytes: of the host's memory that each rank may fill with what it moves there.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Cluster:
     kind: str = "cuda"
     sums: LinkSpec | None = None
     copy_bandwidth: float = math.inf
+    host_bytes: float = math.inf
 
     @property
     def usable_bytes(self) -> int:

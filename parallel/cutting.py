@@ -1,11 +1,13 @@
 """The stages of every candidate of a plan: the model cut anew for each number of stages and size of microbatch.
 
 Takes a task and a cluster; gives partitions, what their stages cost and hold. Candidates share what they can: the graph
-for a size of microbatch, its windows, partitions, bytes of stages. No torch here.
+for a size of microbatch, its windows, partitions, bytes of stages. A model that each rank computes whole is one stage.
+No torch here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -16,11 +18,17 @@ from parallel.cost import Costs
 from parallel.forecast import schedule_of, weights_of
 from parallel.granularity import block_cuts
 from parallel.graph import LayerGraph
+from parallel.keeping.host_bytes import host_bytes, stage_host_bytes
+from parallel.keeping.kept_bytes import kept_bytes
+from parallel.keeping.rule import MIB, Keeping
+from parallel.keeping_cost import keeping_costs
 from parallel.liveness import Piece, pieces
-from parallel.memory import RankBytes, in_flight, rank_bytes
+from parallel.memory import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.partition import Partition, cut_positions
 from parallel.partition_optimal import MemoryRule, partition_optimal
-from parallel.stage_bytes import StageBytes, stage_bytes
+from parallel.simulate import StageCost
+from parallel.stage_bytes import StageBytes
+from parallel.stage_cost import stage_costs
 from parallel.task import Task
 from parallel.windows import Windows
 
@@ -28,6 +36,8 @@ MANY = 400
 """Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
 DEEP = 16
 """Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
+AHEAD = 2
+"""Of the largest pieces of memory that a layer keeps, as many are brought back to a GPU ahead of their use."""
 
 
 class Cutting:
@@ -72,7 +82,11 @@ class Cutting:
         """
         tiles = self.tiles(candidate)
         graph, costs = self.microbatch(tiles)
+        if not candidate.splits:
+            return None if within else Partition(graph, (0,))
         paired = candidate.paired and candidate.depth <= DEEP
+        # Of what is left on the device in the end, what enters a stage is the part that its cuts decide.
+        candidate = dataclasses.replace(candidate, recompute="stage" if candidate.saves else "none", offload=False)
         key: object = candidate if within else (tiles, candidate.stages, candidate.depth, paired)
         if key not in self._partitions:
             links = [self.cluster.link(rank, rank + 1) for rank in range(candidate.depth - 1)]
@@ -93,15 +107,23 @@ class Cutting:
                 return None
         return self._partitions[key]
 
-    def rank_bytes(self, candidate: Candidate, partition: Partition) -> list[RankBytes]:
-        """Of the ranks of the first group."""
+    def keeping(self, candidate: Candidate, partition: Partition) -> Keeping:
+        """What becomes of what the stages of a candidate keep. Where copies run beside the computation, a little is
+        left on the device and brought back ahead, so that nobody waits for the first of them."""
+        ahead = 0
+        if candidate.offload and self.cluster.kind == "cuda":
+            ahead = AHEAD * max((piece.bytes for piece in self._pieces_of(candidate) if piece.saved), default=0)
+            ahead = -(-ahead // MIB) * MIB  # as settings say it
+        return candidate.keeping(ahead=ahead)
+
+    def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[RankBytes]:
+        """Of the ranks of the first group; of any rank where each computes the whole model."""
+        if not candidate.splits:
+            return [whole_bytes(candidate, partition.graph, self.task.slots, self.cluster.kind, keeping)]
         schedule, placement = schedule_of(candidate)
-        tiles = self.tiles(candidate)
-        key = (partition.starts, tiles)
-        if tiles not in self._pieces:
-            self._pieces[tiles] = pieces(partition.graph)
+        key = (partition.starts, self.tiles(candidate), keeping)
         if key not in self._stages:
-            self._stages[key] = stage_bytes(partition, self._pieces[tiles])
+            self._stages[key] = kept_bytes(partition, keeping, self._pieces_of(candidate))
         return rank_bytes(
             partition,
             placement,
@@ -112,6 +134,34 @@ class Cutting:
             device=self.cluster.kind,
             stages=self._stages[key],
         )
+
+    def host_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> int:
+        """That the fullest rank of the first group takes on the host."""
+        if keeping.offload == "none":
+            return 0
+        stages = stage_host_bytes(partition, keeping, self._pieces_of(candidate))
+        if not candidate.splits:
+            return stages[0].kept + stages[0].again
+        return max(host_bytes(schedule_of(candidate)[0], stages, weights_of(candidate, self.task.batch)))
+
+    def stage_costs(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[StageCost]:
+        """Of the largest microbatch, with what ``keeping`` takes."""
+        _, costs = self.microbatch(self.tiles(candidate))
+        return keeping_costs(
+            partition,
+            stage_costs(partition, costs),
+            costs,
+            keeping,
+            copy_bandwidth=self.cluster.copy_bandwidth,
+            beside=self.cluster.kind == "cuda",
+            found=self._pieces_of(candidate),
+        )
+
+    def _pieces_of(self, candidate: Candidate) -> list[Piece]:
+        tiles = self.tiles(candidate)
+        if tiles not in self._pieces:
+            self._pieces[tiles] = pieces(self.microbatch(tiles)[0])
+        return self._pieces[tiles]
 
     def _windows_of(self, tiles: int, positions: Sequence[int] | None) -> Windows:
         assert positions is not None  # of all places that ``partition_optimal`` is given
@@ -127,5 +177,5 @@ class Cutting:
             in_flight(schedule, placement),
             2.0 + self.task.slots,
             2.0 if candidate.shard_optimizer else None,
-            candidate.saves,  # of what is kept in the end, what enters a stage is the part that its cuts decide
+            candidate.stagewise,
         )

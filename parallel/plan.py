@@ -25,7 +25,7 @@ class Row:
         images_per_second: predicted; None where times are not known or it cannot run.
         bubble: part of the ranks' time in which they wait for each other.
         peak_bytes: per rank of one group, from its first.
-        over_bytes: by how much the fullest rank misses the memory; 0 where it fits.
+        over_bytes: by how much the fullest rank misses the memory, or the host's; 0 where it fits.
         refused: why it cannot run whatever the memory.
         chosen: names of the first and last layer of each run of layers that is computed again, where recomputation is
             "optimal".

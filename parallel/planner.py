@@ -2,13 +2,12 @@
 
 Takes a task and a cluster; gives a ``Row`` for every candidate. The model is cut anew for every number of stages, size
 of microbatch and kind of replica. What does not fit is tried again with cuts chosen within the memory, then with the
-optimizer state of a pair of replicas shared between its ranks, then with recomputation; each costs time, so the first
-that fits is taken. No torch here.
+optimizer state of a pair of replicas shared between its ranks, then with parts computed again or moved to the host,
+then with both (``savings``); each costs time, so the first that fits is taken. No torch here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,10 +18,11 @@ from parallel.cluster import Cluster
 from parallel.cutting import Cutting
 from parallel.device_spec import LinkSpec
 from parallel.forecast import Forecast, forecast_split, forecast_whole, weights_of
-from parallel.memory import whole_bytes
+from parallel.keeping.rule import Keeping
 from parallel.partition import Partition
 from parallel.plan import Row
 from parallel.quantity import bytes_text
+from parallel.savings import ANY, Savings
 from parallel.stage_cost import link_costs, stage_costs
 from parallel.task import Task
 from parallel.timeline import Timeline
@@ -46,7 +46,13 @@ class Planner:
         self.cutting = Cutting(task, cluster)
 
     def rows(
-        self, names: Iterable[str], *, ranks: int, depth: int | None = None, m: int | None = None
+        self,
+        names: Iterable[str],
+        *,
+        ranks: int,
+        depth: int | None = None,
+        m: int | None = None,
+        savings: Savings = ANY,
     ) -> Iterator[Row]:
         """Of every candidate among the strategies ``names``; ``depth`` and ``m`` as the user fixed them."""
         free = []
@@ -58,18 +64,18 @@ class Planner:
         most = self.cutting.most_stages
         found = list(candidates(ranks, self.task.batch, names=free, most_stages=most, depth=depth, m=m))
         if len(found) <= FEW:
-            yield from map(self.row, found)
+            yield from (self.row(candidate, savings) for candidate in found)
             return
         for name in free:
-            yield from self._promising([candidate for candidate in found if candidate.name == name])
+            yield from self._promising([candidate for candidate in found if candidate.name == name], savings)
 
-    def _promising(self, found: Iterable[Candidate]) -> Iterator[Row]:
+    def _promising(self, found: Iterable[Candidate], savings: Savings) -> Iterator[Row]:
         """Rows of one strategy, those with the highest bound of images/s first, as long as it is above the best."""
         best = 0.0
         for bound, candidate in sorted(((self._bound(one), one) for one in found), key=lambda pair: -pair[0]):
             if bound <= best:
                 return
-            row = self.row(candidate)
+            row = self.row(candidate, savings)
             if row.fits:
                 best = max(best, row.images_per_second or 0.0)
             yield row
@@ -87,21 +93,31 @@ class Planner:
             slowest = max(map(sum, held)) if not candidate.paired else sum(loads) / candidate.depth
         return self.task.batch / (microbatches * slowest) if slowest else math.inf
 
-    def row(self, candidate: Candidate) -> Row:
-        """Of ``candidate``, with whatever of cuts, sharded optimizer and recomputation makes it fit; the variant that
-        misses by least where none does."""
+    def row(self, candidate: Candidate, savings: Savings = ANY) -> Row:
+        """Of ``candidate``, with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost about as
+        much; the variant that misses by least where none does."""
         best: _Fitting | None = None
-        for variant in _variants(candidate):
-            for within in (False, True) if variant.splits else (False,):
-                fitting = self._fitting(variant, within)
-                if fitting is not None and (best is None or fitting.over_bytes < best.over_bytes):
-                    best = fitting
-                if best is not None and not best.over_bytes:
-                    return self._timed(best)
-        assert best is not None
+        for tier in savings.tiers(candidate):
+            tried = [fitting for variant in tier if (fitting := self._least(variant)) is not None]
+            fits = [self._timed(fitting) for fitting in tried if not fitting.over_bytes]
+            if (found := best_of(fits)) is not None:
+                return found
+            best = min([*tried, *([best] if best else [])], key=lambda fitting: fitting.over_bytes, default=None)
+        if best is None:
+            return Row(candidate, refused=savings.refusal(candidate))
         return self._timed(best)
 
-    def least(self, name: str, ranks: int) -> Row | None:
+    def _least(self, candidate: Candidate) -> _Fitting | None:
+        """Of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that miss by
+        less; None where it cannot run."""
+        found = self._fitting(candidate, within=False)
+        if candidate.splits and found is not None and found.over_bytes:
+            within = self._fitting(candidate, within=True)
+            if within is not None and within.over_bytes < found.over_bytes:
+                return within
+        return found
+
+    def least(self, name: str, ranks: int, savings: Savings = ANY) -> Row | None:
         """Of strategy ``name``: the first candidate that fits, from microbatches of one tile on, or the one that misses
         by least; None where the strategy cannot run."""
         found: Row | None = None
@@ -109,10 +125,10 @@ class Planner:
         if name in self.task.refused:
             return None
         for candidate in sorted(given, key=lambda one: (-one.m, -one.depth)):
-            row = self.row(candidate)
+            row = self.row(candidate, savings)
             if row.fits:
                 return row
-            if found is None or row.over_bytes < found.over_bytes:
+            if not row.refused and (found is None or row.over_bytes < found.over_bytes):
                 found = row
         return found
 
@@ -127,55 +143,42 @@ class Planner:
 
     def _fitting(self, candidate: Candidate, within: bool) -> _Fitting | None:
         """What ``candidate`` takes, which is known sooner than its time; None where no cuts fit as asked."""
-        partition = None
-        if candidate.splits:
-            partition = self.cutting.partition(candidate, within=within)
-            if partition is None:
-                return None
-            held = self.cutting.rank_bytes(candidate, partition)
-        else:
-            graph, _ = self.cutting.microbatch(self.cutting.tiles(candidate))
-            held = [whole_bytes(candidate, graph, self.task.slots, self.cluster.kind)]
-        peaks = tuple(one.total for one in held)
-        return _Fitting(candidate, partition, peaks, max(0, max(peaks) - self.cluster.usable_bytes))
+        partition = self.cutting.partition(candidate, within=within)
+        if partition is None:
+            return None
+        keeping = self.cutting.keeping(candidate, partition)
+        peaks = tuple(one.total for one in self.cutting.rank_bytes(candidate, partition, keeping))
+        over = max(peaks) - self.cluster.usable_bytes
+        if candidate.offload and self.cluster.host_bytes < math.inf:
+            on_host = self.cutting.host_bytes(candidate, partition, keeping)
+            over = max(over, on_host - round(self.cluster.host_bytes))
+        return _Fitting(candidate, partition, keeping, peaks, max(0, over))
 
     def _timed(self, fitting: _Fitting) -> Row:
         candidate, partition = fitting.candidate, fitting.partition
-        graph, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
-        if partition is not None:
-            found = self._forecast_split(candidate, partition)
-            cuts = tuple(graph.layers[start].name for start in partition.starts[1:])
-        else:
-            found = forecast_whole(
-                candidate,
-                self.task.batch,
-                sum(cost.forward_s for cost in costs.layers),
-                sum(cost.backward_s for cost in costs.layers),
-                sum(layer.param_bytes for layer in graph.layers),
-                self.task.slots,
-                self.cluster,
-            )
-            cuts = ()
+        graph, _ = self.cutting.microbatch(self.cutting.tiles(candidate))
+        found = self._forecast(candidate, partition, fitting.keeping)
         return Row(
             candidate,
-            cuts,
+            tuple(graph.layers[start].name for start in partition.starts[1:]),
             self.task.batch / found.step_s if found.step_s else None,
             found.step_s or None,
             found.bubble,
             fitting.peak_bytes,
             fitting.over_bytes,
+            chosen=fitting.keeping.chosen,
+            ahead_bytes=fitting.keeping.ahead,
         )
 
     def partition_of(self, row: Row) -> Partition:
-        """The stages of a row whose strategy splits the model, for microbatches of the row's size."""
+        """The stages of a row, for microbatches of the row's size; one where each rank computes the whole model."""
         graph, _ = self.cutting.microbatch(self.cutting.tiles(row.candidate))
         return Partition(graph, (0, *(graph.position[cut] for cut in row.cuts)))
 
     def timeline(self, row: Row) -> Timeline | None:
         """The simulated step of the first group; None where each rank computes the whole model."""
-        if not row.candidate.splits:
-            return None
-        return self._forecast_split(row.candidate, self.partition_of(row)).timeline
+        keeping = row.candidate.keeping(row.chosen, row.ahead_bytes)
+        return self._forecast(row.candidate, self.partition_of(row), keeping).timeline
 
     def too_small(self, rows: Sequence[Row]) -> str:
         """What to say when nothing fits: the least memory that would do."""
@@ -190,53 +193,46 @@ class Planner:
             "--precision bf16"
         )
 
-    def _forecast_split(self, candidate: Candidate, partition: Partition) -> Forecast:
-        _, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
+    def _forecast(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> Forecast:
+        stages = self.cutting.stage_costs(candidate, partition, keeping)
         params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
-        return forecast_split(
-            candidate,
-            self.task.batch,
-            stage_costs(partition, costs),
-            link_costs(partition, functools.partial(slower_link, candidate, self.cluster)),
-            params,
-            self.task.slots,
-            self.cluster,
-        )
+        batch, slots = self.task.batch, self.task.slots
+        if candidate.splits:
+            links = link_costs(partition, functools.partial(slower_link, candidate, self.cluster))
+            return forecast_split(candidate, batch, stages, links, params, slots, self.cluster)
+        (stage,), (size,) = stages, params
+        return forecast_whole(candidate, batch, stage.forward_s, stage.backward_s, size, slots, self.cluster)
 
 
 @dataclass(frozen=True)
 class _Fitting:
-    """A candidate, its stages where the model is split, and what its ranks take.
+    """A candidate, its stages, what becomes of what they keep, and what its ranks take.
 
     Attributes:
-        over_bytes: by how much the fullest rank misses the memory.
+        over_bytes: by how much the fullest rank misses the memory, or the host's.
     """
 
     candidate: Candidate
-    partition: Partition | None
+    partition: Partition
+    keeping: Keeping
     peak_bytes: tuple[int, ...]
     over_bytes: int
 
 
 def best_of(rows: Iterable[Row]) -> Row | None:
-    """The fastest of those that fit; one that stands before it where that is hardly slower, or nobody knows."""
+    """The fastest of those that fit; one that stands before it where that is hardly slower. Where nobody knows, the one
+    that does least to need less memory."""
     best: Row | None = None
     for row in rows:
-        faster = best is None or (row.images_per_second or 0) > (1 + SIMPLER) * (best.images_per_second or 0)
-        if row.fits and faster:
+        if row.fits and (best is None or _better(row, best)):
             best = row
     return best
 
 
-def _variants(candidate: Candidate) -> Iterator[Candidate]:
-    """``candidate``, then those that take less memory and more time."""
-    yield candidate
-    if candidate.paired:
-        yield dataclasses.replace(candidate, shard_optimizer=True)
-    if candidate.splits and candidate.m > 1:
-        yield dataclasses.replace(candidate, recompute="stage")
-        if candidate.paired:
-            yield dataclasses.replace(candidate, recompute="stage", shard_optimizer=True)
+def _better(row: Row, best: Row) -> bool:
+    if row.images_per_second is None and best.images_per_second is None:
+        return len(row.candidate.savings.split("+")) < len(best.candidate.savings.split("+"))
+    return (row.images_per_second or 0) > (1 + SIMPLER) * (best.images_per_second or 0)
 
 
 def slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:

@@ -59,7 +59,9 @@ def test_one_rank_with_little_memory_takes_smaller_microbatches(tmp_path: Path) 
     tight = replace(wide, strategy=StrategySettings(memory="800MiB"))
     (said,) = run(tight, tmp_path)
     assert "single, m=4" in said
-    with pytest.raises(RunError, match=r"nothing fits in 100 MiB a rank: single, m=8 needs least"):
+    with pytest.raises(
+        RunError, match=r"nothing fits in 100 MiB a rank: single, m=8 \+recompute block \+offload needs least"
+    ):
         run(replace(wide, strategy=StrategySettings(memory="100MiB")), tmp_path)
 
 

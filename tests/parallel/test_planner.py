@@ -13,6 +13,7 @@ from parallel.device_spec import LinkSpec
 from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.plan import Row
 from parallel.planner import Planner, best_of
+from parallel.savings import PLAIN, Savings
 from parallel.schedules.registry import SCHEDULES
 from parallel.task import Task
 
@@ -41,14 +42,23 @@ def chain(layers: int = 12, saved: int = 8 * MIB, params: int = MIB) -> LayerGra
     return LayerGraph(tuple(found))
 
 
-def planner(memory: int = 1 << 40, batch: int = 8, graph: LayerGraph | None = None, **more: str) -> Planner:
+def planner(
+    memory: int = 1 << 40,
+    batch: int = 8,
+    graph: LayerGraph | None = None,
+    copies: float = 1e6,
+    host: float = 1e18,
+    **more: str,
+) -> Planner:
     graph = graph or chain()
 
     def estimate(tiles: int) -> Costs:
         cost = LayerCost(1.0 * tiles, 2.0 * tiles, 1.0 * tiles)
         return Costs((LayerCost(0, 0, 0), *[cost] * (len(graph.layers) - 2), LayerCost(0, 0, 0)), "test")
 
-    cluster = Cluster("test", round(memory / FILL["cuda"]), 8, 8, LINK, LINK, 1e18)
+    cluster = Cluster(
+        "test", round(memory / FILL["cuda"]), 8, 8, LINK, LINK, 1e18, copy_bandwidth=copies, host_bytes=host
+    )
     return Planner(Task(graph, estimate, batch, 2, more), cluster)
 
 
@@ -63,13 +73,15 @@ def test_every_strategy_has_a_row_and_ddp_wins_where_it_fits() -> None:
 
 
 def test_a_pipeline_wins_where_the_model_does_not_fit_each_rank() -> None:
-    """12 layers of 8 MiB a tile, and 48 MiB of parameters and what belongs to them: 144 MiB at least for all of it."""
+    """12 layers of 8 MiB a tile, and 48 MiB of parameters and what belongs to them: 144 MiB at least for all of it.
+    Moving activations would make room, too, and takes far longer."""
     rows = list(planner(130 * MIB).rows(NAMES, ranks=2))
     best = best_of(rows)
     assert best is not None
     assert best.candidate.splits
     assert max(best.peak_bytes) <= 130 * MIB
-    (ddp,) = [row for row in rows if row.candidate.name == "ddp" and row.candidate.m == 8]
+    assert all(row.candidate.saves for row in rows if row.candidate.name == "ddp" and row.fits)
+    (ddp,) = planner(130 * MIB).rows(["ddp"], ranks=2, m=8, savings=PLAIN)
     assert ddp.over_bytes > 0
 
 
@@ -83,6 +95,64 @@ def test_recomputation_and_shared_states_only_where_nothing_else_fits() -> None:
     assert tight.images_per_second is not None
     assert plenty.images_per_second is not None
     assert tight.images_per_second < plenty.images_per_second
+
+
+def wide() -> LayerGraph:
+    """Equal layers that keep three times what each is given: computing them again one by one saves two thirds."""
+    layers = [
+        dataclasses.replace(layer, saved=(*layer.saved, (100 + n, 16 * MIB))) if layer.saved else layer
+        for n, layer in enumerate(chain().layers)
+    ]
+    return LayerGraph(tuple(layers))
+
+
+def test_of_several_savings_that_fit_the_fastest_is_taken() -> None:
+    candidate = Candidate("ddp", 2, 1, 8)
+    plain = planner(graph=wide()).row(candidate, PLAIN)
+    memory = max(plain.peak_bytes) - 100 * MIB
+    slow, fast = (planner(memory, graph=wide(), copies=copies).row(candidate) for copies in (1e6, 1e12))
+    assert (slow.candidate.recompute, slow.candidate.offload, slow.ahead_bytes) == ("block", False, 0)
+    assert (fast.candidate.recompute, fast.candidate.offload) == ("none", True)
+    assert fast.ahead_bytes == 2 * 16 * MIB
+    assert slow.step_s is not None
+    assert plain.step_s is not None
+    assert fast.step_s == pytest.approx(plain.step_s)  # copies hide behind what is computed
+    # For each of four microbatches the forward passes of all blocks but the last once more.
+    assert slow.step_s == pytest.approx(plain.step_s + 4 * 11)
+
+
+def test_both_savings_where_the_host_is_too_small_for_all() -> None:
+    candidate = Candidate("ddp", 2, 1, 8)
+    free = planner(graph=wide())
+    block, moved, both = (
+        row
+        for way in ({"recompute": "block"}, {"offload": True}, {"recompute": "block", "offload": True})
+        if (row := free.forecast(dataclasses.replace(candidate, **way))) is not None
+    )
+    memory = max(block.peak_bytes) - MIB
+    assert max(*moved.peak_bytes, *both.peak_bytes) < memory
+    # 12 layers keep 24 MiB each; of 11 that are computed again, one at a time, 8 MiB are there meanwhile.
+    assert str(planner(memory, graph=wide(), host=12 * 24 * MIB).row(candidate).candidate) == "ddp 2, m=8 +offload"
+    less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).row(candidate)
+    assert str(less.candidate) == "ddp 2, m=8 +recompute block +offload"
+    assert planner(memory, graph=wide(), host=9 * 8 * MIB).row(candidate).over_bytes > 0
+
+
+def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
+    rows = list(planner().rows(NAMES, ranks=2, savings=Savings(("block",), (True,))))
+    assert {row.candidate.name for row in rows if row.refused} == {"fsdp", "zero-bubble"}
+    assert all(row.candidate.recompute == "block" and row.candidate.offload for row in rows if not row.refused)
+    (fsdp,) = planner().rows(["fsdp"], ranks=2, m=2, savings=Savings(offload=(True,)))
+    assert fsdp.refused.startswith("offload is asked for, and fsdp gathers")
+    (alone,) = planner().rows(["single"], ranks=1, m=1, savings=Savings(("stage",), (False,)))
+    assert alone.refused == "recompute stage is asked for, and single has no stage that could be computed again later"
+
+
+def test_where_times_are_not_known_the_least_saving_is_best() -> None:
+    one = Candidate("single", 1, 1, 2)
+    saving, plain = Row(dataclasses.replace(one, offload=True)), Row(dataclasses.replace(one, m=4))
+    assert best_of([saving, plain]) is plain
+    assert best_of([plain, saving, plain]) is plain
 
 
 def test_nothing_fits() -> None:
