@@ -137,6 +137,14 @@ def completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
             computing = None
 
 
+def last_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
+    """Positions of the backward passes that are their stage's last: gradients that stay on this rank are final as soon
+    as one adds to them. None of a stage with gradients of parameters that come after backward passes."""
+    split = {action.stage for action in actions if action.kind is Kind.BACKWARD_WEIGHT}
+    whole = ((a.stage, position) for position, a in enumerate(actions) if a.kind is Kind.BACKWARD)
+    yield from sorted({stage: position for stage, position in whole if stage not in split}.values())
+
+
 def bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """``parameters`` from the last to the first, in runs of one dtype of about ``BUCKET_BYTES``."""
     runs: list[list[nn.Parameter]] = []

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import broadcast_tensors
+from parallel.keeping.copies import Copies
+from parallel.keeping.host_optimizer import HostOptimizer
 from parallel.step import set_learning_rate
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -43,6 +45,8 @@ class Update:
         unshared: parameters whose gradients stay on this rank; those of shared ones are zeroed by their exchange.
         held: all parameters this rank holds.
         copies: made after the update, in the same order on both ranks of a pair.
+        offload: copies to and from the host, where the optimizer then is; None: it is where the parameters are.
+        resident: with ``offload``, the parameters are on the host themselves.
     """
 
     def __init__(
@@ -53,16 +57,39 @@ class Update:
         unshared: Iterable[nn.Parameter],
         held: Iterable[nn.Parameter],
         copies: Sequence[Copy] = (),
+        offload: Copies | None = None,
+        resident: bool = False,
     ) -> None:
         self.owned = dict(owned)
-        self.optimizer = make_optimizer(list(owned.values())) if owned else None
+        self.optimizer: Optimizer | None = None
+        self._host: HostOptimizer | None = None
+        if owned and offload is not None:
+            self._host = HostOptimizer(make_optimizer, owned, offload, resident=resident)
+            self.owned, self.optimizer = self._host.owned, self._host.optimizer
+        elif owned:
+            self.optimizer = make_optimizer(list(owned.values()))
         self._unshared = tuple(unshared)
         self._held = tuple(held)
         self._copies = tuple(copies)
 
     def begin_step(self) -> None:
+        if self._host is not None:
+            self._host.begin_step()
         for parameter in self._unshared:
             parameter.grad = None
+
+    def arm(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
+        """The next backward pass is the last of this step for ``parameters``, by name. With the optimizer on the host,
+        those of them whose gradients stay on this rank are updated there while it still runs."""
+        if self._host is not None:
+            mine = {id(parameter) for parameter in self._unshared}
+            names = [name for name, p in parameters.items() if id(p) in mine and name in self.owned]
+            self._host.arm(learning_rate, names)
+
+    def take_back(self) -> None:
+        """Give the step up: parameters and optimizer are as they were before it."""
+        if self._host is not None:
+            self._host.take_back()
 
     @torch.no_grad()
     def apply(self, learning_rate: float, scale: float) -> None:
@@ -73,8 +100,11 @@ class Update:
         """
         gradients = [parameter.grad for parameter in self._held if parameter.grad is not None]
         if scale != 1 and gradients:
+            self.take_back()
             torch._foreach_mul_(gradients, scale)
-        if self.optimizer is not None:
+        if self._host is not None:
+            self._host.apply(learning_rate)
+        elif self.optimizer is not None:
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
         for copy in self._copies:

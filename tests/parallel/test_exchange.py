@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel import exchange
+from parallel.action import Action
 from parallel.comm.communicator import Communicator, Work
 from parallel.comm.thread_comm import run_on_threads
-from parallel.exchange import GradientExchange
+from parallel.exchange import GradientExchange, last_backwards
 
 
 def model() -> nn.Module:
@@ -108,3 +109,15 @@ def test_gradients_keep_the_layout_of_their_parameters() -> None:
     sums.begin_step()
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride()
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        ("0F0 0F1 0B0 0B1", [3]),
+        ("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1", [6, 7]),
+        ("0F0 0F1 0I0 0B1 0W0 1F0 1B0", [6]),  # gradients of stage 0 come after its backward passes
+    ],
+)
+def test_gradients_of_a_stage_are_final_with_its_last_backward_pass(actions: str, expected: list[int]) -> None:
+    assert list(last_backwards(tuple(map(Action.parse, actions.split())))) == expected
