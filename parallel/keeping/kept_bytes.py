@@ -7,14 +7,14 @@ leave is counted by the window (``ahead``). No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from parallel.graph import LayerGraph
 from parallel.keeping.lifetimes import Lifetimes
 from parallel.keeping.passes import Passes
-from parallel.keeping.rule import Keeping
+from parallel.keeping.rule import Keeping, Segment
 from parallel.keeping.segments import segments_of
 from parallel.liveness import Piece, Span, gradient_spans, pieces, running_bytes
 from parallel.partition import Partition
@@ -41,7 +41,21 @@ def kept_bytes(partition: Partition, keeping: Keeping, found: Iterable[Piece] | 
 def lifetimes_of(partition: Partition, keeping: Keeping, found: Iterable[Piece] | None = None) -> list[Lifetimes]:
     """Of every stage; arguments as ``kept_bytes``."""
     touched = touched_by(partition, pieces(partition.graph) if found is None else found)
-    return [Lifetimes(own, Passes(segments_of(partition, k, keeping)), keeping) for k, own in enumerate(touched)]
+    return [
+        Lifetimes(own, passes_of(segments_of(partition, k, keeping), own), keeping) for k, own in enumerate(touched)
+    ]
+
+
+def passes_of(segments: Sequence[Segment], found: Iterable[Piece]) -> Passes:
+    """Of a stage. Nobody asks for a segment that keeps nothing: what enters it is not held, and it is not computed
+    again."""
+    saved = {place for piece in found for place in piece.saved}
+    return Passes(
+        [
+            replace(each, recompute=each.recompute and not saved.isdisjoint(range(each.start, each.stop)))
+            for each in segments
+        ]
+    )
 
 
 def with_lifetimes(graph: LayerGraph, lives: Lifetimes, plain: StageBytes) -> StageBytes:

@@ -76,14 +76,14 @@ class Lifetimes:
         passes, size = self.passes, piece.bytes
         entered = any(passes.start <= use < passes.stop and made < passes.start for made, use in piece.used)
         begin = passes.start if entered else uses[0].begin
-        sent = not entered and any(use >= passes.stop for _, use in piece.used)
-        last = passes.stop - 1 if sent else max(use.last for use in uses)
+        sent = any(use >= passes.stop for _, use in piece.used)
+        # Who runs a stage holds what it is handed, and what it gives, until it is through.
+        last = passes.stop - 1 if entered or sent else max(use.last for use in uses)
         moves = self._moves and size >= self._smallest
         kept = [place for use in uses if not use.again for place in use.saved]
         entering = [use for use in uses if use.again and use.enters]
         if entered or any(place < passes.stop for place in piece.made):
-            stays = entered and not moves
-            self.unkept.append(Span(begin, passes.stop - 1 if stays else last, size))
+            self.unkept.append(Span(begin, last, size))
         if entered and moves:
             self.host_inputs += size
         if entered and not self._moves:  # the stage holds what it is given
