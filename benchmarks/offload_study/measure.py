@@ -69,7 +69,7 @@ class Student:
         self.trained = Trained(mode)
         self._pictures, self._batch, self._device = pictures, batch, device
         self._optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-        self.keeper = Keeper(Keeping(offload=mode), device=device, module=module)
+        self.keeper = Keeper(Keeping(offload=mode), device)
         self._module = module
         self._engines: dict[int, DataParallelEngine] = {}
         self._steps = 0

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from pipelines.slide import Slide
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp")
 VALIDATION = 0.385
@@ -71,7 +75,9 @@ def pictures_of_folder(root: Path, px: int, most: int | None = None) -> Pictures
     sides = files if split else list(zip(*map(_parted, files[0]), strict=True))
     train, val = ([(path, k) for k, found in enumerate(side) for path in found] for side in sides)
     source = f"{len(train)} + {len(val)} pictures of {root.name}"
-    return _stacked([(_read(path, px), k) for path, k in train], [(_read(path, px), k) for path, k in val], classes, source)
+    return _stacked(
+        [(_read(path, px), k) for path, k in train], [(_read(path, px), k) for path, k in val], classes, source
+    )
 
 
 def pictures_of_slides(root: Path, px: int, most: int, labels: Path | None = None) -> Pictures:
@@ -97,13 +103,15 @@ def pictures_of_slides(root: Path, px: int, most: int, labels: Path | None = Non
     for k, name in enumerate(found.classes):
         of_class = [spec for spec in labelled if found.label[spec.slide_id] == k]
         share = max(2, most // len(found.classes) // len(of_class))
-        before = len(sides[1])
+        before = len(sides[0]), len(sides[1])
         for spec in of_class:
             with spec.open() as slide:
                 for side, tile in _tiles(slide, px, share):
                     sides[side].append((tile, k))
-        if len(sides[1]) == before:
-            raise ValueError(f"--slides {root}: slides of class {name!r} have fewer than two tiles of {px} px of tissue")
+        if any(len(side) == count for side, count in zip(sides, before, strict=True)):
+            raise ValueError(
+                f"--slides {root}: slides of class {name!r} have no tiles of {px} px of tissue on both sides"
+            )
     source = f"{len(sides[0])} + {len(sides[1])} tiles of {len(labelled)} slides"
     return _stacked(*sides, found.classes, source)
 
@@ -154,7 +162,7 @@ def _planes(pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> Tensor:
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()
 
 
-def _tiles(slide: object, px: int, most: int) -> Iterator[tuple[int, Tensor]]:
+def _tiles(slide: Slide, px: int, most: int) -> Iterator[tuple[int, Tensor]]:
     """(0 train or 1 validate, uint8 (3, px, px)) of ``most`` tiles of a slide."""
     from pipelines.geometry import Region
     from pipelines.tiling import tile_grid, tissue_fractions
@@ -164,17 +172,20 @@ def _tiles(slide: object, px: int, most: int) -> Iterator[tuple[int, Tensor]]:
     fractions = tissue_fractions(find_tissue(read_overview(slide, 8.0, 1)), grid)
     # The last column and row overlap the one before.
     rows, columns = np.nonzero(fractions[:-1, :-1] >= TISSUE)
-    bound = grid.l0_x[:-1][round((1 - VALIDATION) * (len(grid.l0_x) - 1)) :].min(initial=grid.l0_x[-1])
-    count = min(most, len(rows))
-    for pick in (k * len(rows) // count for k in range(count)):
-        l0_x, l0_y = int(grid.l0_x[columns[pick]]), int(grid.l0_y[rows[pick]])
-        yield int(l0_x >= bound), _planes(slide.read(Region(l0_x, l0_y, px, px, slide.mpp)))
+    bound = round((1 - VALIDATION) * (len(grid.l0_x) - 1))
+    drawn = np.random.default_rng(0).permutation(len(rows))
+    sides = drawn[columns[drawn] < bound], drawn[columns[drawn] >= bound]
+    for side, share in enumerate((1 - VALIDATION, VALIDATION)):
+        for pick in sides[side][: max(1, round(share * most))]:
+            l0_x, l0_y = int(grid.l0_x[columns[pick]]), int(grid.l0_y[rows[pick]])
+            yield side, _planes(slide.read(Region(l0_x, l0_y, px, px, slide.mpp)))
 
 
 def _stacked(
     train: Sequence[tuple[Tensor, int]], val: Sequence[tuple[Tensor, int]], classes: Sequence[str], source: str
 ) -> Pictures:
-    images, labels = ([torch.stack([x for x, _ in side]) for side in (train, val)], [
-        torch.tensor([k for _, k in side]) for side in (train, val)
-    ])
+    images, labels = (
+        [torch.stack([x for x, _ in side]) for side in (train, val)],
+        [torch.tensor([k for _, k in side]) for side in (train, val)],
+    )
     return Pictures(images[0], labels[0], images[1], labels[1], tuple(classes), source)

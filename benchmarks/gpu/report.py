@@ -1,0 +1,52 @@
+"""Rows of all parts, as JSON and as Markdown, written anew after each row: a run that is cut off leaves what it had.
+
+Takes rows by part; gives text. A part is a module with ``rows``, ``HEADER`` and ``line``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.gpu.setting import Row
+from benchmarks.results import markdown_table
+
+JSON_NAME, TEXT_NAME = "gpu.json", "gpu.md"
+
+
+def write(out: Path, result: dict[str, Any], parts: Mapping[str, ModuleType]) -> None:
+    """Into the folder ``out``."""
+    (out / JSON_NAME).write_text(json.dumps(result, indent=2) + "\n")
+    (out / TEXT_NAME).write_text(text_of(result, parts))
+
+
+def text_of(result: dict[str, Any], parts: Mapping[str, ModuleType]) -> str:
+    """What was measured, part by part."""
+    lines = [f"Device: {result['device']}. {result['link']}\n"]
+    if not result["gpu"]:
+        lines.append("No GPU was there: sizes are tiny, and these figures show that everything runs, nothing more.\n")
+    for name, part in parts.items():
+        found = result["parts"].get(name)
+        if found is None:
+            continue
+        title = (part.__doc__ or "").splitlines()[0]
+        lines.append(f"### {name}\n\n{title}\n\n{_table(found['rows'], part)}")
+        if found.get("fault"):
+            lines.append(f"The part ended early: {found['fault']}.\n")
+    lines.append(f"Written by `{result['command']}`: {result['environment']}.\n")
+    return "\n".join(lines)
+
+
+def _table(rows: list[Row], part: ModuleType) -> str:
+    good = [row for row in rows if "fault" not in row]
+    faults = "".join(f"- {_named(row)}: {row['fault']}\n" for row in rows if "fault" in row)
+    table = markdown_table(part.HEADER, [part.line(row) for row in good]) if good else "Nothing was measured.\n"
+    return table + (f"\n{faults}" if faults else "")
+
+
+def _named(row: Row) -> str:
+    """What was tried."""
+    return ", ".join(f"{key} {value}" for key, value in row.items() if key != "fault" and value is not None)

@@ -1,0 +1,197 @@
+"""Everything that needs a GPU, measured by one command in a few minutes; the same command runs on a CPU at tiny sizes.
+
+Takes seconds; gives ``gpu.json`` and ``gpu.md``, written anew after every row. Each part is a process of its own with a
+share of the time, so that one that crashes, hangs or spoils the device takes no other with it.
+
+    python -m benchmarks.gpu.run [--out DIR] [--seconds 420] [--quick] [--parts copies ...] [--from gpu.json] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import report
+from benchmarks.gpu.setting import GIB, Row, Setting, told
+from benchmarks.machine import measured_on
+from benchmarks.results import write_results
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+SHARES = {"copies": 0.04, "offload_time": 0.34, "ranks": 0.09, "study": 0.23, "precision": 0.08, "largest": 0.22}
+"""Part -> of the time, in the order in which they run. What a part leaves goes to those after it."""
+QUICK_S = 15.0
+"""Of a run at tiny sizes; most of it is spent starting processes."""
+GRACE_S = 20.0
+"""That a part may take beyond its share to end what it is at."""
+START_S = 60.0
+"""That a process may take to start, on a machine that is busy."""
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.part:
+        _run_part(arguments)
+        return
+    parts = {name: importlib.import_module(f"benchmarks.gpu.{name}") for name in arguments.parts}
+    if arguments.published is not None:
+        result = json.loads(arguments.published.read_text())
+    else:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        result = _measure(arguments, parts)
+    text = report.text_of(result, parts)
+    print(text)
+    if arguments.write:
+        (HERE / "results").mkdir(exist_ok=True)
+        name = "".join(letter if letter.isalnum() else "-" for letter in f"{result['device']}-{result['date']}".lower())
+        (HERE / "results" / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_results(HERE / "README.md", text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench-data" / "gpu", help="folder for gpu.json and gpu.md")
+    parser.add_argument("--seconds", type=float, help="of all parts together; default: 420, or 15 where sizes are tiny")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes on the CPU, though there is a GPU")
+    parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
+    parser.add_argument("--from", dest="published", type=Path, help="measure nothing: show a gpu.json made elsewhere")
+    parser.add_argument(
+        "--write", action="store_true", help="put the tables into README.md, and gpu.json into results/"
+    )
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _measure(arguments: argparse.Namespace, parts: dict[str, ModuleType]) -> dict[str, Any]:
+    device = _device(arguments)
+    seconds = arguments.seconds or (420.0 if device.type == "cuda" else QUICK_S)
+    until_s = time.perf_counter() + seconds
+    result: dict[str, Any] = {
+        "device": _device_text(device),
+        "gpu": device.type == "cuda",
+        "link": _link_text(device),
+        "date": date.today().isoformat(),
+        "environment": measured_on(),
+        "command": f"python -m benchmarks.gpu.run --seconds {seconds:g}",
+        "parts": {},
+    }
+    for number, name in enumerate(parts):
+        rest = sum(SHARES[other] for other in list(parts)[number:])
+        share = max(1.0, (until_s - time.perf_counter()) * SHARES[name] / rest)
+        print(f"{name}: {share:.0f} s", flush=True)
+        _one_part(arguments, name, share, result, parts)
+    return result
+
+
+def _one_part(
+    arguments: argparse.Namespace, name: str, seconds: float, result: dict[str, Any], parts: dict[str, ModuleType]
+) -> None:
+    """Run a part in a process of its own, and write what there is whenever it has another row."""
+    found: dict[str, Any] = {"rows": [], "seconds": seconds}
+    result["parts"][name] = found
+    with tempfile.TemporaryDirectory() as folder:
+        rows, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
+        rows.touch()
+        command = [sys.executable, "-m", "benchmarks.gpu.run", "--part", name, "--rows", str(rows)]
+        command += ["--seconds", str(seconds), *(["--quick"] if arguments.quick else [])]
+        began = time.perf_counter()
+        with log.open("w") as output:
+            child = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        limit_s = seconds + GRACE_S + START_S
+        while child.poll() is None and time.perf_counter() - began < limit_s:
+            time.sleep(0.2)
+            _take(rows, found, arguments.out, result, parts)
+        if child.poll() is None:
+            _end(child)
+            found["fault"] = f"stopped after {limit_s:.0f} s"
+        elif child.returncode:
+            last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+            found["fault"] = f"exit code {child.returncode}: {last[:300]}"
+        found["log"] = log.read_text(errors="replace")[-2000:]
+        found["taken_s"] = time.perf_counter() - began
+        _take(rows, found, arguments.out, result, parts, always=True)
+
+
+def _take(
+    rows: Path,
+    found: dict[str, Any],
+    out: Path,
+    result: dict[str, Any],
+    parts: dict[str, ModuleType],
+    *,
+    always: bool = False,
+) -> None:
+    lines = [line for line in rows.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    if always or len(lines) > len(found["rows"]):
+        found["rows"] = [json.loads(line) for line in lines]
+        report.write(out, result, parts)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a part and the ranks it started."""
+    for how, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+        os.killpg(child.pid, how)
+        try:
+            child.wait(wait_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _run_part(arguments: argparse.Namespace) -> None:
+    """In the part's own process."""
+    device = _device(arguments)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    part = importlib.import_module(f"benchmarks.gpu.{arguments.part}")
+    setting = Setting(device, time.perf_counter() + arguments.seconds)
+    with arguments.rows.open("a") as file:
+        try:
+            for row in part.rows(setting):
+                _put(file, row)
+        except Exception as fault:
+            _put(file, {"part": arguments.part, "fault": told(fault)})
+            raise
+
+
+def _put(file: Any, row: Row) -> None:
+    file.write(json.dumps(row) + "\n")
+    file.flush()
+
+
+def _device(arguments: argparse.Namespace) -> torch.device:
+    return torch.device("cuda:0" if torch.cuda.is_available() and not arguments.quick else "cpu")
+
+
+def _device_text(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    memory = torch.cuda.get_device_properties(device).total_memory / GIB
+    return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
+
+
+def _link_text(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "No link."
+    from benchmarks.gpu.copies import link_peak
+
+    peak = link_peak()
+    return "The driver does not describe its link." if peak is None else f"Its link: {peak / 1e9:.1f} GB/s each way."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A model at work on one device, as ``app.train`` runs it on one rank, with what it keeps for backward as asked.
+
+Takes a model's name, a tile's side and a ``Keeping``; gives steps of SGD on random tiles. Ways to keep share the model:
+weights, optimizer and traced graph are those of a ``Problem``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.setting import Setting
+from models.registry import build_model
+from parallel.activations import ActivationMeter
+from parallel.comm.local import LocalCommunicator
+from parallel.cut import cut_stage
+from parallel.data_parallel import DataParallelEngine
+from parallel.keeping.keeper import Keeper
+from parallel.keeping.rule import Keeping
+from parallel.keeping.segments import segments_of
+from parallel.partition import Partition
+from parallel.stage_module import WholeModule
+from parallel.step import Microbatch
+from parallel.trace import trace
+
+CLASSES = 2
+RATE = 1e-4
+
+
+class Problem:
+    """A model on the device, and one microbatch.
+
+    Args:
+        px: side of a tile.
+        tiles: of a step, which is one microbatch.
+    """
+
+    def __init__(self, setting: Setting, model: str, px: int, *, tiles: int = 1) -> None:
+        torch.manual_seed(0)
+        self.setting, self.tiles = setting, tiles
+        module = build_model(model, classes=CLASSES).to(memory_format=torch.channels_last)
+        shape = (tiles, 3, px, px)
+        self.traced = trace(module, shape)
+        self.partition = Partition(self.traced.graph, (0,))
+        module.to(setting.device)
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()  # its state is there from the first step on, as in all steps but one of a run
+        self.optimizer.zero_grad(set_to_none=True)
+        targets = torch.zeros((tiles, px, px) if model.startswith("unet") else (tiles,), dtype=torch.int64)
+        images = torch.randn(shape, device=setting.device).to(memory_format=torch.channels_last)
+        self.microbatch = Microbatch(images, targets.to(setting.device), shape)
+
+
+class Work:
+    """Steps of a problem.
+
+    Args:
+        meter: counts the bytes that are kept, which takes time.
+
+    Attributes:
+        keeper: knows the copies.
+        losses: of all steps.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        keeping: Keeping,
+        *,
+        autocast: torch.dtype | None = None,
+        meter: ActivationMeter | None = None,
+    ) -> None:
+        self.losses: list[float] = []
+        self._problem = problem
+        device = problem.setting.device
+        segments = segments_of(problem.partition, 0, keeping) if keeping.segmented else ()
+        self.keeper = Keeper(keeping, device, meter=meter)
+        self._engine = DataParallelEngine(
+            cut_stage(problem.traced, problem.partition, 0, segments, WholeModule),
+            _loss,
+            problem.optimizer,
+            LocalCommunicator(),
+            batch=problem.tiles,
+            m=1,
+            autocast=autocast,
+            keeper=self.keeper,
+        )
+
+    def step(self) -> None:
+        """Forward, backward and update."""
+        step = len(self.losses)
+        self.losses.append(self._engine.step([self._problem.microbatch], step, RATE).loss)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self._engine.gradients()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def kept_bytes(problem: Problem, keeping: Keeping, autocast: torch.dtype | None = None) -> int:
+    """Activations on the device at most in a step, counted storage by storage as autograd keeps them."""
+    meter = ActivationMeter()
+    work = Work(problem, keeping, autocast=autocast, meter=meter)
+    work.step()
+    work.close()
+    return meter.peak_bytes
+
+
+def _loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets)
