@@ -175,6 +175,7 @@ RULES = {
 def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Keeping) -> None:
     traced, shape = traced_net(name)
     partition = partition_equal(traced.graph, stages)
+    traced.model.zero_grad()
     there = stage_host_bytes(partition, rule)
     values: dict[str, Tensor] = {partition.inputs_of(0)[0]: torch.randn(shape)}
     for number, told in enumerate(kept_bytes(partition, rule)):
