@@ -74,25 +74,28 @@ def this_machine(
     """
     where = choose_device(device, 0)
     per_node = min(ranks, per_node or ranks)
+    available = memory_bytes()[1] // per_node
     if where.type == "cuda":
         lanes, threads, together = float(torch.cuda.device_count()), 1, 1
         free = torch.cuda.mem_get_info(where)[0] // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
     else:
         threads = max(1, usable_cores() // per_node)
         lanes, together = usable_cores() / threads, min(per_node, usable_cores())
-        free = memory_bytes()[1] // per_node
+        free = available
     autocast = choose_autocast(precision, where)
     limit = free - reserved if memory is None else memory
+    # The host of a CPU is itself: what is moved there takes what the limit leaves.
+    on_host = max(0, available - reserved - (limit if where.type == "cpu" else 0))
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{cpu_model()}, {usable_cores()} cores"
     inside, between = link_named("pcie4" if where.type == "cuda" else "shared-memory"), link_named(network)
     if not timed:
-        return Machine(
-            Cluster(name, limit, per_node, lanes, inside, between, math.inf, where.type), _no_times, autocast
-        )
+        cluster = Cluster(name, limit, per_node, lanes, inside, between, math.inf, where.type, host_bytes=on_host)
+        return Machine(cluster, _no_times, autocast)
     model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
     sums = None if where.type == "cuda" else link_named("shared-memory-sums")
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
-    cluster = Cluster(name, limit, per_node, lanes, inside, between, _moving_speed(model), where.type, sums, copies)
+    moving = _moving_speed(model)
+    cluster = Cluster(name, limit, per_node, lanes, inside, between, moving, where.type, sums, copies, on_host)
 
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
         return lambda tiles: model.estimate(with_tiles(graph, tiles))

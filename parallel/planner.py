@@ -151,7 +151,9 @@ class Planner:
         over = max(peaks) - self.cluster.usable_bytes
         if candidate.offload and self.cluster.host_bytes < math.inf:
             on_host = self.cutting.host_bytes(candidate, partition, keeping)
-            over = max(over, on_host - round(self.cluster.host_bytes))
+            # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
+            left = max(0, -over) if self.cluster.kind == "cpu" else 0
+            over = max(over, on_host - round(self.cluster.host_bytes) - left)
         return _Fitting(candidate, partition, keeping, peaks, max(0, over))
 
     def _timed(self, fitting: _Fitting) -> Row:
