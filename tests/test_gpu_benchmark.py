@@ -1,0 +1,160 @@
+"""The GPU benchmark and the study of offload on a CPU: every part gives its rows, faults are rows, what it had is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.gpu import largest, offload_time, precision, report, study
+from benchmarks.gpu.setting import Setting, attempt
+from benchmarks.offload_study.measure import copy_figures, measure_model
+from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
+from benchmarks.offload_study.published import published_ratio
+from parallel.keeping.copies import CopyTime
+from parallel.keeping.rule import Keeping
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+def tiny(seconds: float = 0.0) -> Setting:
+    return Setting(CPU, time.perf_counter() + seconds)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_command_writes_what_it_measured(tmp_path: Path) -> None:
+    command = ["-m", "benchmarks.gpu.run", "--quick", "--seconds", "2", "--out", str(tmp_path), "--parts", "copies"]
+    done = subprocess.run(
+        [sys.executable, *command, "offload_time"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / report.JSON_NAME).read_text())
+    assert not result["gpu"]
+    assert all(part["rows"] and "fault" not in part for part in result["parts"].values()), result
+    assert "No GPU was there" in (tmp_path / report.TEXT_NAME).read_text()
+
+
+def test_offload_keeps_less_and_moves_what_it_does_not_keep() -> None:
+    rows = [row for row in offload_time.rows(tiny()) if row["model"] == "resnet18"]
+    by_way = {row["way"]: row for row in rows}
+    assert not any("fault" in row for row in rows), rows
+    plain_bytes = by_way["offload"]["plain_kept_bytes"]
+    assert by_way["offload"]["kept_bytes"] < plain_bytes / 2
+    assert by_way["offload"]["out_bytes"] == by_way["offload"]["back_bytes"] == plain_bytes
+    assert by_way["recompute block"]["out_bytes"] == 0
+    assert by_way["recompute block"]["kept_bytes"] < plain_bytes / 2
+    assert all(len(offload_time.line(row)) == len(offload_time.HEADER) for row in rows)
+
+
+def test_half_of_the_host_moves_half() -> None:
+    found = offload_time.ways(1000, tiny=True, thorough=False)["offload half"]
+    assert found == Keeping(offload="overlap", host_bytes=500, smallest=1)
+
+
+def test_largest_tile_that_trained_is_the_predicted_one() -> None:
+    rows = list(largest.rows(tiny()))
+    assert [row["trained_px"] for row in rows] == [row["predicted_px"] for row in rows]
+    trained = {row["way"]: row["trained_px"] for row in rows}
+    assert trained["plain"] < trained["offload"]
+    assert all(len(largest.line(row)) == len(largest.HEADER) for row in rows)
+
+
+def test_a_tile_too_large_says_why() -> None:
+    row = largest._search(tiny(), 1 << 20, "resnet18", Keeping())
+    assert row["trained_px"] == 0
+    assert "bytes lived at a time" in row["why"]
+
+
+def test_precision_has_a_row_for_each_type() -> None:
+    rows = list(precision.rows(tiny()))
+    assert [(row["offload"], row["type"]) for row in rows] == [
+        ("none", "float32"),
+        ("none", "bfloat16"),
+        ("overlap", "float32"),
+        ("overlap", "bfloat16"),
+    ]
+    assert all(len(precision.line(row)) == len(precision.HEADER) for row in rows)
+
+
+def test_study_has_a_row_for_each_mode() -> None:
+    rows = list(study.rows(tiny()))
+    assert [row["mode"] for row in rows] == ["none", "naive", "overlap"]
+    assert all(len(study.line(row)) == len(study.HEADER) for row in rows)
+
+
+def test_every_mode_of_the_study_trains_alike() -> None:
+    modes = ("none", "naive", "pinned", "nonblocking", "pinned-nonblocking", "overlap")
+    trained = measure_model("squeezenet1_1", modes, made_pictures(32, 10), epochs=2, batch=4, device=CPU)
+    assert [one.mode for one in trained] == list(modes)
+    steps = min(len(one.losses) for one in trained)
+    assert all(one.losses[:steps] == trained[0].losses[:steps] for one in trained)
+    assert all(len(one.epochs_s) == 2 for one in trained)
+    assert not trained[0].copies
+    assert trained[1].copies["out"]["bytes"] == trained[1].copies["back"]["bytes"] > 0
+
+
+def test_figures_of_copies() -> None:
+    found = copy_figures([CopyTime("out", 100, 1.0), CopyTime("out", 100, 2.0), CopyTime("out", 300, 2.0)])
+    assert set(found) == {"out"}
+    assert found["out"]["bytes"] == 500
+    assert (found["out"]["min_s"], found["out"]["median_s"], found["out"]["max_s"]) == (1.0, 2.0, 2.0)
+    assert found["out"]["max_bytes_per_s"] == 150.0
+
+
+def test_published_ratios() -> None:
+    assert published_ratio("vgg19", "naive") == pytest.approx(5.0)
+    assert published_ratio("vgg19", "overlap") is None
+    assert published_ratio("squeezenet1_1", "naive") is None
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_pictures_of_a_folder(tmp_path: Path, split: bool) -> None:
+    for part in ("train", "val") if split else (".",):
+        for k, name in enumerate(("ants", "bees")):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for number in range(5):
+                pixels = np.full((40 + number, 60, 3), 100 * k + 20, np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    found = pictures_of_folder(tmp_path, 32)
+    assert found.classes == ("ants", "bees")
+    assert (len(found.train), len(found.val)) == ((10, 10) if split else (6, 4))
+    assert found.train.shape[1:] == (3, 32, 32)
+    for images, labels in ((found.train, found.train_labels), (found.val, found.val_labels)):
+        assert (images.float().mean((1, 2, 3)) - 20 == 100 * labels).all()
+
+
+def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a sub-folder per class"):
+        pictures_of_folder(tmp_path, 32)
+
+
+def test_a_fault_is_a_row() -> None:
+    def run() -> dict[str, object]:
+        raise torch.OutOfMemoryError("so much was tried")
+
+    row = attempt({"model": "vgg19"}, run)
+    assert row == {"model": "vgg19", "fault": "out of memory"}
+    part = {"rows": [row], "fault": "stopped after 3 s"}
+    result = {"device": "cpu", "gpu": False, "link": "", "command": "c", "environment": "e", "parts": {"study": part}}
+    text = report.text_of(result, {"study": study})
+    assert "- model vgg19: out of memory" in text
+    assert "The part ended early: stopped after 3 s." in text
