@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from parallel.comm.local import LocalCommunicator
 from parallel.exchange import GradientExchange
 from parallel.keeping.copies import Copies, Mark
+from parallel.keeping.host_optimizer import HostOptimizer
 from parallel.keeping.host_parameters import HostParameters, buffers_to
 from parallel.keeping.packing import Packed
+from parallel.live_bytes import LiveBytes
 from parallel.step import Loss
 from tests.helpers.small_nets import NETS, batch_of, drawn_once, pixel_loss
 
@@ -135,6 +138,24 @@ def test_two_layers_are_on_the_device_at_a_time() -> None:
         assert host.device_bytes == 0
         assert host.peak_device_bytes == 2 * LAYER - 2 * 16 * 4, "biases are not asked for in backward"
     assert forward == 2 * LAYER
+
+
+def test_a_step_makes_nothing_else_on_the_device_than_activations_and_one_layers_gradient() -> None:
+    net = deep(8, 64)
+    layer, activation = 4 * (64 * 64 + 64), 4 * 2 * 64
+    host = HostParameters(net, CPU, Copies())
+    optimizer = HostOptimizer(torch.optim.AdamW, dict(net.named_parameters()), Copies(), resident=True)
+    for _ in range(2):
+        with LiveBytes() as live:
+            optimizer.begin_step()
+            with saving(host):
+                losses = [net(torch.randn(2, 64)).sum() for _ in range(2)]
+            losses[0].backward()
+            optimizer.arm(0.1)
+            losses[1].backward()
+            optimizer.apply(0.1)
+        assert 3 * layer < live.peak_bytes < 3 * layer + 20 * activation
+        assert live.bytes < layer, "gradients and the optimizer's state are on the host"
 
 
 def test_without_claims_autograd_holds_the_copies_and_gives_them_back() -> None:
@@ -318,3 +339,38 @@ def test_the_loss_is_that_of_the_plain_model_when_evaluated() -> None:
     with torch.no_grad():
         assert torch.equal(F.cross_entropy(net.eval()(x), targets), F.cross_entropy(plain.eval()(x), targets))
     assert host.device_bytes == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("resident", [True, False], ids=["parameters too", "optimizer"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpus_host_gives_the_plain_steps_numbers(name: str, resident: bool) -> None:
+    device = torch.device("cuda")
+    (plain, loss), (net, _) = model(name), model(name)
+    plain.to(device)
+    copies = Copies.for_device(device)
+    host = HostParameters(net, device, copies) if resident else None
+    if not resident:
+        net.to(device)
+    make = functools.partial(torch.optim.AdamW, lr=0.05)
+    ours, theirs = (
+        HostOptimizer(make, dict(net.named_parameters()), copies, resident=resident),
+        make(plain.parameters()),
+    )
+    for step in range(3):
+        for layers in (plain, net):
+            layers.zero_grad()
+            ours.begin_step()
+            values = []
+            for i, (images, targets) in enumerate(batch_of([2] * 3, 8, step, torch.float64)):
+                torch.manual_seed(10 * step + i)
+                with saving(host if layers is net else None):
+                    values.append(loss(layers(images.to(device)), targets.to(device)))
+            for i, value in enumerate(values):
+                if layers is net and i == 2:
+                    ours.arm(0.05)
+                value.backward()  # type: ignore[no-untyped-call]
+        ours.apply(0.05)
+        theirs.step()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[key].cpu(), value.cpu(), rtol=1e-9, atol=1e-10)
