@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from app.config import OptimizerSettings
+from app.sizes import bytes_of
 from app.strategy import StrategySettings
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
@@ -20,10 +21,15 @@ from parallel.data_parallel import DataParallelEngine
 from parallel.engine import Engine
 from parallel.fully_sharded import FullyShardedEngine
 from parallel.guardian import Guardian
-from parallel.keeping.rule import Keeping
+from parallel.keeping.keeper import Keeper
+from parallel.keeping.rule import SMALLEST, Keeping
+from parallel.keeping.whole import in_segments
 from parallel.step import Loss
 from parallel.strategy import Strategy
 from parallel.update import MakeOptimizer
+
+AHEAD = {"cuda": 256 << 20, "cpu": 0}
+"""Bytes of activations on their way, by kind of device."""
 
 
 def build_engine(
@@ -38,6 +44,7 @@ def build_engine(
     device: torch.device,
     autocast: torch.dtype | None = None,
     guardian: Guardian | None = None,
+    smallest: int = SMALLEST,
 ) -> DataParallelEngine | Engine:
     """The engine that ``asked`` asks for.
 
@@ -47,6 +54,7 @@ def build_engine(
         tile: px of a usual tile.
         autocast: type for mixed precision; None computes in the model's own.
         guardian: told of every action.
+        smallest: bytes of a tensor that is worth moving to the host.
 
     Raises:
         ValueError: the model cannot be split as asked, or the schedule does not fit.
@@ -64,8 +72,10 @@ def build_engine(
             autocast=autocast,
             statistics=asked.norm_statistics,
         )
+    shape = (-(-asked.batch // asked.m), 3, tile, tile)
     if not asked.splits:
-        model.to(device)
+        keeping = keeping_of(asked, device, smallest)
+        model = in_segments(model, keeping, shape, communicator).to(device)
         return DataParallelEngine(
             model,
             loss,
@@ -76,14 +86,15 @@ def build_engine(
             seed=seed,
             autocast=autocast,
             statistics=asked.norm_statistics,
+            keeper=Keeper(keeping, device),
         )
     engine = assemble(
         model,
         loss,
         make_optimizer,
         communicator,
-        stages_of(asked),
-        shape=(-(-asked.batch // asked.m), 3, tile, tile),
+        stages_of(asked, device, smallest),
+        shape=shape,
         batch=asked.batch,
         seed=seed,
         autocast=autocast,
@@ -95,7 +106,7 @@ def build_engine(
     return engine
 
 
-def stages_of(asked: StrategySettings) -> Strategy:
+def stages_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> Strategy:
     """The settings as the engine's own; of a strategy that splits the model."""
     return Strategy(
         asked.name,
@@ -105,16 +116,27 @@ def stages_of(asked: StrategySettings) -> Strategy:
         chunks=(asked.chunks or 2) if asked.name == "interleaved" else 1,
         cuts=tuple(cut.strip() for cut in asked.cuts.split(",") if cut.strip()),
         schedule_csv=asked.schedule.read_text() if asked.schedule else None,
-        keeping=keeping_of(asked),
+        keeping=keeping_of(asked, device, smallest),
         shard_optimizer=asked.shard_optimizer == "pair",
         statistics=asked.norm_statistics,
         compile=asked.compile,
     )
 
 
-def keeping_of(asked: StrategySettings) -> Keeping:
+def keeping_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> Keeping:
     """What becomes of what forward passes keep."""
-    return Keeping(recompute=asked.recompute)
+    chosen = tuple((first, last) for first, last in (run.split(":") for run in asked.recompute_runs.split(",") if run))
+    recompute = asked.recompute
+    if recompute == "optimal":
+        recompute = "chosen" if chosen else "none"
+    return Keeping(
+        recompute,
+        chosen,
+        asked.offload,
+        ahead=(bytes_of(asked.offload_ahead) or 0) if asked.offload_ahead else AHEAD[device.type],
+        smallest=smallest,
+        host_bytes=bytes_of(asked.offload_host) if asked.offload_host else None,
+    )
 
 
 def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from app.launcher import find_launch
 from app.sizes import bytes_of
+from parallel.keeping.rule import Offload
 from parallel.schedules.registry import SCHEDULES, default_microbatches
 
 WHOLE = ("single", "ddp", "fsdp")
@@ -61,8 +62,22 @@ class StrategySettings:
     microbatches: int | None = None
     """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per group with
     mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has as many tiles."""
-    recompute: Literal["none", "stage"] = "none"
-    """stage: keep a stage's inputs only and compute it again before its backward pass; less memory, more time."""
+    recompute: str = "none"
+    """What is not kept but computed again before its backward pass; less memory, more time. stage: all but what enters
+    a rank's stage; block: all but what enters a block of the model; a number: all but what enters every so many layers;
+    optimal: what costs least time of all that fits --memory, with the times of this machine."""
+    recompute_runs: str = ""
+    """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
+    offload: Offload = "none"
+    """Move what forward passes keep to the host until their backward passes. overlap: beside the computation, as far as
+    there is time for it. The others copy each tensor when it is kept, to be compared with: naive, to pageable memory;
+    pinned, to page-locked memory; nonblocking, without waiting; pinned-nonblocking, both."""
+    offload_ahead: str | None = None
+    """Memory of the device for what is on its way, with --offload overlap; default: 256MiB on a GPU, none on a CPU,
+    where copies do not run beside computation."""
+    offload_host: str | None = None
+    """Memory of the host that a rank may fill with --offload overlap; what does not fit stays on the device. Default:
+    no limit."""
     shard_optimizer: Literal["none", "pair"] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     norm_statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
@@ -128,7 +143,7 @@ class StrategySettings:
         if self.ranks < 1:
             return [f"--ranks must be at least 1; got {self.ranks}"]
         found = self._open_faults() if self.undecided else self._mesh_faults() or self._microbatch_faults()
-        found += self._option_faults()
+        found += self._option_faults() + self._keeping_faults()
         if self.memory is not None and self.memory_bytes is None:
             found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
         if not self.timeout_s > 0:
@@ -191,6 +206,37 @@ class StrategySettings:
             ]
         return []
 
+    def _keeping_faults(self) -> list[str]:
+        """Of recomputation and offload."""
+        found = []
+        if self.recompute not in ("none", "stage", "block", "optimal") and not (
+            self.recompute.isdecimal() and int(self.recompute) > 0
+        ):
+            found.append(
+                f"--recompute takes none, stage, block, optimal or a number of layers from 1; got {self.recompute!r}"
+            )
+        if self.name == "fsdp" and not self.undecided:
+            found += [
+                f"{flag} is not for --parallel fsdp, whose parameters come and go: use ddp, or a strategy with stages"
+                for flag, given in (
+                    (f"--recompute {self.recompute}", self.recompute != "none"),
+                    (f"--offload {self.offload}", self.offload != "none"),
+                )
+                if given
+            ]
+        if self.recompute_runs and self.recompute != "optimal":
+            found.append(f"--recompute-runs goes with --recompute optimal; got --recompute {self.recompute}")
+        if any(len(run.split(":")) != 2 for run in self.recompute_runs.split(",") if run):
+            found.append(
+                f"--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got {self.recompute_runs!r}"
+            )
+        for flag, text in (("--offload-ahead", self.offload_ahead), ("--offload-host", self.offload_host)):
+            if text is not None and bytes_of(text) is None:
+                found.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
+            elif text is not None and self.offload != "overlap":
+                found.append(f"{flag} is about --offload overlap; got --offload {self.offload}")
+        return found
+
     def _option_faults(self) -> list[str]:
         """Options that mean nothing under the strategy asked for."""
         found = []
@@ -206,7 +252,7 @@ class StrategySettings:
                     ("--stages", self.stages is not None and not self.undecided),
                     ("--cuts", bool(self.cuts)),
                     ("--schedule", self.schedule is not None),
-                    ("--recompute stage", self.recompute != "none"),
+                    ("--recompute stage", self.recompute == "stage"),
                     ("--compile", self.compile),
                 )
                 if given

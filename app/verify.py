@@ -210,7 +210,14 @@ def _trial(command: VerifyCommand, device: torch.device) -> Trial:
 def _engine_maker(command: VerifyCommand, device: torch.device) -> MakeEngine:
     from app.engines import build_engine
 
-    return functools.partial(build_engine, command.strategy, tile=command.tile, seed=command.seed, device=device)
+    return functools.partial(
+        build_engine,
+        command.strategy,
+        tile=command.tile,
+        seed=command.seed,
+        device=device,
+        smallest=0,  # tiles are small here, and what is to be moved is moved
+    )
 
 
 def report(result: VerifyResult) -> str:

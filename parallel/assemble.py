@@ -6,7 +6,6 @@ wrong with a strategy is found here, before the first step.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,11 +35,8 @@ from parallel.stage_cost import nominal_costs
 from parallel.stage_module import StageModule
 from parallel.step import Loss
 from parallel.strategy import Strategy
-from parallel.trace import trace
+from parallel.trace_alone import trace_alone
 from parallel.update import Copy, MakeOptimizer, Update
-
-_TRACING = threading.Lock()
-"""Symbolic tracing replaces ``nn.Module.__call__`` for the whole process while it runs, and watches its generators."""
 
 
 def assemble(
@@ -74,11 +70,7 @@ def assemble(
     """
     assert strategy.ranks == communicator.world
     placement, rank = strategy.placement, communicator.rank
-    # Ranks may be threads of one process: none draws weights before, or computes after, while another traces.
-    communicator.barrier()
-    with _TRACING:
-        traced = trace(module, shape, dtype=next(module.parameters()).dtype)
-    communicator.barrier()
+    traced = trace_alone(module, shape, communicator)
     partition = strategy.partition(traced.graph)
     keeping = strategy.keeping
     schedule = strategy.schedule(partition.links, nominal_costs(partition) if keeping.offload == "overlap" else None)

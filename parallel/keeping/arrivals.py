@@ -38,7 +38,7 @@ class _Arrive(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.arrival.gradient = gradient
         return None, None, None
 
@@ -52,6 +52,6 @@ def arrived(value: Any) -> tuple[Any, list[Arrival]]:
             return leaf
         arrivals.append(Arrival(leaf))
         anchor = torch.zeros((), requires_grad=True)
-        return _Arrive.apply(anchor, leaf.detach(), arrivals[-1])  # type: ignore[no-untyped-call]
+        return _Arrive.apply(anchor, leaf.detach(), arrivals[-1])
 
     return tree_map(enter, value), arrivals

@@ -83,7 +83,7 @@ class Flight:
         """The entry of the tensor's storage, saved before with the same values."""
         found = self.at.get(tensor.untyped_storage().data_ptr())
         # Freed memory is given out again: the same place may be another storage.
-        if found is None or found[0].expired() or not found[1].references:
+        if found is None or not found[1].references or found[0].expired():  # type: ignore[no-untyped-call]
             return None
         return found[1] if found[1].same(tensor) else None
 

@@ -117,12 +117,12 @@ def bytes_view(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def view_like(flat: Tensor, form: tuple[torch.dtype, Any, Any, int]) -> Tensor:
+def view_like(flat: Tensor, form: tuple[torch.dtype, Any, Any, Any]) -> Tensor:
     """A tensor in the storage of ``flat``: dtype, shape, strides, offset in elements."""
     dtype, shape, strides, offset = form
     return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, shape, strides)
 
 
-def form_of(tensor: Tensor) -> tuple[torch.dtype, Any, Any, int]:
+def form_of(tensor: Tensor) -> tuple[torch.dtype, Any, Any, Any]:
     """What ``view_like`` needs."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
