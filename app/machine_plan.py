@@ -51,6 +51,7 @@ def this_machine(
     ranks: int,
     *,
     memory: int | None = None,
+    host_memory: int | None = None,
     device: str = "auto",
     precision: str = "auto",
     channels_last: bool = True,
@@ -64,6 +65,8 @@ def this_machine(
     Args:
         ranks: of the plan; as many as ``per_node`` of them on a machine.
         memory: bytes that each rank may use; None: its share of what is free.
+        host_memory: bytes of the host that each rank may fill with what it moves there; None: its share of what is
+            free beside ``memory``.
         device: as ``--device``.
         precision: as ``--precision``.
         reserved: bytes that each rank needs besides, of memory that is not given by ``memory``.
@@ -85,7 +88,8 @@ def this_machine(
     autocast = choose_autocast(precision, where)
     limit = free - reserved if memory is None else memory
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
-    on_host = max(0, available - reserved - (limit if where.type == "cpu" else 0))
+    left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
+    on_host = left if host_memory is None else host_memory
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{cpu_model()}, {usable_cores()} cores"
     inside, between = link_named("pcie4" if where.type == "cuda" else "shared-memory"), link_named(network)
     if not timed:
@@ -137,6 +141,7 @@ def named_machine(
     ranks: int,
     *,
     memory: int | None = None,
+    host_memory: int | None = None,
     per_node: int | None = None,
     link: str | None = None,
     network: str = "edr-infiniband",
@@ -160,6 +165,7 @@ def named_machine(
         between,
         BANDWIDTH * spec.bandwidth,
         copy_bandwidth=link_named(spec.host_link).bandwidth,
+        host_bytes=math.inf if host_memory is None else host_memory,
     )
 
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:

@@ -16,6 +16,7 @@ from typing import Literal
 from app.cli import run_command
 from app.sizes import bytes_of
 from app.strategy import Parallel
+from parallel.savings import RECOMPUTE, Savings
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ class PlanCommand:
     """What joins the ranks of a node, such as nvlink2; default: pcie4, with --device-spec only."""
     network: str | None = None
     """What joins nodes, such as ndr-infiniband or ethernet-10g; default: edr-infiniband, with --device-spec only."""
+    recompute: Literal["auto", "none", "stage", "block", "optimal"] = "auto"
+    """What is not kept but computed again before its backward pass, as for app.train; auto: whatever makes a strategy
+    fit, the fastest that does."""
+    offload: Literal["auto", "none", "overlap"] = "auto"
+    """Move what forward passes keep to the host; auto: where it makes a strategy fit, and is the fastest that does."""
+    host_memory: str | None = None
+    """Memory of the host that each rank may fill with --offload, such as 64GiB; default: its share of what this machine
+    has free beside --memory; no limit with --device-spec."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule: how many values are kept for each parameter."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
@@ -62,7 +71,8 @@ class PlanCommand:
     """Where times on this machine come from. calibrated: estimated from a calibration; measured: each layer is run, at
     a smaller tile and scaled where the tile is large."""
     largest_tile: bool = False
-    """Also search the largest tile that each strategy can train within the memory."""
+    """Also search the largest tile that each strategy can train within the memory: as it is, with parts computed again,
+    and with the rest moved to the host, too; and what stands in the way of twice that tile."""
     graph: Literal["op", "layer", "block", "module"] = "block"
     """How finely the model is drawn in --out."""
     out: Path | None = None
@@ -73,14 +83,23 @@ class PlanCommand:
         """Of one optimiser step."""
         return max(8, self.ranks) if self.batch is None else self.batch
 
+    @property
+    def savings(self) -> Savings:
+        """Ways of needing less memory that are open."""
+        recompute = RECOMPUTE if self.recompute == "auto" else (self.recompute,)
+        return Savings(recompute, {"auto": (False, True), "none": (False,), "overlap": (True,)}[self.offload])
+
     def validate(self) -> list[str]:
         found = [
             f"--{name.replace('_', '-')} must be at least 1; got {value}"
             for name in ("tile", "classes", "ranks", "batch", "stages", "microbatches", "per_node")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if self.memory is not None and bytes_of(self.memory) is None:
-            found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
+        found += [
+            f"{flag} takes a size such as 512MiB or 16GiB; got {size!r}"
+            for flag, size in (("--memory", self.memory), ("--host-memory", self.host_memory))
+            if size is not None and bytes_of(size) is None
+        ]
         if self.device_spec is None:
             found += [
                 f"{flag} is about a machine described by --device-spec; name the device too"

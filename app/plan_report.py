@@ -25,12 +25,13 @@ from parallel.graph import LayerGraph
 from parallel.graph_json import graph_json
 from parallel.graph_picture import graph_svg
 from parallel.graph_text import graph_text
-from parallel.largest_tile import LargestTile, largest_tiles
+from parallel.largest_tile import STEP, LargestTile, largest_tiles, steps_of
 from parallel.partition import Partition
 from parallel.picture import schedule_svg
 from parallel.plan import Plan, Row
 from parallel.planner import Planner, best_of
 from parallel.quantity import bytes_text
+from parallel.savings import Savings
 from parallel.schedule_file import to_csv
 from parallel.schedules.registry import SCHEDULES
 
@@ -46,7 +47,15 @@ def report(command: PlanCommand) -> int:
     machine = machine_of(command)
     planner = planner_for(command, machine, command.tile)
     names = NAMES if command.parallel == "auto" else (command.parallel,)
-    rows = list(planner.rows(names, depth=command.stages, m=command.microbatches, ranks=command.ranks))
+    rows = list(
+        planner.rows(
+            names,
+            depth=command.stages,
+            m=command.microbatches,
+            ranks=command.ranks,
+            savings=command.savings,
+        )
+    )
     best = best_of(rows)
     costs = planner.cutting.microbatch(1)[1]
     error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"
@@ -66,12 +75,14 @@ def report(command: PlanCommand) -> int:
 def machine_of(command: PlanCommand) -> Machine:
     """The machine that the command names, or this one."""
     memory = bytes_of(command.memory) if command.memory else None
+    host = bytes_of(command.host_memory) if command.host_memory else None
     if command.device_spec is None:
-        return this_machine(command.ranks, memory=memory, precision=command.precision)
+        return this_machine(command.ranks, memory=memory, host_memory=host, precision=command.precision)
     return named_machine(
         command.device_spec,
         command.ranks,
         memory=memory,
+        host_memory=host,
         per_node=command.per_node,
         link=command.link,
         network=command.network or "edr-infiniband",
@@ -97,21 +108,41 @@ def planner_for(command: PlanCommand, machine: Machine, tile: int) -> Planner:
     return Planner(work.task(command.tiles, lambda graph: costs), machine.cluster)
 
 
-def _largest(command: PlanCommand, machine: Machine, names: Sequence[str]) -> list[LargestTile]:
+def _largest(command: PlanCommand, machine: Machine, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The table, printed; and what it says as data."""
     planners: dict[int, Planner | None] = {}
 
-    def least(tile: int, name: str) -> Row | None:
+    def planner_at(tile: int) -> Planner | None:
         if tile not in planners:
             try:
                 planners[tile] = planner_for(command, machine, tile)
             except ValueError:  # the model does not run on tiles as small as this
                 planners[tile] = None
-        planner = planners[tile]
-        return planner.least(name, 1 if name == "single" else command.ranks) if planner else None
+        return planners[tile]
 
-    found = largest_tiles(dict.fromkeys(("single", *names) if command.ranks > 1 else names), least)
-    print_largest(found, machine.cluster.memory_bytes)
-    return found
+    def least(tile: int, name: str, savings: Savings) -> Row | None:
+        planner = planner_at(tile)
+        return planner.least(name, 1 if name == "single" else command.ranks, savings) if planner else None
+
+    def limit(found: LargestTile) -> str:
+        planner = planner_at(2 * found.tile or STEP) if found.doubled else None
+        return str(planner.limit(found.doubled)) if planner and found.doubled else ""
+
+    asked = dict.fromkeys(("single", *names) if command.ranks > 1 else names)
+    found = largest_tiles(asked, steps_of(command.savings), least)
+    limits = [limit(one) for one in found]
+    print_largest(found, limits, machine.cluster.memory_bytes)
+    return [
+        {
+            "strategy": one.name,
+            "tile_px": one.tile,
+            "recompute": list(one.savings.recompute),
+            "offload": list(one.savings.offload),
+            "row": one.row and one.row.to_json(),
+            "limit_of_double": limit,
+        }
+        for one, limit in zip(found, limits, strict=True)
+    ]
 
 
 def _write(
@@ -120,15 +151,14 @@ def _write(
     planner: Planner,
     rows: Sequence[Row],
     best: Row | None,
-    largest: Sequence[LargestTile],
+    largest: Sequence[dict[str, Any]],
 ) -> None:
     out: Path = command.out  # type: ignore[assignment]  # asked for by the caller
     out.mkdir(parents=True, exist_ok=True)
     candidates = [row.to_json() for row in rows]
     (out / "candidates.json").write_text(json.dumps({"rows": candidates}, indent=2))
     if largest:
-        tiles = [{"strategy": one.name, "tile_px": one.tile, "row": one.row and one.row.to_json()} for one in largest]
-        (out / "largest_tile.json").write_text(json.dumps({"rows": tiles}, indent=2))
+        (out / "largest_tile.json").write_text(json.dumps({"rows": largest}, indent=2))
     graph, costs = planner.cutting.microbatch(1)
     partition = None
     if best is not None:
@@ -177,4 +207,6 @@ def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:
         "optimizer": command.optimizer,
         "precision": command.precision,
         "machine": machine.cluster.name,
+        "recompute": command.recompute,
+        "offload": command.offload,
     }

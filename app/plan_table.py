@@ -24,12 +24,17 @@ def print_rows(rows: Sequence[Row], best: Row | None) -> None:
     )
 
 
-def print_largest(found: Sequence[LargestTile], memory: int) -> None:
-    """The largest tile of each strategy, the largest first."""
+def print_largest(found: Sequence[LargestTile], limits: Sequence[str], memory: int) -> None:
+    """The largest tile of each strategy, as it is and with what it may do to need less; the largest first.
+
+    Args:
+        limits: what stands in the way of twice the tile, of each.
+    """
+    lines = sorted(zip(found, limits, strict=True), key=lambda pair: -pair[0].tile)
     print_table(
         f"largest tile within {bytes_text(memory)} a rank",
-        ("strategy", "tile px", "m", "peak bytes of the fullest rank", "images/s", "next size"),
-        [_largest_line(one) for one in sorted(found, key=lambda one: -one.tile)],
+        ("strategy", "tile px", "m", "peak bytes of the fullest rank", "images/s", "next size", "at twice the tile"),
+        [(*_largest_line(one), limit) for one, limit in lines],
     )
 
 

@@ -6,7 +6,7 @@ and whether they fit is for others to say. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parallel.keeping.rule import Keeping
@@ -132,6 +132,16 @@ def candidates(
                 if n // (ranks // ranks_of_group) < least:
                     continue  # too few for all chunks or replicas to be at work: slower than without them
                 yield Candidate(name, ranks, ranks_of_group, n, chunks)
+
+
+def leanest(found: Iterable[Candidate]) -> list[Candidate]:
+    """Of candidates of one strategy those with the smallest and the largest microbatches for each number of stages;
+    others take bytes between theirs. The smallest microbatches first, and of these the most stages."""
+    ends: dict[int, list[Candidate]] = {}
+    for candidate in sorted(found, key=lambda one: -one.m):
+        ends.setdefault(candidate.depth, []).append(candidate)
+    chosen = [one for group in ends.values() for one in {group[0]: None, group[-1]: None}]
+    return sorted(chosen, key=lambda one: (-one.m, -one.depth))
 
 
 def _depths(ranks: int, asked: int | None) -> list[int]:

@@ -15,6 +15,7 @@ from parallel.batch_scale import with_tiles
 from parallel.candidate import Candidate
 from parallel.cluster import Cluster
 from parallel.cost import Costs
+from parallel.device_spec import LinkSpec
 from parallel.forecast import schedule_of, weights_of
 from parallel.granularity import block_cuts
 from parallel.graph import LayerGraph
@@ -179,3 +180,11 @@ class Cutting:
             2.0 if candidate.shard_optimizer else None,
             candidate.stagewise,
         )
+
+
+def slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
+    """Between two stages: of both replicas, the slower link."""
+    ends = [stage % candidate.depth for stage in (source, target)]
+    ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
+    links = [link for way in ways if (link := cluster.link(*way)) is not None]
+    return min(links, key=lambda link: link.bandwidth, default=None)

@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from parallel.candidate import Candidate, candidates
+from parallel.candidate import Candidate, candidates, leanest
 from parallel.cluster import Cluster
-from parallel.cutting import Cutting
-from parallel.device_spec import LinkSpec
-from parallel.forecast import Forecast, forecast_split, forecast_whole, weights_of
+from parallel.cutting import Cutting, slower_link
+from parallel.forecast import Forecast, forecast_split, forecast_whole, schedule_of, weights_of
 from parallel.keeping.rule import Keeping
+from parallel.limit import Limit, limit_of
 from parallel.partition import Partition
 from parallel.plan import Row
 from parallel.quantity import bytes_text
@@ -124,7 +124,7 @@ class Planner:
         given = candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages)
         if name in self.task.refused:
             return None
-        for candidate in sorted(given, key=lambda one: (-one.m, -one.depth)):
+        for candidate in leanest(given):
             row = self.row(candidate, savings)
             if row.fits:
                 return row
@@ -176,6 +176,18 @@ class Planner:
         """The stages of a row, for microbatches of the row's size; one where each rank computes the whole model."""
         graph, _ = self.cutting.microbatch(self.cutting.tiles(row.candidate))
         return Partition(graph, (0, *(graph.position[cut] for cut in row.cuts)))
+
+    def limit(self, row: Row) -> Limit:
+        """What fills the fullest rank most, or the host where a row misses that by more."""
+        candidate, partition = row.candidate, self.partition_of(row)
+        keeping = candidate.keeping(row.chosen, row.ahead_bytes)
+        held = self.cutting.rank_bytes(candidate, partition, keeping)
+        fullest = max(range(len(held)), key=lambda rank: held[rank].total)
+        if row.over_bytes > max(0, held[fullest].total - self.cluster.usable_bytes):
+            return Limit("host", self.cutting.host_bytes(candidate, partition, keeping))
+        stages = {0} if not candidate.splits else {s for s, _ in schedule_of(candidate)[1].held_by(fullest)}
+        layers = [layer for stage in sorted(stages) for layer in partition.layers_of(stage)]
+        return limit_of(held[fullest], partition.graph, layers)
 
     def timeline(self, row: Row) -> Timeline | None:
         """The simulated step of the first group; None where each rank computes the whole model."""
@@ -235,11 +247,3 @@ def _better(row: Row, best: Row) -> bool:
     if row.images_per_second is None and best.images_per_second is None:
         return len(row.candidate.savings.split("+")) < len(best.candidate.savings.split("+"))
     return (row.images_per_second or 0) > (1 + SIMPLER) * (best.images_per_second or 0)
-
-
-def slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
-    """Between two stages: of both replicas, the slower link."""
-    ends = [stage % candidate.depth for stage in (source, target)]
-    ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
-    links = [link for way in ways if (link := cluster.link(*way)) is not None]
-    return min(links, key=lambda link: link.bandwidth, default=None)

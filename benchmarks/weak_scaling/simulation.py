@@ -19,10 +19,11 @@ from app.machine_plan import named_machine
 from app.task import Workload
 from parallel.candidate import Candidate
 from parallel.cost import LayerCost
+from parallel.cutting import slower_link
 from parallel.forecast import Forecast, forecast_split
 from parallel.partition import Partition
 from parallel.plan import Row
-from parallel.planner import Planner, slower_link
+from parallel.planner import Planner
 from parallel.stage_cost import link_costs, stage_costs
 
 DEVICE, LINK, NETWORK, PER_NODE = "v100-16gb", "nvlink2", "edr-infiniband", 4

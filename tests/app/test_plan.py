@@ -56,16 +56,40 @@ def test_too_little_memory_for_anything_says_the_least(capsys: pytest.CaptureFix
 def test_the_largest_tile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--model", "resnet18", "--tile", "256", "--ranks", "2", "--parallel", "1f1b", "--memory", "1GiB")
     assert main((*asked, *V100, "--largest-tile", "--out", str(tmp_path))) == 0
-    rows = {row["strategy"]: row for row in json.loads((tmp_path / "largest_tile.json").read_text())["rows"]}
-    assert rows["1f1b"]["tile_px"] > rows["single"]["tile_px"] > 256
-    assert rows["single"]["row"]["fits"]
-    assert "largest tile within 1 GiB" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "largest_tile.json").read_text())["rows"]
+    assert all(row["row"]["fits"] for row in rows)
+    split = [row for row in rows if row["strategy"] == "1f1b"]
+    assert [row["tile_px"] for row in split] == sorted({row["tile_px"] for row in split})  # each gains something
+    plain, *_, moved = split
+    assert moved["tile_px"] > max(row["tile_px"] for row in rows if row["strategy"] == "single") > 256
+    assert (plain["row"]["recompute"], plain["row"]["offload"]) == ("none", False)
+    assert moved["row"]["offload"]
+    assert moved["tile_px"] > 1.3 * plain["tile_px"]
+    assert plain["limit_of_double"].startswith("activations kept")
+    assert moved["limit_of_double"].startswith("working set of ")
+    printed = capsys.readouterr().out
+    assert "largest tile within 1 GiB" in printed
+    assert moved["limit_of_double"] in printed
+
+
+def test_what_is_saved_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", "resnet18", "--tile", "256", "--ranks", "2", *V100, "--out", str(tmp_path))
+    assert main((*asked, "--recompute", "block", "--offload", "overlap", "--batch", "4")) == 0
+    rows = json.loads((tmp_path / "candidates.json").read_text())["rows"]
+    assert {(row["recompute"], row["offload"]) for row in rows if not row["refused"]} == {("block", True)}
+    assert {row["strategy"] for row in rows if row["refused"]} == {"fsdp", "zero-bubble"}
+    assert "+recompute block +offload" in capsys.readouterr().out
+    tight = ("--model", "resnet18", "--tile", "512", "--ranks", "1", "--memory", "270MiB", "--batch", "1", *V100)
+    assert main((*tight, "--recompute", "none", "--offload", "none")) == 1
+    assert main((*tight, "--offload", "overlap", "--host-memory", "1KiB")) == 1
+    assert main(tight) == 0
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
         (("--device-spec", "v100-16g"), "v100-16gb"),
+        (("--host-memory", "lots"), "--host-memory takes a size"),
         (("--ranks", "0"), "--ranks must be at least 1; got 0"),
         (("--memory", "16G"), "--memory takes a size"),
         (("--tile", "0"), "--tile must be at least 1"),
