@@ -19,6 +19,7 @@ from parallel.candidate import WHOLE, Candidate
 from parallel.plan import Plan, Row
 from parallel.planner import Planner, best_of
 from parallel.quantity import bytes_text
+from parallel.savings import RECOMPUTE, Savings
 from parallel.schedules.registry import SCHEDULES
 
 if TYPE_CHECKING:
@@ -70,8 +71,19 @@ def follow(settings: StrategySettings, row: Row) -> StrategySettings:
         microbatches=candidate.m,
         chunks=candidate.chunks if candidate.chunks > 1 else None,
         cuts=",".join(row.cuts),
-        recompute="stage" if candidate.stagewise else "none",
+        recompute=candidate.recompute,
+        recompute_runs=",".join(f"{first}:{last}" for first, last in row.chosen),
+        offload=settings.offload if settings.offload != "none" or not candidate.offload else "overlap",
+        offload_ahead=settings.offload_ahead or (f"{row.ahead_bytes >> 20}MiB" if row.ahead_bytes else None),
         shard_optimizer="pair" if candidate.shard_optimizer else "none",
+    )
+
+
+def savings_of(settings: StrategySettings) -> Savings:
+    """What a search may do to need less memory: what is asked for, else anything."""
+    return Savings(
+        RECOMPUTE if settings.recompute == "none" else (settings.recompute,),
+        (False, True) if settings.offload == "none" else (True,),
     )
 
 
@@ -100,7 +112,8 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     )
     planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
     names, m = names_for(strategy), strategy.microbatches
-    rows = list(planner.rows(names, ranks=strategy.world, depth=strategy.stages, m=m))
+    savings = savings_of(strategy)
+    rows = list(planner.rows(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
     best = best_of(rows)
     if best is None:
         raise RunError(planner.too_small(rows))
@@ -139,6 +152,8 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "memory": strategy.memory,
         "optimizer": config.optimization.optimizer,
         "precision": strategy.precision,
+        "recompute": strategy.recompute,
+        "offload": strategy.offload,
     }
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.auto import follow, plan_run, planned
+from app.auto import follow, plan_run, planned, savings_of
 from app.cli import RunError
 from app.config import DataSettings, ModelSettings, RunConfig
 from app.strategy import Parallel, StrategySettings
 from parallel.candidate import Candidate
 from parallel.plan import Row
+from parallel.savings import Savings
 from pipelines.index import IndexSettings
 
 CONFIG = RunConfig(
@@ -98,9 +99,30 @@ def test_everything_that_a_row_decides_is_followed() -> None:
     assert settings.validate() == []
     assert (settings.name, settings.depth, settings.groups, settings.m) == ("master", 2, 2, 8)
     assert (settings.cuts, settings.recompute, settings.shard_optimizer) == ("layer2", "stage", "pair")
+    again = Candidate("ddp", 2, 1, 8, recompute="optimal", offload=True)
+    settings = follow(StrategySettings(ranks=2), Row(again, chosen=(("a", "b"), ("d", "d")), ahead_bytes=3 << 20))
+    assert settings.validate() == []
+    assert (settings.recompute, settings.recompute_runs) == ("optimal", "a:b,d:d")
+    assert (settings.offload, settings.offload_ahead) == ("overlap", "3MiB")
+    assert follow(StrategySettings(offload="pinned"), Row(replace(again, ranks=1))).offload == "pinned"
     chunks = follow(StrategySettings(ranks=2), Row(Candidate("interleaved", 2, 2, 4, chunks=2), ("a", "b", "c")))
     assert chunks.chunks == 2
     assert {"auto", row.candidate.name} <= set(get_args(Parallel))
+
+
+def test_what_a_user_asks_to_save_is_not_searched() -> None:
+    assert savings_of(StrategySettings()) == Savings()
+    assert savings_of(StrategySettings(recompute="3")) == Savings(("3",), (False, True))
+    assert savings_of(StrategySettings(offload="naive")) == Savings(offload=(True,))
+
+
+def test_savings_asked_for_are_in_the_plan(tmp_path: Path) -> None:
+    asked = replace(CONFIG, strategy=StrategySettings(recompute="block", offload="overlap", offload_ahead="8MiB"))
+    (said,) = run(asked, tmp_path)
+    assert "+recompute block +offload" in said
+    strategy = planned(asked, tmp_path).strategy
+    assert strategy.validate() == []
+    assert (strategy.recompute, strategy.offload, strategy.offload_ahead) == ("block", "overlap", "8MiB")
 
 
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
