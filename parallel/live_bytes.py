@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 _THREAD = threading.local()
@@ -49,19 +50,27 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
-        # By address, which a weak reference keeps from being given to another storage; bytes, None if left out.
-        self._known: dict[int, tuple[StorageWeakRef, int | None]] = {}
+        # By address, which a weak reference keeps from being given to another storage; False if left out.
+        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
 
     @property
     def bytes(self) -> int:
         """That live now."""
-        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}  # type: ignore[no-untyped-call]
-        return sum(size or 0 for _, size in self._known.values())
+        total, gone = 0, []
+        for key, (memory, counts) in self._known.items():
+            storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+            if storage is None:
+                gone.append(key)
+            elif counts:
+                total += storage.nbytes()  # anew: it may have been resized, as those of gathered parameters are
+        for key in gone:
+            del self._known[key]
+        return total
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of ``tensors``, too: parameters, or whatever else is there already."""
-        for tensor in tensors:
-            self._count(tensor, leave_out=False)
+        for part in _tensors(list(tensors)):
+            self._count(part, counts=True)
         self._notice()
 
     def reset_peak(self) -> None:
@@ -69,24 +78,31 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = self.bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_memory(leaf).cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {_memory(part).cdata for part in _tensors((args, kwargs))}
         value = func(*args, **(kwargs or {}))
         leave_out = _leaving_out()
-        for leaf in tree_leaves(value):
-            if not isinstance(leaf, Tensor):
-                continue
-            key = _memory(leaf).cdata
-            if key not in given or self._known.get(key, (None, None))[1] is not None:
-                self._count(leaf, leave_out=leave_out and key not in given)
+        for part in _tensors(value):
+            if _memory(part).cdata not in given:
+                self._count(part, counts=not leave_out)
         self._notice()
         return value
 
-    def _count(self, tensor: Tensor, *, leave_out: bool) -> None:
+    def _count(self, tensor: Tensor, *, counts: bool) -> None:
         memory = _memory(tensor)
-        self._known[memory.cdata] = memory, None if leave_out else tensor.untyped_storage().nbytes()
+        self._known[memory.cdata] = memory, counts
 
     def _notice(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in ``value``; in place of one that is made of others, as a sharded one is, those."""
+    for leaf in tree_leaves(value):
+        if is_traceable_wrapper_subclass(leaf):
+            names, _ = leaf.__tensor_flatten__()
+            yield from _tensors([getattr(leaf, name) for name in names])
+        elif isinstance(leaf, Tensor):
+            yield leaf
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

@@ -104,3 +104,25 @@ def test_memory_that_grows_is_counted_anew() -> None:
         x.resize_(2 * NUMBERS)
         assert live.bytes == 2 * MIB
     assert x.numel() == 2 * NUMBERS
+
+
+def test_a_storage_that_is_resized_behind_the_dispatcher() -> None:
+    with LiveBytes() as live:
+        x = torch.ones(NUMBERS)
+        x.untyped_storage().resize_(0)
+        assert live.bytes == 0
+        x.untyped_storage().resize_(MIB)
+        assert live.bytes == MIB
+
+
+def test_a_tensor_made_of_tensors_counts_as_they_do() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    pair = TwoTensor(torch.ones(NUMBERS), torch.ones(NUMBERS))
+    with LiveBytes() as live:
+        live.add([pair])
+        assert live.bytes == 2 * MIB
+        double = pair * 2
+        assert live.bytes == 4 * MIB
+        del pair, double
+        assert live.bytes == 0
