@@ -1,4 +1,4 @@
-"""The GPU benchmark and the study of offload on a CPU: every part gives its rows, faults are rows, what it had is kept."""
+"""The GPU benchmark and the study of offload on a CPU: parts give rows, faults are rows, files hold what there was."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from PIL import Image
 
 from benchmarks.gpu import largest, offload_time, precision, report, study
 from benchmarks.gpu.setting import Setting, attempt
+from benchmarks.gpu.work import Problem
 from benchmarks.offload_study.measure import copy_figures, measure_model
 from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
 from benchmarks.offload_study.published import published_ratio
@@ -35,10 +36,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_command_writes_what_it_measured(tmp_path: Path) -> None:
     command = ["-m", "benchmarks.gpu.run", "--quick", "--seconds", "2", "--out", str(tmp_path), "--parts", "copies"]
     done = subprocess.run(
-        [sys.executable, *command, "offload_time"],
+        [sys.executable, *command, "ranks"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -78,7 +80,8 @@ def test_largest_tile_that_trained_is_the_predicted_one() -> None:
 
 
 def test_a_tile_too_large_says_why() -> None:
-    row = largest._search(tiny(), 1 << 20, "resnet18", Keeping())
+    problem = Problem(tiny(), "resnet18", 64)
+    row = largest._search(tiny(), problem, 1 << 20, "resnet18", Keeping())
     assert row["trained_px"] == 0
     assert "bytes lived at a time" in row["why"]
 

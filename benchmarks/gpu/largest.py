@@ -8,13 +8,14 @@ counted against it. The search begins at the predicted side and ends when its ti
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
 
 from app.task import Workload
 from benchmarks.gpu.offload_time import USUAL
-from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, told
+from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, seconds_of, told
 from benchmarks.gpu.work import CLASSES, Problem, Work
 from parallel.keeping.kept_bytes import kept_bytes
 from parallel.keeping.rule import Keeping
@@ -33,9 +34,15 @@ FINE = 1.03
 RESERVE = 0.95
 """Part of a GPU's limit that living tensors may fill: the allocator's blocks and the libraries' work space take the
 rest."""
-HOST = 0.5
-"""Part of the machine's memory that offloading may take."""
-MOST_PX, MOST_TRIALS = 1 << 15, 6
+HOST = 0.3
+"""Part of the machine's memory that offloading may take; torch rounds pinned memory up, to twice as much at worst."""
+TRACED, TINY_TRACED = (2048, 4096), (128, 256)
+"""Sides at which bytes are predicted; between and beyond them they grow with the area."""
+FIRST_PX, TINY_FIRST_PX = 256, 64
+"""Side of the tile that a model is traced with."""
+STRIDE = 1.1
+"""From one trial to the next while none has trained, or none has failed."""
+MOST_PX, MOST_TRIALS, MOST = 1 << 15, 6, 1 << 62
 HEADER = ("limit, GiB", "model", "way", "predicted px", "trained px", "does not train, px", "why", "step, s")
 
 
@@ -51,38 +58,48 @@ def ways(setting: Setting) -> dict[str, Keeping]:
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    cases = [
-        (limit, model, way, keeping)
-        for limit in setting.of(LIMITS, TINY_LIMITS)
-        for model in setting.of(MODELS, TINY_MODELS)
-        for way, keeping in ways(setting).items()
-    ]
-    for number, (limit, model, way, keeping) in enumerate(cases):
-        if setting.full and limit is not None and limit > torch.cuda.mem_get_info(setting.device)[1]:
-            continue
-        part = setting.part(2 * setting.left_s / (len(cases) - number))
-        bytes_ = torch.cuda.mem_get_info(setting.device)[1] if limit is None else limit
-        yield attempt(
-            {"limit_bytes": bytes_, "model": model, "way": way},
-            functools.partial(_search, part, bytes_, model, keeping),
-        )
+    total = torch.cuda.mem_get_info(setting.device)[1] if setting.full else None
+    limits = [limit or total for limit in setting.of(LIMITS, TINY_LIMITS) if limit is None or limit < (total or MOST)]
+    models, asked = setting.of(MODELS, TINY_MODELS), ways(setting)
+    left = len(limits) * len(models) * len(asked)
+    for limit in limits:
+        for model in models:
+            what = {"limit_bytes": limit, "model": model}
+            try:
+                problem = Problem(setting, model, setting.of(FIRST_PX, TINY_FIRST_PX))
+            except Exception as fault:  # see ``attempt``
+                yield {**what, "fault": told(fault)}
+                left -= len(asked)
+                continue
+            for way, keeping in asked.items():
+                part = setting.part(2 * setting.left_s / left)
+                left -= 1
+                search = functools.partial(_search, part, problem, limit, model, keeping)
+                yield attempt({**what, "way": way, "host_bytes": keeping.host_bytes}, search)
+            del problem, search
+            forget()
 
 
-def _search(setting: Setting, limit: int, model: str, keeping: Keeping) -> Row:
+def _search(setting: Setting, problem: Problem, limit: int, model: str, keeping: Keeping) -> Row:
+    """Bisection between what trained and what did not, from the predicted side on."""
     predicted = predicted_px(setting, limit, model, keeping)
     low, high, why, step_s, trials = 0, MOST_PX, "", 0.0, 0
-    px = max(STEP, predicted)
-    while px > low and high > max(STEP, FINE * low) and trials < MOST_TRIALS and (setting.left_s > 0 or not trials):
+    px = predicted
+    while low < px < high and trials < MOST_TRIALS and (setting.left_s > 0 or not trials):
         trials += 1
-        fault, taken = _trial(setting, limit, model, px, keeping)
+        fault, taken = _trial(problem, limit, px, keeping)
         if fault is None:
             low, step_s = px, taken
-            px = _whole(px * 1.1) if high == MOST_PX else _whole((low + high) / 2)
         else:
             high, why = px, fault
-            px = _whole(px / 1.1) if not low else _whole((low + high) / 2)
-        if not low < px < high:
+        if high <= max(low + STEP, FINE * low):
             break
+        if not low:
+            px = _whole(px / STRIDE)
+        elif high == MOST_PX:
+            px = _whole(px * STRIDE)
+        else:
+            px = _whole((low + high) / 2)
     return {
         "predicted_px": predicted,
         "trained_px": low,
@@ -93,61 +110,56 @@ def _search(setting: Setting, limit: int, model: str, keeping: Keeping) -> Row:
     }
 
 
-def _trial(setting: Setting, limit: int, model: str, px: int, keeping: Keeping) -> tuple[str | None, float]:
+def _trial(problem: Problem, limit: int, px: int, keeping: Keeping) -> tuple[str | None, float]:
     """Why one step does not train within the limit, or None; and its seconds."""
     try:
-        return None, (_step_on_gpu if setting.full else _step_counted)(setting, limit, model, px, keeping)
+        return None, (_step_on_gpu if problem.setting.full else _step_counted)(problem, limit, px, keeping)
     except Exception as fault:  # see ``attempt``
         return told(fault), 0.0
     finally:
         forget()
 
 
-def _step_on_gpu(setting: Setting, limit: int, model: str, px: int, keeping: Keeping) -> float:
-    total = torch.cuda.mem_get_info(setting.device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), setting.device)
+def _step_on_gpu(problem: Problem, limit: int, px: int, keeping: Keeping) -> float:
+    device = problem.setting.device
+    total = torch.cuda.mem_get_info(device)[1]
+    problem.set_side(STEP)
+    forget()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     try:
-        work = Work(Problem(setting, model, px), keeping)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work.step()
-        end.record()
-        end.synchronize()
+        problem.set_side(px)
+        work = Work(problem, keeping)
+        with seconds_of(problem.setting) as taken:
+            work.step()
+            step_s = taken()
         work.close()
-        return begin.elapsed_time(end) / 1000
+        return step_s
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _step_counted(setting: Setting, limit: int, model: str, px: int, keeping: Keeping) -> float:
-    problem = Problem(setting, model, px)
+def _step_counted(problem: Problem, limit: int, px: int, keeping: Keeping) -> float:
+    problem.set_side(px)
+    problem.optimizer.zero_grad(set_to_none=True)
     work = Work(problem, keeping)
     state = [each["momentum_buffer"] for each in problem.optimizer.state.values()]
-    with LiveBytes() as live:
+    with LiveBytes() as live, seconds_of(problem.setting) as taken:
         live.add([*problem.traced.model.parameters(), *state, problem.microbatch.images])
         work.step()
+        step_s = taken()
     work.close()
     if live.peak_bytes > limit:
         raise MemoryError(f"{live.peak_bytes} bytes lived at a time")
-    return 0.0
+    return step_s
 
 
 def predicted_px(setting: Setting, limit: int, model: str, keeping: Keeping) -> int:
-    """The largest side whose step is predicted to stay within the limit."""
-    room = setting.of(RESERVE, 1.0) * limit
-
-    def fits(px: int) -> bool:
-        return _predicted_bytes(setting, model, px, keeping) <= room
-
-    low, high = 0, STEP
-    while high < MOST_PX and fits(high):
-        low, high = high, 2 * high
-    while high - low > STEP and high > FINE * low:
-        middle = _whole((low + high) / 2)
-        if not low < middle < high:
-            break
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    """The largest side whose step is predicted to stay within the limit; at least ``STEP``."""
+    sides = setting.of(TRACED, TINY_TRACED)
+    small, large = (_predicted_bytes(setting, model, px, keeping) for px in sides)
+    slope = (large - small) / (sides[1] ** 2 - sides[0] ** 2)
+    room = setting.of(RESERVE, 1.0) * limit - (large - slope * sides[1] ** 2)
+    return min(MOST_PX - STEP, max(STEP, math.isqrt(max(0, int(room / slope))) // STEP * STEP))
 
 
 @functools.cache

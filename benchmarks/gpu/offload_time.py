@@ -59,6 +59,7 @@ def ways(kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, Keeping]:
     smallest = {"smallest": 1} if tiny else {}
     usual = Keeping(offload="overlap", ahead=0 if tiny else USUAL, **smallest)
     found = {
+        "plain": Keeping(),  # beside itself: what the other ratios are sure to
         "offload": usual,
         "offload half": Keeping(offload="overlap", ahead=usual.ahead, host_bytes=kept_bytes // 2, **smallest),
         "recompute block": Keeping(recompute="block"),

@@ -35,10 +35,8 @@ SHARES = {"copies": 0.04, "offload_time": 0.34, "ranks": 0.09, "study": 0.23, "p
 """Part -> of the time, in the order in which they run. What a part leaves goes to those after it."""
 QUICK_S = 15.0
 """Of a run at tiny sizes; most of it is spent starting processes."""
-GRACE_S = 20.0
-"""That a part may take beyond its share to end what it is at."""
-START_S = 60.0
-"""That a process may take to start, on a machine that is busy."""
+GRACE_S, BUSY_GRACE_S = 45.0, 150.0
+"""That a part may take beyond its share to end what it is at, and on a CPU, which may be busy, to start."""
 
 
 def main() -> None:
@@ -73,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     return parser
 
 
@@ -107,11 +106,11 @@ def _one_part(
         rows, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
         rows.touch()
         command = [sys.executable, "-m", "benchmarks.gpu.run", "--part", name, "--rows", str(rows)]
-        command += ["--seconds", str(seconds), *(["--quick"] if arguments.quick else [])]
         began = time.perf_counter()
+        command += ["--until", str(began + seconds), *(["--quick"] if arguments.quick else [])]
         with log.open("w") as output:
             child = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        limit_s = seconds + GRACE_S + START_S
+        limit_s = seconds + (GRACE_S if result["gpu"] else BUSY_GRACE_S)
         while child.poll() is None and time.perf_counter() - began < limit_s:
             time.sleep(0.2)
             _take(rows, found, arguments.out, result, parts)
@@ -158,7 +157,7 @@ def _run_part(arguments: argparse.Namespace) -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
     part = importlib.import_module(f"benchmarks.gpu.{arguments.part}")
-    setting = Setting(device, time.perf_counter() + arguments.seconds)
+    setting = Setting(device, arguments.until)  # a clock that all processes of a machine share
     with arguments.rows.open("a") as file:
         try:
             for row in part.rows(setting):

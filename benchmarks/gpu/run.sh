@@ -12,7 +12,7 @@ shopt -s nullglob
 for wheel in benchmarks/gpu/wheels/*.whl; do
   name=$(basename "${wheel%%-*}")
   "$python" -c "import ${module[$name]}" 2>/dev/null ||
-    "$python" -m pip install --quiet --no-index --no-deps --target "$site" "$wheel" ||
+    "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$site" "$wheel" ||
     echo "$wheel could not be installed: what needs it is skipped"
 done
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"

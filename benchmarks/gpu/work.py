@@ -29,7 +29,7 @@ RATE = 1e-4
 
 
 class Problem:
-    """A model on the device, and one microbatch.
+    """A model on the device, its optimizer with all its state, and one microbatch.
 
     Args:
         px: side of a tile.
@@ -40,8 +40,7 @@ class Problem:
         torch.manual_seed(0)
         self.setting, self.tiles = setting, tiles
         module = build_model(model, classes=CLASSES).to(memory_format=torch.channels_last)
-        shape = (tiles, 3, px, px)
-        self.traced = trace(module, shape)
+        self.traced = trace(module, (tiles, 3, px, px))
         self.partition = Partition(self.traced.graph, (0,))
         module.to(setting.device)
         self.optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
@@ -49,9 +48,17 @@ class Problem:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # its state is there from the first step on, as in all steps but one of a run
         self.optimizer.zero_grad(set_to_none=True)
-        targets = torch.zeros((tiles, px, px) if model.startswith("unet") else (tiles,), dtype=torch.int64)
-        images = torch.randn(shape, device=setting.device).to(memory_format=torch.channels_last)
-        self.microbatch = Microbatch(images, targets.to(setting.device), shape)
+        self._pixelwise = model.startswith("unet")
+        self.microbatch: Microbatch
+        self.set_side(px)
+
+    def set_side(self, px: int) -> None:
+        """Take tiles of another side from now on."""
+        device, shape = self.setting.device, (self.tiles, 3, px, px)
+        places = (self.tiles, px, px) if self._pixelwise else (self.tiles,)
+        targets = torch.zeros(places, dtype=torch.int64, device=device)
+        images = torch.empty(shape, device=device, memory_format=torch.channels_last).normal_()
+        self.microbatch = Microbatch(images, targets, shape)
 
 
 class Work:

@@ -44,7 +44,7 @@ class Trained:
         losses: of every step.
         best_accuracy: of the validation pictures, of any epoch.
         copies: direction -> what ``copy_figures`` gives, of ``timed_steps`` steps; empty where nothing is copied.
-        peak_bytes: of the device's allocator in training; None on a CPU.
+        peak_bytes: that the device's allocator gave out at most in an epoch, over what it had before; None on a CPU.
     """
 
     mode: Offload
@@ -84,15 +84,18 @@ class Student:
     def train(self, epoch: int) -> None:
         """Go once through the training pictures, timed."""
         settle(self._device)
+        before_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+            before_bytes = torch.cuda.memory_allocated(self._device)
         began_s = time.perf_counter()
         for picks in self._batches(epoch):
             self._step(picks)
         settle(self._device)
         self.trained.epochs_s.append(time.perf_counter() - began_s)
         if self._device.type == "cuda":
-            self.trained.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            self.trained.peak_bytes = torch.cuda.max_memory_allocated(self._device) - before_bytes
+        self._optimizer.zero_grad(set_to_none=True)  # room for the other modes
 
     def validate(self) -> None:
         engine = self._engine(self._batch)
