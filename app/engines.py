@@ -21,6 +21,9 @@ from parallel.data_parallel import DataParallelEngine
 from parallel.engine import Engine
 from parallel.fully_sharded import FullyShardedEngine
 from parallel.guardian import Guardian
+from parallel.keeping.copies import Copies
+from parallel.keeping.host_optimizer import HostOptimizer
+from parallel.keeping.host_parameters import HostParameters
 from parallel.keeping.keeper import Keeper
 from parallel.keeping.rule import SMALLEST, Keeping
 from parallel.keeping.whole import in_segments
@@ -74,20 +77,7 @@ def build_engine(
         )
     shape = (-(-asked.batch // asked.m), 3, tile, tile)
     if not asked.splits:
-        keeping = keeping_of(asked, device, smallest)
-        model = in_segments(model, keeping, shape, communicator).to(device)
-        return DataParallelEngine(
-            model,
-            loss,
-            make_optimizer(model.parameters()),
-            communicator,
-            batch=asked.batch,
-            m=asked.m,
-            seed=seed,
-            autocast=autocast,
-            statistics=asked.norm_statistics,
-            keeper=Keeper(keeping, device),
-        )
+        return _whole(asked, model, loss, make_optimizer, communicator, shape, seed, device, autocast, smallest)
     engine = assemble(
         model,
         loss,
@@ -104,6 +94,46 @@ def build_engine(
     if guardian:
         guardian.follow(engine.schedule)
     return engine
+
+
+def _whole(
+    asked: StrategySettings,
+    model: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    communicator: Communicator,
+    shape: tuple[int, ...],
+    seed: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    smallest: int,
+) -> DataParallelEngine:
+    """Each rank computes the whole model."""
+    keeping = keeping_of(asked, device, smallest)
+    model = in_segments(model, keeping, shape, communicator)
+    keeper = Keeper(keeping, device)
+    if keeping.parameters:
+        keeper.streams(HostParameters(model, device, Copies.for_device(device)))
+    else:
+        model.to(device)
+    host = None
+    if keeping.optimizer:
+        copies = Copies.for_device(device)
+        host = HostOptimizer(make_optimizer, dict(model.named_parameters()), copies, resident=keeping.parameters)
+    return DataParallelEngine(
+        model,
+        loss,
+        host.optimizer if host else make_optimizer(model.parameters()),
+        communicator,
+        batch=asked.batch,
+        m=asked.m,
+        seed=seed,
+        autocast=autocast,
+        statistics=asked.norm_statistics,
+        keeper=keeper,
+        host=host,
+        device=device,
+    )
 
 
 def stages_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> Strategy:
@@ -136,6 +166,8 @@ def keeping_of(asked: StrategySettings, device: torch.device, smallest: int = SM
         ahead=(bytes_of(asked.offload_ahead) or 0) if asked.offload_ahead else AHEAD[device.type],
         smallest=smallest,
         host_bytes=bytes_of(asked.offload_host) if asked.offload_host else None,
+        optimizer=asked.offload_state != "none",
+        parameters=asked.offload_state == "parameters",
     )
 
 

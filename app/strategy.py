@@ -78,6 +78,9 @@ class StrategySettings:
     offload_host: str | None = None
     """Memory of the host that a rank may fill with --offload overlap; what does not fit stays on the device. Default:
     no limit."""
+    offload_state: Literal["none", "optimizer", "parameters"] = "none"
+    """optimizer: its state and its step are on the host; parameters: they live there too, and come to the device layer
+    by layer."""
     shard_optimizer: Literal["none", "pair"] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     norm_statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
@@ -221,6 +224,7 @@ class StrategySettings:
                 for flag, given in (
                     (f"--recompute {self.recompute}", self.recompute != "none"),
                     (f"--offload {self.offload}", self.offload != "none"),
+                    (f"--offload-state {self.offload_state}", self.offload_state != "none"),
                 )
                 if given
             ]

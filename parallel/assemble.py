@@ -6,6 +6,7 @@ wrong with a strategy is found here, before the first step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,8 +23,11 @@ from parallel.engine import Engine, Observer
 from parallel.exchange import GradientExchange
 from parallel.handover import Handover
 from parallel.holders import Holders
+from parallel.keeping.copies import Copies
+from parallel.keeping.host_parameters import HostParameters
 from parallel.keeping.keeper import Keeper
 from parallel.keeping.segments import segments_of
+from parallel.live_bytes import not_counted
 from parallel.messages import Messenger
 from parallel.microbatch import share_of
 from parallel.partition import Partition
@@ -77,22 +81,23 @@ def assemble(
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
     holders = Holders(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
-    cuts = {
-        number: cut_stage(traced, partition, number, segments_of(partition, number, keeping)).to(device)
-        for number in numbers
-    }
+    cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, keeping)) for number in numbers}
     keeper = Keeper(keeping, device, meter=meter)
     stages = {
         number: _stage(cut, number, partition, strategy, holders, device, loss, autocast, splits, keeper, meter)
         for number, cut in cuts.items()
     }
-    exchanges = {
-        number: GradientExchange(stage.module.parameters(), holders.of_stage[number], overlap=not splits)
-        for number, stage in stages.items()
-        if holders.of_stage[number].world > 1
-    }
+    with not_counted() if keeping.parameters else contextlib.nullcontext():
+        exchanges = {
+            number: GradientExchange(stage.module.parameters(), holders.of_stage[number], overlap=not splits)
+            for number, stage in stages.items()
+            if holders.of_stage[number].world > 1
+        }
     names = [name for name, _ in module.named_parameters()]
-    update = _update(make_optimizer, names, stages, exchanges, holders, placement, rank)
+    offload = Copies.for_device(device) if keeping.optimizer or keeping.parameters else None
+    update = _update(
+        make_optimizer, names, stages, exchanges, holders, placement, rank, offload, resident=keeping.parameters
+    )
     messenger = Messenger(communicator, device)
     routes = {
         way: tuple(edge.value for edge in partition.edges if (edge.source, edge.target) == way)
@@ -132,8 +137,12 @@ def _stage(
 ) -> Stage:
     """Stage ``number``, with the same weights on all ranks that hold it."""
     ranks = holders.of_stage[number]
+    if not strategy.keeping.parameters:
+        cut.to(device)
     if ranks.world > 1:
         broadcast_tensors(ranks, list(cut.state_dict().values()), 0)
+    if strategy.keeping.parameters:
+        keeper.streams(HostParameters(cut, device, Copies.for_device(device)))
     if meter is not None:
         meter.exclude((*cut.parameters(), *cut.buffers()))
     return Stage(
@@ -159,6 +168,8 @@ def _update(
     holders: Holders,
     placement: Placement,
     rank: int,
+    offload: Copies | None,
+    resident: bool,
 ) -> Update:
     """The optimizer of this rank: over the stages it holds, without those that the other rank of a pair updates."""
     held = {name: parameter for stage in stages.values() for name, parameter in stage.parameters.items()}
@@ -176,4 +187,6 @@ def _update(
         unshared=[p for n, stage in stages.items() if n not in exchanges for p in stage.parameters.values()],
         held=held.values(),
         copies=copies,
+        offload=offload,
+        resident=resident,
     )

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from parallel.batchnorm import running_statistics
 from parallel.comm.communicator import Communicator
+from parallel.keeping.host_optimizer import HostOptimizer
 from parallel.keeping.keeper import Keeper
 from parallel.keeping.rule import Keeping
 from parallel.keeping.surroundings import surroundings
@@ -42,6 +43,8 @@ class DataParallelEngine:
         autocast: type for mixed precision on the device; None computes in float32.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
         keeper: says what becomes of what forward passes keep. By default autograd keeps it.
+        host: ``optimizer`` is the one it has.
+        device: that computes, where the parameters are on the host.
 
     Raises:
         ValueError: ``batch``, ``m`` and the number of ranks do not fit together.
@@ -60,6 +63,8 @@ class DataParallelEngine:
         autocast: torch.dtype | None = None,
         statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
         keeper: Keeper | None = None,
+        host: HostOptimizer | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if batch < m:
             raise ValueError(
@@ -75,7 +80,9 @@ class DataParallelEngine:
         self._m = m
         self._seed = seed
         self._autocast = autocast
-        self._device = next(module.parameters()).device
+        self._device = device or next(module.parameters()).device
+        self._host = host
+        self._learning_rate = 0.0
         self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
         self._keeper = keeper or Keeper(Keeping(), self._device)
@@ -96,7 +103,11 @@ class DataParallelEngine:
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         self.module.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self._host is not None:
+            self._host.begin_step()
+        self._learning_rate = learning_rate
+        for parameter in self.module.parameters():
+            parameter.grad = None
         measured = torch.zeros((2, self._m), dtype=torch.float64)
         losses, sizes = measured
         self._statistics.begin_step(self._m)
@@ -108,9 +119,14 @@ class DataParallelEngine:
         assert sizes.sum() == self._batch, "the microbatches of all ranks together are the batch"
         faulty = [i for i, value in enumerate(losses.tolist()) if not math.isfinite(value)]
         if faulty:
+            if self._host is not None:
+                self._host.take_back()
             raise NonFiniteLoss(faulty, [losses[i].item() for i in faulty])
-        set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        if self._host is not None:
+            self._host.apply(learning_rate)
+        else:
+            set_learning_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
         return StepResult(loss=float(losses @ (sizes / self._batch)), tiles=tiles)
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
@@ -123,6 +139,9 @@ class DataParallelEngine:
             loss = self._forward(i, microbatch, step)
             # DistributedDataParallel divides by the number of ranks; the global mean weighs every tile alike.
             weight = microbatch.shape[0] * self._communicator.world / self._batch
+            # The mean over several ranks comes after a gradient has been added.
+            if last and self._host is not None and self._communicator.world == 1:
+                self._host.arm(self._learning_rate)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
         self._keeper.landed(i)
         return loss.detach().cpu()
@@ -171,6 +190,11 @@ class DataParallelEngine:
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
             output: Tensor = self.module(microbatch.images)
         return output.float()
+
+    def on_device(self) -> Iterator[Tensor]:
+        yield from parameters_and_gradients(self.module.parameters())
+        yield from self.module.buffers()
+        yield from state_of(self.optimizer)
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the global batch's mean loss, by name of the parameter; after a step."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel.action import Action, Kind
 from parallel.comm.communicator import CommunicationError, Communicator
-from parallel.exchange import completing_backwards
+from parallel.exchange import completing_backwards, last_backwards
 from parallel.fault import describe_fault
 from parallel.feed import Feed
 from parallel.graph import RANDOM_STATE
@@ -68,6 +68,8 @@ class Engine:
         self._wants = {i: Wants((0, i) in forwards, (self._last, i) in forwards) for i in work.share}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
         self._completing = frozenset(completing_backwards(self._actions))
+        self._finishing = frozenset(last_backwards(self._actions))
+        self._learning_rate = 0.0
         self._spans: list[Span] = []
         self._shapes = ""
         self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -87,6 +89,7 @@ class Engine:
             stage.module.train()
             stage.statistics.begin_step(work.m)
         work.update.begin_step()
+        self._learning_rate = learning_rate
         for exchange in work.exchanges.values():
             exchange.begin_step()
         self._spans = []
@@ -101,6 +104,7 @@ class Engine:
         means, sizes = losses
         faulty = [i for i, mean in enumerate(means.tolist()) if not math.isfinite(mean)]
         if faulty:
+            work.update.take_back()
             raise NonFiniteLoss(faulty, [float(means[i]) for i in faulty])
         total = int(sizes.sum())
         work.update.apply(learning_rate, scale=work.batch / total)
@@ -120,6 +124,11 @@ class Engine:
             for name, parameter in stage.parameters.items()
             if parameter.grad is not None
         }
+
+    def on_device(self) -> Iterator[Tensor]:
+        for stage in self._work.stages.values():
+            yield from stage.module.buffers()
+        yield from self._work.update.on_device()
 
     def spans(self) -> tuple[Span, ...]:
         """When this rank computed what in the last step, in ``time.perf_counter`` seconds; on a GPU, when it asked the
@@ -224,6 +233,8 @@ class Engine:
             self._shapes = self._described(position, feed.shape(i), "gradients", gradients)
         if position in self._completing:
             work.exchanges[action.stage].arm()
+        if position in self._finishing:
+            work.update.arm(work.stages[action.stage].parameters, self._learning_rate)
         with self._computing(position, action):
             incoming = work.stages[action.stage].backward(i, gradients, weight=feed.shape(i)[0] / work.batch)
         work.handover.give_back(action, incoming)

@@ -65,12 +65,16 @@ class Strategy:
         replicas = SCHEDULES[self.name].replicas if self.name in SCHEDULES else 2
         if self.shard_optimizer and replicas < 2:
             faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
-        if self.compile and (self.keeping.segmented or self.keeping.offload != "none"):
-            faults.append("compiled stages cannot be computed again in parts, nor their activations moved: do one")
-        if self.keeping.segmented and self.name == "zero-bubble":
+        keeping = self.keeping
+        if self.compile and (keeping.segmented or keeping.offload != "none" or keeping.parameters):
             faults.append(
-                "zero-bubble splits the backward pass, which parts computed again cannot: recompute whole stages, or "
-                "use 1f1b"
+                "compiled stages cannot be computed again in parts, nor what they keep or their parameters be moved to "
+                "the host: do not compile, or do not save memory so"
+            )
+        if (keeping.segmented or keeping.parameters) and self.name == "zero-bubble":
+            faults.append(
+                "zero-bubble splits the backward pass, which neither parts computed again nor parameters on the host "
+                "allow: recompute whole stages, or use 1f1b"
             )
         if self.compile and self.name == "zero-bubble":
             faults.append(

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.activations import ActivationMeter
 from parallel.keeping.copies import Copies
+from parallel.keeping.host_parameters import HostParameters
 from parallel.keeping.host_pool import HostPool
 from parallel.keeping.modes import MODES, SimpleOffload
 from parallel.keeping.offload import Flight, OverlapOffload
@@ -74,6 +75,11 @@ class Keeper:
             )
         self._flights: dict[Any, Flight] = {}
         self._packer: Packer = self._plain
+        self._hosts: list[HostParameters] = []
+
+    def streams(self, host: HostParameters) -> None:
+        """Forward passes use parameters of ``host``, of which nothing is kept on the device."""
+        self._hosts.append(host)
 
     @property
     def moves(self) -> bool:
@@ -83,7 +89,7 @@ class Keeper:
     @property
     def idle(self) -> bool:
         """Autograd keeps what it keeps, and nobody counts it."""
-        return not self.moves and not self.rule.segmented and self._meter is None
+        return not self.moves and not self.rule.segmented and self._meter is None and not self._hosts
 
     @contextlib.contextmanager
     def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[Packer]:
@@ -107,9 +113,12 @@ class Keeper:
 
     def packer(self, key: Any) -> Packer:
         """That of a microbatch and stage."""
-        if self._overlap is None:
-            return self._plain
-        return self._flights.setdefault(key, self._overlap.flight())
+        packer = self._plain
+        if self._overlap is not None:
+            packer = self._flights.setdefault(key, self._overlap.flight())
+        for host in self._hosts:
+            packer = host.packer(packer)
+        return packer
 
     def through(
         self,
@@ -130,7 +139,16 @@ class Keeper:
         if not segment.recompute or not torch.is_grad_enabled():
             return compute(*values)
         surroundings = around()
-        return Again(compute, values, self._packer, state, lambda: surroundings).first(values)
+        return Again(compute, values, self._packer, state, lambda: self._again(surroundings)).first(values)
+
+    @contextlib.contextmanager
+    def _again(self, surroundings: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """A part of a module is computed without the module being called."""
+        with contextlib.ExitStack() as scopes:
+            for host in self._hosts:
+                scopes.enter_context(host.running())
+            scopes.enter_context(surroundings)
+            yield
 
     def flush(self, key: Any) -> None:
         """Everything that ``key`` keeps leaves the device."""

@@ -39,6 +39,8 @@ class Keeping:
         ahead: bytes of activations that offloading leaves on the device, or brings back ahead of their use; of all
             stages of a rank together. With overlap only.
         smallest: bytes of a tensor that is worth moving. With overlap only.
+        optimizer: its state and its step are on the host.
+        parameters: they are, too, and come to the device layer by layer; implies ``optimizer``.
         host_bytes: that a rank may take on the host; what does not fit there stays on the device. None: no limit.
     """
 
@@ -48,13 +50,15 @@ class Keeping:
     ahead: int = 0
     smallest: int = SMALLEST
     host_bytes: int | None = None
+    optimizer: bool = False
+    parameters: bool = False
 
     def __post_init__(self) -> None:
         known = self.recompute in ("none", "stage", "block", "chosen") or (
             self.recompute.isdecimal() and int(self.recompute) > 0
         )
         assert known, self.recompute
-        assert (self.recompute == "chosen") or not self.chosen, self.chosen
+        assert self.recompute == "chosen" or not self.chosen, self.chosen
 
     @property
     def stagewise(self) -> bool:

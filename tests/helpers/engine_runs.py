@@ -13,7 +13,7 @@ from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine import Engine
-from parallel.step import Microbatch
+from parallel.step import Microbatch, TrainingEngine
 from parallel.strategy import Strategy
 from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run
 from tests.helpers.small_nets import NETS, batch_of, drawn_once
@@ -44,7 +44,7 @@ def build(communicator: Communicator, name: str, strategy: Strategy, steps: list
     )
 
 
-def train(engine: Engine, steps: list[Batch], first: int = 0) -> list[float]:
+def train(engine: TrainingEngine, steps: list[Batch], first: int = 0) -> list[float]:
     """What the ranks do: every rank is given what it wants and nothing else."""
     losses = []
     for step, batch in enumerate(steps, first):
