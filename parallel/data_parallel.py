@@ -27,6 +27,7 @@ from parallel.microbatch import microbatch_seed, share_of
 from parallel.randomness import drawing
 from parallel.stage_module import Run, SegmentRun, StageModule
 from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, set_learning_rate
+from parallel.update import parameters_and_gradients, state_of
 
 
 class DataParallelEngine:
@@ -192,9 +193,11 @@ class DataParallelEngine:
         return output.float()
 
     def on_device(self) -> Iterator[Tensor]:
-        yield from parameters_and_gradients(self.module.parameters())
         yield from self.module.buffers()
-        yield from state_of(self.optimizer)
+        if self._host is None or not self._host.resident:
+            yield from parameters_and_gradients(self.module.parameters())
+        if self._host is None:
+            yield from state_of(self.optimizer)
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the global batch's mean loss, by name of the parameter; after a step."""

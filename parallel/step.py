@@ -6,7 +6,7 @@ ranks, stages or replicas stand behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -105,6 +105,10 @@ class TrainingEngine(Protocol):
         Returns:
             The output on ranks whose ``predict_wants`` has targets, None on the others.
         """
+        ...
+
+    def on_device(self) -> Iterator[Tensor]:
+        """All that lies on this rank's device between two steps: parameters, buffers, gradients, optimizer state."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,11 +7,11 @@ ZeRO stage 1, between two ranks).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.comm.communicator import Communicator
@@ -72,6 +72,13 @@ class Update:
         self._held = tuple(held)
         self._copies = tuple(copies)
 
+    def on_device(self) -> Iterator[Tensor]:
+        """Parameters, gradients and optimizer state that are on the device between two steps."""
+        if self._host is None or not self._host.resident:
+            yield from parameters_and_gradients(self._held)
+        if self.optimizer is not None and self._host is None:
+            yield from state_of(self.optimizer)
+
     def begin_step(self) -> None:
         if self._host is not None:
             self._host.begin_step()
@@ -109,3 +116,17 @@ class Update:
             self.optimizer.step()
         for copy in self._copies:
             broadcast_tensors(copy.pair, copy.parameters, copy.source)
+
+
+def parameters_and_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+    """``parameters``, and of those that have one the gradient."""
+    for parameter in parameters:
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+
+
+def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What ``optimizer`` keeps for its parameters."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

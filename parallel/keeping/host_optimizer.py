@@ -52,7 +52,7 @@ class HostOptimizer:
     ) -> None:
         self._parameters = dict(parameters)
         self._copies = copies
-        self._resident = resident
+        self.resident = resident
         self.owned = {name: self._on_host(parameter) for name, parameter in parameters.items()}
         self.optimizer = make_optimizer(list(self.owned.values()))
         self._versions: dict[str, int] = {}
@@ -93,7 +93,7 @@ class HostOptimizer:
         assert name not in self._begun, name
         self._begun.add(name)
         mark = None
-        if self._resident:
+        if self.resident:
             self._gradients[name] = gradient
         else:
             if name not in self._gradients:
@@ -116,7 +116,7 @@ class HostOptimizer:
             if parameter.grad is not None and name not in self._begun:
                 self.gradient_ready(name)
         self._finish()
-        if not self._resident:
+        if not self.resident:
             for name in self._begun:
                 parameter = self._parameters[name]
                 parameter.copy_(self.owned[name], non_blocking=True)
@@ -143,12 +143,12 @@ class HostOptimizer:
         self._ready.clear()
         self._begun.clear()
         self._replaced = {}
-        if self._resident:
+        if self.resident:
             self._gradients.clear()
 
     def _on_host(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter that the optimizer is over. It has a ``grad`` of its own, also where the numbers are shared."""
-        values = parameter.detach() if self._resident else self._empty(parameter.detach())
+        values = parameter.detach() if self.resident else self._empty(parameter.detach())
         return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
     def _empty(self, like: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class HostOptimizer:
     @torch.no_grad()
     def _take_over(self) -> None:
         """The values of parameters that were changed by others: loaded, or received from another rank."""
-        if self._resident:
+        if self.resident:
             return
         marks = []
         for name, parameter in self._parameters.items():
