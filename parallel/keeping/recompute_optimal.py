@@ -59,11 +59,11 @@ def choose_recompute(
         in_flight: microbatches of the stage between their forward and backward pass, at most.
         found: what ``pieces`` gives for the graph, or those of them that the stage touches, where they are known.
     """
-    return _Search(graph, start, stop, forward_s, in_flight, found).best(budget_bytes)
+    return RecomputeSearch(graph, start, stop, forward_s, in_flight, found).best(budget_bytes)
 
 
-class _Search:
-    """For one stage; what plans take is remembered."""
+class RecomputeSearch:
+    """For one stage and any budgets; arguments as of ``choose_recompute``. What plans take is remembered."""
 
     def __init__(
         self,
@@ -82,9 +82,15 @@ class _Search:
         self._upto = np.concatenate([[0.0], np.cumsum(forward_s)])
         self._windows = SegmentWindows(graph, self._found, self._places, forward_s)
         self._known: dict[Plan, int] = {}
+        self._best: dict[float, Plan | None] = {}
 
     def best(self, budget: float) -> Plan | None:
         """Within ``budget``, the plan that takes the fewest seconds."""
+        if budget not in self._best:
+            self._best[budget] = self._found_within(budget)
+        return self._best[budget]
+
+    def _found_within(self, budget: float) -> Plan | None:
         start, stop = self._places[0], self._places[-1]
         nothing = (Segment(start, stop, False),)
         if self._bytes(nothing) <= budget:
@@ -95,8 +101,13 @@ class _Search:
             least = self._smaller(min(plans, key=self._bytes), budget)
             fitting = [least] if self._bytes(least) <= budget else []
         # The same seconds with fewer bytes leave room for more.
-        fitting.sort(key=lambda plan: (self._seconds(plan), self._bytes(plan)))
-        return min((self._faster(plan, budget) for plan in fitting[:BEST]), key=self._seconds, default=None)
+        fitting.sort(key=lambda plan: (self.seconds(plan), self._bytes(plan)))
+        return min((self._faster(plan, budget) for plan in fitting[:BEST]), key=self.seconds, default=None)
+
+    @property
+    def least(self) -> Plan:
+        """Of segments of as many places each, those that take the fewest bytes."""
+        return min(self._evenly(), key=self._bytes)
 
     def _planned(self, budget: float) -> Iterator[Plan]:
         """Plans of the dynamic programme for budgets around the one asked for."""
@@ -104,7 +115,7 @@ class _Search:
         found = {part: plan for part in parts if (plan := self._solved(budget, part))}
         yield from found.values()
         if found:
-            parts = [min(found, key=lambda part: (self._bytes(found[part]) > budget, self._seconds(found[part])))]
+            parts = [min(found, key=lambda part: (self._bytes(found[part]) > budget, self.seconds(found[part])))]
         for scale, part in itertools.product(SCALES, parts):
             if plan := self._solved(scale * budget, part):
                 yield plan
@@ -127,8 +138,8 @@ class _Search:
         """``plan`` with a step to a neighbour again and again, as long as one is faster and fits."""
         tries = TRIES
         while True:
-            faster = [other for other in self._neighbours(plan) if self._seconds(other) < self._seconds(plan)]
-            fits = (other for other in sorted(faster, key=self._seconds)[:tries] if self._bytes(other) <= budget)
+            faster = [other for other in self._neighbours(plan) if self.seconds(other) < self.seconds(plan)]
+            fits = (other for other in sorted(faster, key=self.seconds)[:tries] if self._bytes(other) <= budget)
             tries -= len(faster)
             found = next(fits, None)
             if found is None:
@@ -164,7 +175,8 @@ class _Search:
                         found.append((*before, *moved, *after[1:]))
         return {_joined(each) for each in found}
 
-    def _seconds(self, plan: Plan) -> float:
+    def seconds(self, plan: Plan) -> float:
+        """That computing it again takes."""
         return float(sum(self._upto[s.stop] - self._upto[s.start] for s in plan if s.recompute))
 
     def _bytes(self, plan: Plan) -> int:
