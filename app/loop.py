@@ -15,6 +15,7 @@ from app.checkpoint import keep_as, load_checkpoint, save_checkpoint
 from app.cli import RunError
 from app.evaluation import evaluate
 from app.interrupt import Interrupt
+from app.memory_limit import MemoryLimit
 from app.metricslog import MetricsLog
 from app.progress import RunProgress
 from app.reading import microbatches_of
@@ -52,6 +53,10 @@ class TrainingLoop:
         session: model, data and engine of this rank.
         folder: receives metrics and checkpoints.
         interrupt: asked after each step whether to stop.
+
+    Attributes:
+        outcome: where the run stands.
+        memory: what its tensors take, against the limit.
     """
 
     def __init__(self, session: Session, folder: RunFolder, interrupt: Interrupt) -> None:
@@ -61,6 +66,9 @@ class TrainingLoop:
         self._communicator = session.placement.communicator
         self._batches = session.feed.ahead_of(iter(session.stream))
         self.outcome = Outcome(Throughput(session.config.strategy.batch))
+        strategy = session.config.strategy
+        self.memory = MemoryLimit(strategy.memory_bytes, session.placement.device, counts=not strategy.compile)
+        self.memory.impose()
         if session.config.resume:
             self._restore()
         self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, writes=self._is_first)
@@ -104,7 +112,8 @@ class TrainingLoop:
         session = self._session
         try:
             microbatches = microbatches_of(session.feed, batch, session.reading.sizes)
-            result = session.engine.step(microbatches, step, session.learning_rate(step))
+            with self.memory.watching(session.engine.on_device()):
+                result = session.engine.step(microbatches, step, session.learning_rate(step))
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
         session.guardian.rest()

@@ -52,6 +52,8 @@ FIGURES = {
     "data_wait_fraction": ("Waiting for data", " of the step time"),
     "peak_memory_bytes": ("Peak memory, by rank", ""),
     "peak_resident_bytes": ("Peak resident set, by rank", ""),
+    "device_bytes": ("Tensors on the device at most, by rank", ""),
+    "memory_limit_bytes": ("Memory that a rank may take", ""),
     "wall_s": ("Duration", ""),
     "final_loss": ("Training loss, last step", ""),
 }

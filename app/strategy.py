@@ -45,8 +45,9 @@ class StrategySettings:
     mast, master, bidirectional with two, the second in inverse order. auto: the fastest that fits the memory, as
     app.plan finds it; among what --stages and --microbatches leave open."""
     memory: str | None = None
-    """Memory that --parallel auto may plan with on each rank, such as 16GiB; default: what the device has free, or the
-    rank's share of what this machine has."""
+    """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
+    and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
+    this machine has."""
     ranks: int = 1
     """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
     stages: int | None = None

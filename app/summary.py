@@ -5,17 +5,21 @@ Takes the session and where it stands; every figure is counted or measured in th
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import torch
 
 from app.loop import Outcome
+from app.memory_limit import MemoryLimit, excess
 from app.report import write_report
 from app.runfolder import RunFolder
 from app.session import Session
 from app.step_timeline import write_step
 from app.throughput import peak_resident_bytes
+
+log = logging.getLogger(__name__)
 
 
 class RunSummary:
@@ -25,12 +29,14 @@ class RunSummary:
         session: the run's parts.
         folder: where it goes.
         outcome: kept up to date by the loop.
+        memory: likewise.
     """
 
-    def __init__(self, session: Session, folder: RunFolder, outcome: Outcome) -> None:
+    def __init__(self, session: Session, folder: RunFolder, outcome: Outcome, memory: MemoryLimit) -> None:
         self._session = session
         self._folder = folder
         self._outcome = outcome
+        self._memory = memory
         self._started_s = time.monotonic()
         self._communicator = session.placement.communicator
 
@@ -40,8 +46,9 @@ class RunSummary:
 
     def finished(self, peak_bytes: int) -> None:
         """The run came to its end, or was interrupted and saved. Called by all ranks."""
-        peaks = torch.zeros((2, self._communicator.world), dtype=torch.int64)
-        peaks[:, self._communicator.rank] = torch.tensor([peak_bytes, peak_resident_bytes()])
+        peaks = torch.zeros((3, self._communicator.world), dtype=torch.int64)
+        own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0]
+        peaks[:, self._communicator.rank] = torch.tensor(own)
         self._communicator.all_reduce(peaks)
         session = self._session
         step = write_step(session.engine, self._communicator, session.config.strategy.name, self._folder.path)
@@ -51,7 +58,7 @@ class RunSummary:
     def failed(self, error: str, peak_bytes: int) -> None:
         """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
         if self._communicator.rank == 0:
-            self._write("failed", [[peak_bytes], [peak_resident_bytes()]], error)
+            self._write("failed", [[peak_bytes], [peak_resident_bytes()], [self._memory.device_bytes or 0]], error)
 
     def _write(self, status: str, peaks: list[list[int]], error: str | None, bubble: float | None = None) -> None:
         summary = {**self._figures(status, peaks, error), "bubble": bubble}
@@ -65,6 +72,9 @@ class RunSummary:
         if status != "failed":
             self.say(f"checkpoint {summary['checkpoint']}")
         self.say(f"report {page}")
+        if warning := excess(self._memory.limit, peaks[2]):
+            log.warning(warning)
+            self.say(f"warning: {warning}")
 
     def _figures(self, status: str, peaks: list[list[int]], error: str | None) -> dict[str, Any]:
         session, outcome, config = self._session, self._outcome, self._session.config
@@ -93,6 +103,8 @@ class RunSummary:
             "data_wait_fraction": outcome.throughput.data_wait_fraction,
             "peak_memory_bytes": peaks[0],
             "peak_resident_bytes": peaks[1],
+            "device_bytes": peaks[2] if any(peaks[2]) else None,
+            "memory_limit_bytes": self._memory.limit,
             "final_loss": outcome.loss,
             "metrics": outcome.metrics,
             "best": outcome.best,

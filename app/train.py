@@ -103,7 +103,7 @@ def _train_guarded(
     config = planned(config, folder.path)
     session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
     loop = TrainingLoop(session, folder, interrupt)
-    summary = RunSummary(session, folder, loop.outcome)
+    summary = RunSummary(session, folder, loop.outcome, loop.memory)
     for note in session.notes:
         summary.say(note)
     if loop.outcome.step >= session.total_steps:
@@ -120,9 +120,7 @@ def _train_guarded(
     except Exception as fault:
         error = guard.explain(fault)
         if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):
-            error += (
-                f"\nout of memory on {placement.device}: lower --tile, raise --microbatches or use --precision bf16"
-            )
+            error += f"\n{loop.memory.fault()}"
         summary.failed(error, memory.bytes)
         if placement.communicator.world > 1 or guard.foresees(fault):
             raise RunError(error) from fault

@@ -1,0 +1,87 @@
+"""``--memory`` of a run: the allocator of a GPU is told, a CPU counts its first steps, and who is over is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from app.memory_limit import CHECKED, MemoryLimit, excess
+from parallel.comm.local import LocalCommunicator
+from parallel.data_parallel import DataParallelEngine
+from parallel.step import Microbatch
+from tests.app.conftest import QUICK, Train, summary_of
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+NUMBERS = MIB // 4
+
+
+def test_a_gpu_gives_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: told.append((part, device)))
+    gpu = torch.device("cuda", 1)
+    for limit in (4 << 30, 32 << 30, None):
+        MemoryLimit(limit, gpu).impose()
+    MemoryLimit(4 << 30, CPU).impose()
+    assert told == [(0.25, gpu), (1.0, gpu)]
+    said = MemoryLimit(4 << 30, gpu).fault()
+    assert "out of memory on cuda:1 within --memory 4 GiB" in said
+    assert "--largest-tile" in said
+    assert "--memory" not in MemoryLimit(None, gpu).fault()
+
+
+def test_the_first_steps_are_counted_on_a_cpu() -> None:
+    memory, held = MemoryLimit(None, CPU), torch.ones(NUMBERS)
+    assert memory.device_bytes is None
+    peaks = []
+    for size in range(1, CHECKED + 2):
+        with memory.watching([held]):
+            torch.ones(size * NUMBERS)
+        peaks.append(memory.device_bytes)
+    assert peaks == [2 * MIB, 3 * MIB, 3 * MIB]
+    compiled = MemoryLimit(None, CPU, counts=False)
+    with compiled.watching([held]):
+        torch.ones(NUMBERS)
+    assert compiled.device_bytes is None
+
+
+def test_an_engine_holds_parameters_gradients_and_state() -> None:
+    module = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine = DataParallelEngine(
+        module, lambda output, target: output.mean(), optimizer, LocalCommunicator(), batch=1, m=1
+    )
+    memory = MemoryLimit(None, CPU)
+    for step in range(CHECKED):
+        with memory.watching(engine.on_device()):
+            engine.step([Microbatch(torch.ones(1, 512), torch.zeros(1), (1, 512))], step, 0.1)
+    # Weights, gradients, two moments; what the update works out takes two of them more.
+    assert memory.device_bytes is not None
+    assert 4 <= memory.device_bytes / MIB <= 6.1
+
+
+def test_who_took_more_is_named() -> None:
+    assert excess(None, [5]) == ""
+    assert excess(5 * MIB, [MIB, 5 * MIB, None]) == ""
+    said = excess(5 * MIB, [MIB, 6 * MIB, 7 * MIB])
+    assert "--memory allows 5 MiB a rank" in said
+    assert "on 2 of 3: rank 1 6 MiB, rank 2 7 MiB" in said
+    assert "--offload overlap" in said
+
+
+def test_a_run_says_what_its_ranks_take(classify_slides: Path, train: Train, tmp_path: Path) -> None:
+    arguments = ("--slides", classify_slides, *QUICK, "--steps", "2", "--parallel", "gpipe", "--ranks", "2")
+    done = train(*arguments, "--memory", "1MiB", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path / "run")
+    assert summary["memory_limit_bytes"] == MIB
+    assert len(summary["device_bytes"]) == 2
+    # The first stage has two tiles of 256 px, float32, and convolutions of them.
+    assert summary["device_bytes"][0] > 2 * 3 * 256 * 256 * 4 > MIB
+    assert "warning: --memory allows 1 MiB a rank, and tensors took more on" in done.stdout
+    assert "Tensors on the device at most, by rank" in (tmp_path / "run" / "report.html").read_text()
