@@ -100,7 +100,8 @@ class Keeper:
             state: parameters and buffers, which are there anyway.
         """
         before, self._packer = self._packer, self.packer(key)
-        packer, anyway = self._packer, storages_of(state)
+        # Nobody asks for them where autograd keeps what it keeps, and sharded parameters have none to ask for.
+        packer, anyway = self._packer, set() if self.idle else storages_of(state)
 
         def pack(tensor: Tensor) -> Tensor | Packed:
             return tensor if tensor.untyped_storage().data_ptr() in anyway else packer.pack(tensor)
