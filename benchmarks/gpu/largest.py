@@ -41,7 +41,7 @@ TRACED, TINY_TRACED = (2048, 4096), (128, 256)
 FIRST_PX, TINY_FIRST_PX = 256, 64
 """Side of the tile that a model is traced with."""
 STRIDE = 1.1
-"""From one trial to the next while none has trained, or none has failed."""
+"""From one trial to the next, and more each time, while none has trained, or none has failed."""
 MOST_PX, MOST_TRIALS, MOST = 1 << 15, 6, 1 << 62
 HEADER = ("limit, GiB", "model", "way", "predicted px", "trained px", "does not train, px", "why", "step, s")
 
@@ -95,9 +95,9 @@ def _search(setting: Setting, problem: Problem, limit: int, model: str, keeping:
         if high <= max(low + STEP, FINE * low):
             break
         if not low:
-            px = _whole(px / STRIDE)
+            px = _whole(px / STRIDE**trials)
         elif high == MOST_PX:
-            px = _whole(px * STRIDE)
+            px = _whole(px * STRIDE**trials)
         else:
             px = _whole((low + high) / 2)
     return {

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data"
 HERE = Path(__file__).parent
 MODES: tuple[Offload, ...] = get_args(Offload)
-SMALL = {"epochs": 1, "px": 64, "pictures": 64}
+SMALL = {"epochs": 3, "px": 64, "pictures": 64}
 """On a CPU."""
 FULL = {"epochs": 20, "px": 224, "pictures": 398}
 """On a GPU: as in the study."""
@@ -101,13 +104,14 @@ def study(
 def row_of(model: str, one: Trained, trained: Sequence[Trained]) -> dict[str, Any]:
     """A mode's figures beside those without offload."""
     (none,) = [other for other in trained if other.mode == "none"] or [None]
-    training_s = sum(one.epochs_s)
     return {
         "model": model,
         **dataclasses.asdict(one),
         "epochs": len(one.epochs_s),
-        "training_s": training_s,
-        "ratio": None if none is None else training_s / sum(none.epochs_s),
+        "training_s": sum(one.epochs_s),
+        "ratio": None
+        if none is None
+        else statistics.median(a / b for a, b in zip(one.epochs_s, none.epochs_s, strict=True)),
         "largest_loss_difference": None
         if none is None
         else max(
@@ -143,10 +147,12 @@ def table(result: dict[str, Any]) -> str:
         for row in result["rows"]
         for direction, found in row["copies"].items()
     ]
-    epochs = sorted({row["epochs"] for row in result["rows"]})
+    epochs = max(row["epochs"] for row in result["rows"])
+    differences = [row["largest_loss_difference"] for row in result["rows"] if row["ratio"] is not None]
     about = (
-        f"{result['source']}, {result['px']} px, batches of {result['batch']}, "
-        f"{' to '.join(map(str, dict.fromkeys((epochs[0], epochs[-1]))))} epochs, on {result['device']}.\n"
+        f"{result['source']}, {result['px']} px, batches of {result['batch']}, epochs: {epochs}, on {result['device']}."
+        " Over none: the median of epochs that took turns. "
+        f"Largest difference of a step's loss from that without offload: {max(differences, default=0.0):.1g}.\n"
     )
     return "\n".join([about, markdown_table(ROW_HEADER, lines), markdown_table(COPY_HEADER, copies)])
 
@@ -158,6 +164,13 @@ def _times(ratio: float | None) -> str:
 def _moved(row: dict[str, Any]) -> str:
     out = row["copies"].get("out")
     return "0" if out is None else f"{out['bytes'] / row['timed_steps'] / 1e9:.2f}"
+
+
+def _command() -> str:
+    """As it was given, without the names of folders."""
+    flags = {"--images": "DIR", "--slides": "DIR", "--labels": "CSV"}
+    words = [flags.get(before, word) for before, word in itertools.pairwise(["", *sys.argv[1:]])]
+    return " ".join(["python -m benchmarks.offload_study.run", *words])
 
 
 def device_named(name: str) -> torch.device:
@@ -179,7 +192,7 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, help="table with columns slide and label, with --slides")
     parser.add_argument("--models", nargs="+", default=list(SECONDS), help="of torchvision")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--epochs", type=int, help="of each mode; default: 20 on a GPU, 1 on a CPU")
+    parser.add_argument("--epochs", type=int, help="of each mode; default: 20 on a GPU, 3 on a CPU")
     parser.add_argument("--batch", type=int, default=32, help="pictures of a step")
     parser.add_argument("--px", type=int, help="side of the pictures; default: 224 on a GPU, 64 on a CPU")
     parser.add_argument("--pictures", type=int, help="at most; default: 398 on a GPU, 64 on a CPU")
@@ -207,7 +220,7 @@ def main() -> None:
         device=device,
         report=keep,
     )
-    text = results("python -m benchmarks.offload_study.run --write", table({**result, "device": device_text(device)}))
+    text = results(_command(), table({**result, "device": device_text(device)}))
     print(text)
     if arguments.write:
         write_results(HERE / "README.md", text)
