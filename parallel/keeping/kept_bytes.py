@@ -42,18 +42,26 @@ def lifetimes_of(partition: Partition, keeping: Keeping, found: Iterable[Piece] 
     """Of every stage; arguments as ``kept_bytes``."""
     touched = touched_by(partition, pieces(partition.graph) if found is None else found)
     return [
-        Lifetimes(own, passes_of(segments_of(partition, k, keeping), own), keeping) for k, own in enumerate(touched)
+        Lifetimes(own, passes_of(partition.graph, segments_of(partition, k, keeping), own), keeping)
+        for k, own in enumerate(touched)
     ]
 
 
-def passes_of(segments: Sequence[Segment], found: Iterable[Piece]) -> Passes:
+def passes_of(graph: LayerGraph, segments: Sequence[Segment], found: Iterable[Piece]) -> Passes:
     """Of a stage. Nobody asks for a segment that keeps nothing: what enters it is not held, and it is not computed
-    again."""
+    again. Nor is the loss, which is computed with the model's output, but in no segment."""
     saved = {place for piece in found for place in piece.saved}
+    last = len(graph.layers) - 1
+    parts: list[Segment] = []
+    for each in segments:
+        if each.recompute and each.start < last < each.stop:
+            parts += [Segment(each.start, last, True), Segment(last, each.stop, False)]
+        else:
+            parts.append(each)
     return Passes(
         [
-            replace(each, recompute=each.recompute and not saved.isdisjoint(range(each.start, each.stop)))
-            for each in segments
+            replace(part, recompute=part.recompute and not saved.isdisjoint(range(part.start, part.stop)))
+            for part in parts
         ]
     )
 

@@ -182,7 +182,7 @@ class RecomputeSearch:
     def _bytes(self, plan: Plan) -> int:
         """What the stage takes at most."""
         if plan not in self._known:
-            lives = Lifetimes(self._found, passes_of(plan, self._found), RULE)
+            lives = Lifetimes(self._found, passes_of(self._graph, plan, self._found), RULE)
             stage = with_lifetimes(self._graph, lives, self._plain)
             peak = max(stage.forward, stage.backward)
             self._known[plan] = (self._in_flight - 1) * stage.activations + peak

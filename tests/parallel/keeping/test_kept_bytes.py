@@ -56,7 +56,7 @@ def only(graph: LayerGraph, keeping: Keeping) -> StageBytes:
 
 def in_segments(graph: LayerGraph, segments: list[Segment], keeping: Keeping) -> StageBytes:
     found, partition = pieces(graph), Partition(graph, (0,))
-    lives = Lifetimes(found, passes_of(segments, found), keeping)
+    lives = Lifetimes(found, passes_of(graph, segments, found), keeping)
     return with_lifetimes(graph, lives, stage_bytes(partition)[0])
 
 
@@ -89,8 +89,9 @@ def test_segments_by_hand() -> None:
     assert stage.first_backward == stage.backward + 10
     both = in_segments(chain(), segments, Keeping("block", offload="overlap", smallest=0))
     assert (both.activations, both.forward, both.backward) == (0, 200, stage.backward)
-    found = pieces(chain())
-    lives = Lifetimes(found, passes_of(segments, found), Keeping("block", offload="overlap", smallest=0))
+    graph = chain()
+    found = pieces(graph)
+    lives = Lifetimes(found, passes_of(graph, segments, found), Keeping("block", offload="overlap", smallest=0))
     assert (lives.host, lives.host_inputs, lives.host_again) == (100 + 60 + 8, 100, 100 + 40)
 
 
@@ -108,7 +109,7 @@ def test_without_a_rule_all_is_as_plainly_counted() -> None:
         plain = stage_bytes(partition)
         assert kept_bytes(partition, Keeping()) == plain == kept_bytes(partition, Keeping("stage"))
         for k, own in enumerate(touched_by(partition, pieces(graph))):
-            lives = Lifetimes(own, passes_of(segments_of(partition, k, Keeping()), own), Keeping())
+            lives = Lifetimes(own, passes_of(graph, segments_of(partition, k, Keeping()), own), Keeping())
             assert with_lifetimes(graph, lives, plain[k]) == plain[k], (seed, k)
 
 
