@@ -16,8 +16,8 @@ from app.config import RunConfig
 from app.launcher import find_launch
 from app.strategy import Parallel, StrategySettings
 from parallel.candidate import WHOLE, Candidate
-from parallel.plan import Plan, Row
-from parallel.planner import Planner, best_of
+from parallel.plan import Plan, Row, best_of
+from parallel.planner import Planner
 from parallel.quantity import bytes_text
 from parallel.savings import RECOMPUTE, Savings
 from parallel.schedules.registry import SCHEDULES
@@ -114,7 +114,7 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     names, m = names_for(strategy), strategy.microbatches
     savings = savings_of(strategy)
     rows = list(planner.rows(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
-    best = best_of(rows)
+    best = best_of(planner.refined(rows, savings))
     if best is None:
         raise RunError(planner.too_small(rows))
     costs = planner.cutting.microbatch(1)[1]

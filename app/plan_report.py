@@ -28,8 +28,8 @@ from parallel.graph_text import graph_text
 from parallel.largest_tile import STEP, LargestTile, largest_tiles, steps_of
 from parallel.partition import Partition
 from parallel.picture import schedule_svg
-from parallel.plan import Plan, Row
-from parallel.planner import Planner, best_of
+from parallel.plan import Plan, Row, best_of
+from parallel.planner import Planner
 from parallel.quantity import bytes_text
 from parallel.savings import Savings
 from parallel.schedule_file import to_csv
@@ -56,6 +56,7 @@ def report(command: PlanCommand) -> int:
             savings=command.savings,
         )
     )
+    rows = planner.refined(rows, command.savings)
     best = best_of(rows)
     costs = planner.cutting.microbatch(1)[1]
     error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"

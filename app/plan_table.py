@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from app.findings import print_table
 from parallel.largest_tile import LargestTile
-from parallel.plan import Row
-from parallel.planner import best_of
+from parallel.plan import Row, best_of
 from parallel.quantity import bytes_text
 
 

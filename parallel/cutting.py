@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from parallel.batch_scale import with_tiles
 from parallel.candidate import Candidate
 from parallel.cluster import Cluster
-from parallel.cost import Costs
+from parallel.cost import Costs, equal_cost
 from parallel.device_spec import LinkSpec
 from parallel.forecast import schedule_of, weights_of
 from parallel.granularity import block_cuts
 from parallel.graph import LayerGraph
+from parallel.keeping.chosen_runs import Runs, chosen_runs, chosen_runs_of_whole
 from parallel.keeping.host_bytes import host_bytes, stage_host_bytes
 from parallel.keeping.kept_bytes import kept_bytes
 from parallel.keeping.rule import MIB, Keeping
@@ -39,6 +40,8 @@ DEEP = 16
 """Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
 AHEAD = 2
 """Of the largest pieces of memory that a layer keeps, as many are brought back to a GPU ahead of their use."""
+LEAST_S = 1e-12
+"""Of a layer's forward pass."""
 
 
 class Cutting:
@@ -59,6 +62,7 @@ class Cutting:
         self._windows: dict[int, Windows] = {}
         self._pieces: dict[int, list[Piece]] = {}
         self._stages: dict[object, list[StageBytes]] = {}
+        self._runs: dict[object, Runs | None] = {}
 
     @property
     def most_stages(self) -> int:
@@ -108,14 +112,43 @@ class Cutting:
                 return None
         return self._partitions[key]
 
-    def keeping(self, candidate: Candidate, partition: Partition) -> Keeping:
-        """What becomes of what the stages of a candidate keep. Where copies run beside the computation, a little is
-        left on the device and brought back ahead, so that nobody waits for the first of them."""
+    def keeping(self, candidate: Candidate, partition: Partition) -> Keeping | None:
+        """What becomes of what the stages of a candidate keep; None where no choice of what is computed again fits.
+        Where copies run beside the computation, a little is left on the device and brought back ahead, so that nobody
+        waits for the first of them."""
         ahead = 0
+        if candidate.recompute == "optimal":
+            key = (candidate, partition.starts)
+            if key not in self._runs:
+                self._runs[key] = self._chosen(candidate, partition)
+            runs = self._runs[key]
+            return None if runs is None else candidate.keeping(runs)
         if candidate.offload and self.cluster.kind == "cuda":
             ahead = AHEAD * max((piece.bytes for piece in self._pieces_of(candidate) if piece.saved), default=0)
             ahead = -(-ahead // MIB) * MIB  # as settings say it
         return candidate.keeping(ahead=ahead)
+
+    def _chosen(self, candidate: Candidate, partition: Partition) -> Runs | None:
+        graph, costs = self.microbatch(self.tiles(candidate))
+        times = [cost.forward_s for cost in costs.layers]
+        forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
+        found, limit = self._pieces_of(candidate), float(self.cluster.usable_bytes)
+        slots, device = self.task.slots, self.cluster.kind
+        if not candidate.splits:
+            return chosen_runs_of_whole(candidate, graph, forward_s, limit, slots=slots, device=device, found=found)
+        schedule, placement = schedule_of(candidate)
+        return chosen_runs(
+            partition,
+            placement,
+            schedule,
+            forward_s,
+            limit,
+            slots=slots,
+            shard_optimizer=candidate.shard_optimizer,
+            weights=weights_of(candidate, self.task.batch),
+            device=device,
+            found=found,
+        )
 
     def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[RankBytes]:
         """Of the ranks of the first group; of any rank where each computes the whole model."""

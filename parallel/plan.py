@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from parallel.candidate import Candidate
 
 VERSION = 2
+SIMPLER = 0.01
+"""A candidate has to be faster by this fraction to be preferred to one that stands before it."""
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,19 @@ class Plan:
             return cls(found["problem"], Row.from_json(found), found["cost_source"], found["expected_error"])
         except (json.JSONDecodeError, KeyError, TypeError) as fault:
             raise ValueError(f"it is not a plan: {fault!r}") from fault
+
+
+def best_of(rows: Iterable[Row]) -> Row | None:
+    """The fastest of those that fit; one that stands before it where that is hardly slower. Where nobody knows, the one
+    that does least to need less memory."""
+    best: Row | None = None
+    for row in rows:
+        if row.fits and (best is None or _better(row, best)):
+            best = row
+    return best
+
+
+def _better(row: Row, best: Row) -> bool:
+    if row.images_per_second is None and best.images_per_second is None:
+        return len(row.candidate.savings.split("+")) < len(best.candidate.savings.split("+"))
+    return (row.images_per_second or 0) > (1 + SIMPLER) * (best.images_per_second or 0)

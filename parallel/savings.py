@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from parallel.candidate import Candidate
 
-RECOMPUTE = ("none", "stage", "block")
+RECOMPUTE = ("none", "stage", "block", "optimal")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,12 @@ class Savings:
         """``candidate`` first, where nothing else is asked for; then variants of it that need less memory and more
         time. Which of a tier is the fastest depends on the machine; those of a later tier need less memory."""
         again = [how for how in self.recompute if how != "none" and _can_recompute(candidate, how)]
+        if self.recompute != ("optimal",):
+            again = [how for how in again if how != "optimal"]  # takes long to find: for what is chosen in the end
         moves = candidate.name != "fsdp"
         recomputed = [dataclasses.replace(candidate, recompute=how) for how in again]
-        moved = [dataclasses.replace(variant, offload=True) for variant in (candidate, *recomputed) if moves]
+        moving = [one for one in (candidate, *recomputed) if moves and one.recompute != "optimal"]
+        moved = [dataclasses.replace(variant, offload=True) for variant in moving]
         for tier in ([candidate], [*recomputed, *moved[:1]], moved[1:]):
             variants = [variant for variant in tier if self._allow(variant)]
             if variants:
@@ -41,12 +44,23 @@ class Savings:
             if variants and candidate.paired:
                 yield [dataclasses.replace(variant, shard_optimizer=True) for variant in variants]
 
+    def refined(self, candidate: Candidate) -> Candidate | None:
+        """``candidate`` with the best choice of what is computed again in place of blocks or stages; None where it does
+        not compute again, or that is not open."""
+        chosen = dataclasses.replace(candidate, recompute="optimal")
+        rough = candidate.recompute in ("stage", "block") and not candidate.offload
+        return chosen if rough and self._allow(chosen) and _can_recompute(candidate, "optimal") else None
+
     def refusal(self, candidate: Candidate) -> str:
-        """Why ``tiers`` gives nothing."""
+        """Why nothing that ``tiers`` gives can run."""
+        if any(self.tiers(candidate)):
+            return "no choice of what is computed again was found that fits the memory"
         asked = f"recompute {' or '.join(self.recompute)}" * ("none" not in self.recompute)
         asked = " and ".join(word for word in (asked, "offload" * (False not in self.offload)) if word)
         reason = "cannot split the model's backward pass then"
-        if candidate.name == "fsdp":
+        if self.recompute == ("optimal",) and False not in self.offload:
+            reason = "cannot do both: what is computed again is chosen so that the rest fits the device"
+        elif candidate.name == "fsdp":
             reason = "gathers parameters as it goes along, and keeps all activations on the device"
         elif candidate.name != "zero-bubble":
             reason = "has no stage that could be computed again later"

@@ -12,8 +12,8 @@ from app.machine_plan import Machine, named_machine, this_machine
 from app.task import Workload
 from benchmarks.plan_accuracy.problems import CLASSES, QUICK, Problem
 from parallel.candidate import WHOLE
-from parallel.plan import Row
-from parallel.planner import Planner, best_of
+from parallel.plan import Row, best_of
+from parallel.planner import Planner
 from parallel.schedules.registry import SCHEDULES
 
 NAMES = (*WHOLE, *SCHEDULES)

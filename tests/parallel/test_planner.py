@@ -11,9 +11,9 @@ from parallel.cluster import FILL, Cluster
 from parallel.cost import Costs, LayerCost
 from parallel.device_spec import LinkSpec
 from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.plan import Row
-from parallel.planner import Planner, best_of
-from parallel.savings import PLAIN, Savings
+from parallel.plan import Row, best_of
+from parallel.planner import Planner
+from parallel.savings import ON_DEVICE, PLAIN, Savings
 from parallel.schedules.registry import SCHEDULES
 from parallel.task import Task
 
@@ -136,6 +136,42 @@ def test_both_savings_where_the_host_is_too_small_for_all() -> None:
     less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).row(candidate)
     assert str(less.candidate) == "ddp 2, m=8 +recompute block +offload"
     assert planner(memory, graph=wide(), host=9 * 8 * MIB).row(candidate).over_bytes > 0
+
+
+@pytest.mark.parametrize(("candidate", "less"), [(Candidate("ddp", 2, 1, 8), 20), (Candidate("1f1b", 2, 2, 8), 120)])
+def test_the_best_choice_of_what_is_computed_again_is_faster_than_all_blocks(candidate: Candidate, less: int) -> None:
+    plenty = planner(graph=wide()).row(candidate)
+    one = planner(max(plenty.peak_bytes) - less * MIB, graph=wide())
+    rough = one.row(candidate, ON_DEVICE)
+    assert rough.candidate.recompute in ("block", "stage")
+    best, other = one.refined([rough, Row(Candidate("mast", 2, 2, 2), images_per_second=1e-9)])
+    assert other.candidate.name == "mast"
+    assert best.fits
+    assert best.candidate.recompute == "optimal"
+    assert len(best.chosen) >= 1
+    assert best.step_s is not None
+    assert rough.step_s is not None
+    assert plenty.step_s is not None
+    assert plenty.step_s < best.step_s < rough.step_s
+    (asked,) = one.rows([candidate.name], ranks=2, m=8, savings=Savings(("optimal",)))
+    assert (asked.chosen, asked.step_s) == (best.chosen, best.step_s)
+
+
+def test_what_is_chosen_in_the_end_is_left_alone_where_nothing_is_computed_again_or_that_is_asked_for() -> None:
+    one = planner(graph=wide())
+    plain = one.row(Candidate("ddp", 2, 1, 8))
+    assert one.refined([plain]) == [plain]
+    block = one.row(plain.candidate, Savings(("block",), (False,)))
+    assert one.refined([block], Savings(("block",), (False,))) == [block]
+    assert Savings().refined(Candidate("zero-bubble", 2, 2, 8, recompute="stage")) is None
+    assert Savings().refined(dataclasses.replace(block.candidate, offload=True)) is None
+
+
+def test_no_choice_of_what_is_computed_again_fits() -> None:
+    (row,) = planner(50 * MIB, graph=wide()).rows(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (False,)))
+    assert row.refused == "no choice of what is computed again was found that fits the memory"
+    (both,) = planner().rows(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (True,)))
+    assert "cannot do both" in both.refused
 
 
 def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
