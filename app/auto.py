@@ -1,4 +1,4 @@
-"""``--parallel auto`` of a run: the strategy is planned once, kept in the run folder, and the same for every rank.
+"""``--parallel auto`` or ``--recompute optimal`` of a run: planned once, kept in the run folder, the same on all ranks.
 
 Takes the settings and the dataset; writes ``plan.json``, or leaves the one that a resumed run began with. Every rank
 then reads from it what it is to do.
@@ -16,6 +16,8 @@ from app.config import RunConfig
 from app.launcher import find_launch
 from app.strategy import Parallel, StrategySettings
 from parallel.candidate import WHOLE, Candidate
+from parallel.limit import too_small
+from parallel.partition import Partition
 from parallel.plan import Plan, Row, best_of
 from parallel.planner import Planner
 from parallel.quantity import bytes_text
@@ -29,13 +31,14 @@ TEXT = "plan.json"
 
 
 def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say: Callable[[str], None]) -> None:
-    """Choose a strategy and write ``plan.json`` into ``folder``. One process of the run does this.
+    """Choose a strategy, or what the one that is named computes again, and write ``plan.json`` into ``folder``. One
+    process of the run does this.
 
     Args:
         segments: a class per pixel is learned, else one per tile.
 
     Raises:
-        RunError: nothing fits the memory.
+        RunError: nothing fits the memory, or what is to be computed again of a model that cannot be traced.
     """
     problem = _problem(config, classes, segments)
     if config.resume and (kept := _kept(folder)) is not None and kept.problem == problem:
@@ -43,6 +46,8 @@ def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say:
     try:
         plan = _choose(config, classes, segments, problem)
     except ValueError as fault:  # not traced: it can only be computed as a whole
+        if config.strategy.runs_undecided:
+            raise RunError(f"--recompute optimal has to look into the model: {fault}. Use --recompute none") from fault
         row = Row(Candidate("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
         plan = Plan(problem, row, f"none: {fault}", None)
         say(f"plan: {row.candidate}; the model cannot be planned for: {fault}")
@@ -53,7 +58,7 @@ def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say:
 
 def planned(config: RunConfig, folder: Path) -> RunConfig:
     """``config`` with the strategy of the folder's plan, where it is to be chosen."""
-    if not config.strategy.undecided:
+    if not config.strategy.undecided and not config.strategy.runs_undecided:
         return config
     kept = _kept(folder)
     if kept is None:
@@ -111,18 +116,53 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
         machine.autocast,
     )
     planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
+    costs = planner.cutting.microbatch(1)[1]
+    if not strategy.undecided:
+        return Plan(problem, _with_runs(strategy, planner), costs.source, costs.expected_error)
     names, m = names_for(strategy), strategy.microbatches
     savings = savings_of(strategy)
     rows = list(planner.rows(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
     best = best_of(planner.refined(rows, savings))
     if best is None:
-        raise RunError(planner.too_small(rows))
-    costs = planner.cutting.microbatch(1)[1]
+        raise RunError(too_small(rows, planner.cluster))
     return Plan(problem, best, costs.source, costs.expected_error)
 
 
+def _with_runs(strategy: StrategySettings, planner: Planner) -> Row:
+    """The strategy that is named, with the best choice of what it computes again.
+
+    Raises:
+        RunError: none fits the memory.
+    """
+    import torch  # once the settings are known to be right
+
+    from app.engines import stages_of
+
+    candidate = Candidate(
+        strategy.name,
+        strategy.world,
+        strategy.depth,
+        strategy.m,
+        (strategy.chunks or 2) if strategy.name == "interleaved" else 1,
+        "optimal",
+        strategy.offload != "none",
+        strategy.shard_optimizer == "pair",
+    )
+    graph, _ = planner.cutting.microbatch(planner.cutting.tiles(candidate))
+    split = stages_of(strategy, torch.device("cpu")).partition(graph) if strategy.splits else Partition(graph, (0,))
+    row = planner.at(candidate, split)
+    if row is None:
+        raise RunError(
+            f"--recompute optimal found nothing of {candidate} that fits in "
+            f"{bytes_text(planner.cluster.memory_bytes)} a rank: use more ranks, --recompute block with --offload "
+            "overlap, or a smaller --tile"
+        )
+    return row
+
+
 def _machine(config: RunConfig) -> Machine:
-    """This machine. One rank has nothing to choose by time, so nothing is calibrated for it."""
+    """This machine. One rank has hardly anything to choose by time, so nothing is calibrated for it, unless asked to
+    choose what it computes again."""
     from app.machine_plan import this_machine
 
     strategy = config.strategy
@@ -135,7 +175,7 @@ def _machine(config: RunConfig) -> Machine:
         channels_last=strategy.channels_last,
         per_node=launch.local_world if launch else None,
         reserved=config.stream.read_ahead_bytes,
-        timed=strategy.world > 1,
+        timed=strategy.world > 1 or strategy.runs_undecided,
     )
 
 
@@ -152,6 +192,8 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "memory": strategy.memory,
         "optimizer": config.optimization.optimizer,
         "precision": strategy.precision,
+        "parallel": strategy.parallel,
+        "cuts": strategy.cuts,
         "recompute": strategy.recompute,
         "offload": strategy.offload,
     }

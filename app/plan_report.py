@@ -26,6 +26,7 @@ from parallel.graph_json import graph_json
 from parallel.graph_picture import graph_svg
 from parallel.graph_text import graph_text
 from parallel.largest_tile import STEP, LargestTile, largest_tiles, steps_of
+from parallel.limit import too_small
 from parallel.partition import Partition
 from parallel.picture import schedule_svg
 from parallel.plan import Plan, Row, best_of
@@ -66,7 +67,7 @@ def report(command: PlanCommand) -> int:
     )
     print_rows(rows, best)
     if best is None:
-        print(f"\n{planner.too_small(rows)}")
+        print(f"\n{too_small(rows, machine.cluster)}")
     largest = _largest(command, machine, names) if command.largest_tile else []
     if command.out:
         _write(command, machine, planner, rows, best, largest)

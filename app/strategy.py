@@ -109,6 +109,11 @@ class StrategySettings:
         return self.parallel == "auto"
 
     @property
+    def runs_undecided(self) -> bool:
+        """A planner has yet to choose what the strategy computes again."""
+        return self.recompute == "optimal" and not self.recompute_runs
+
+    @property
     def memory_bytes(self) -> int | None:
         """``memory`` in bytes."""
         return None if self.memory is None else bytes_of(self.memory)

@@ -136,7 +136,7 @@ def _prepare(config: RunConfig, folder: RunFolder) -> Dataset:
     folder.log_to_file()
     folder.write_json("env.json", describe_environment())
     dataset = prepare(config, folder, _say)
-    if config.strategy.undecided:
+    if config.strategy.undecided or config.strategy.runs_undecided:
         plan_run(config, len(dataset.classes), dataset.task == "segment", folder.path, _say)
         folder.keep_microbatches(planned(config, folder.path).strategy.m)
     return dataset

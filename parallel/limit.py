@@ -6,11 +6,13 @@ part. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parallel.cluster import Cluster
 from parallel.graph import Layer, LayerGraph
 from parallel.memory import RankBytes
+from parallel.plan import Row
 from parallel.quantity import bytes_text
 
 
@@ -63,3 +65,17 @@ def working_set(graph: LayerGraph, layer: Layer) -> int:
     forward = saved + sum(one.output_bytes for one in around)
     backward = saved + sum(one.output_bytes for one in (*given, layer) if one.differentiable)
     return max(forward, backward)
+
+
+def too_small(rows: Sequence[Row], cluster: Cluster) -> str:
+    """What to say when nothing fits: the least memory that would do."""
+    known = [row for row in rows if row.peak_bytes]
+    if not known:
+        reasons = dict.fromkeys(row.refused for row in rows)
+        return f"no strategy can run: {'; '.join(reasons) or 'more ranks than --batch has tiles'}"
+    nearest = min(known, key=lambda row: row.over_bytes)
+    return (
+        f"nothing fits in {bytes_text(cluster.memory_bytes)} a rank: {nearest.candidate} needs least, "
+        f"{bytes_text(cluster.needed_bytes(max(nearest.peak_bytes)))}. Use more ranks, a smaller --tile, or "
+        "--precision bf16"
+    )

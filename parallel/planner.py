@@ -21,7 +21,6 @@ from parallel.keeping.rule import Keeping
 from parallel.limit import Limit, limit_of
 from parallel.partition import Partition
 from parallel.plan import Row, best_of
-from parallel.quantity import bytes_text
 from parallel.savings import ANY, Savings
 from parallel.stage_cost import link_costs, stage_costs
 from parallel.task import Task
@@ -158,11 +157,18 @@ class Planner:
         fitting = self._fitting(candidate, within)
         return None if fitting is None else self._timed(fitting)
 
+    def at(self, candidate: Candidate, partition: Partition) -> Row | None:
+        """Of ``candidate`` with stages that are given; None where no choice of what is computed again fits."""
+        fitting = self._fitting_at(candidate, partition)
+        return None if fitting is None else self._timed(fitting)
+
     def _fitting(self, candidate: Candidate, within: bool) -> _Fitting | None:
         """What ``candidate`` takes, which is known sooner than its time; None where no cuts fit as asked."""
         partition = self.cutting.partition(candidate, within=within)
-        if partition is None:
-            return None
+        return None if partition is None else self._fitting_at(candidate, partition)
+
+    def _fitting_at(self, candidate: Candidate, partition: Partition) -> _Fitting | None:
+        """As ``_fitting``, for stages that are given."""
         keeping = self.cutting.keeping(candidate, partition)
         if keeping is None:
             return None
@@ -212,19 +218,6 @@ class Planner:
         """The simulated step of the first group; None where each rank computes the whole model."""
         keeping = row.candidate.keeping(row.chosen, row.ahead_bytes)
         return self._forecast(row.candidate, self.partition_of(row), keeping).timeline
-
-    def too_small(self, rows: Sequence[Row]) -> str:
-        """What to say when nothing fits: the least memory that would do."""
-        known = [row for row in rows if row.peak_bytes]
-        if not known:
-            reasons = dict.fromkeys(row.refused for row in rows)
-            return f"no strategy can run: {'; '.join(reasons) or 'more ranks than --batch has tiles'}"
-        nearest = min(known, key=lambda row: row.over_bytes)
-        return (
-            f"nothing fits in {bytes_text(self.cluster.memory_bytes)} a rank: {nearest.candidate} needs least, "
-            f"{bytes_text(self.cluster.needed_bytes(max(nearest.peak_bytes)))}. Use more ranks, a smaller --tile, or "
-            "--precision bf16"
-        )
 
     def _forecast(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> Forecast:
         stages = self.cutting.stage_costs(candidate, partition, keeping)

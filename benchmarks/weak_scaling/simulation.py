@@ -21,6 +21,7 @@ from parallel.candidate import Candidate
 from parallel.cost import LayerCost
 from parallel.cutting import slower_link
 from parallel.forecast import Forecast, forecast_split
+from parallel.limit import too_small
 from parallel.partition import Partition
 from parallel.plan import Row
 from parallel.planner import Planner
@@ -141,7 +142,7 @@ def _smallest_group(planner: Planner, name: str, tiles: int) -> Row:
         rows.append(planner.row(Candidate(name, depth, depth, tiles)))
         if rows[-1].fits:
             return rows[-1]
-    raise RuntimeError(f"{name}: {planner.too_small(rows)}")
+    raise RuntimeError(f"{name}: {too_small(rows, planner.cluster)}")
 
 
 def _step(

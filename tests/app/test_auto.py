@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from app.auto import follow, plan_run, planned, savings_of
 from app.cli import RunError
 from app.config import DataSettings, ModelSettings, RunConfig
+from app.machine_plan import Machine
 from app.strategy import Parallel, StrategySettings
 from parallel.candidate import Candidate
 from parallel.plan import Row
@@ -135,3 +136,31 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert strategy.validate() == []
     assert strategy.parallel in said
     assert torch.get_num_threads() >= 1
+
+
+def test_what_a_named_strategy_computes_again_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.machine_plan import named_machine
+
+    def machine(ranks: int, *, memory: int, **more: object) -> Machine:
+        return named_machine("v100-16gb", ranks, memory=memory)
+
+    monkeypatch.setattr("app.machine_plan.this_machine", machine)
+    wide = replace(CONFIG, index=IndexSettings(tile=512, stride=512))
+    named = StrategySettings("gpipe", ranks=2, recompute="optimal", memory="500MiB", cuts="layer2")
+    config = replace(wide, strategy=named)
+    (said,) = run(config, tmp_path)
+    assert said.startswith("plan: gpipe 1 x 2, m=4 +recompute optimal")
+    strategy = planned(config, tmp_path).strategy
+    assert strategy.validate() == []
+    assert (strategy.parallel, strategy.depth, strategy.m) == ("gpipe", 2, 4)
+    assert strategy.cuts.startswith("layer2")
+    assert ":" in strategy.recompute_runs
+    assert not strategy.runs_undecided
+    with pytest.raises(RunError, match="--recompute optimal found nothing of gpipe"):
+        run(replace(wide, strategy=replace(named, memory="150MiB")), tmp_path)
+    plenty = replace(wide, strategy=replace(named, parallel="ddp", cuts="", memory="16GiB"))
+    run(plenty, tmp_path)
+    assert planned(plenty, tmp_path).strategy.recompute_runs == ""
+    forked = replace(config, net=ModelSettings(model="tests.app.test_auto:forked"))
+    with pytest.raises(RunError, match="--recompute optimal has to look into the model"):
+        run(forked, tmp_path)

@@ -11,6 +11,7 @@ from parallel.cluster import FILL, Cluster
 from parallel.cost import Costs, LayerCost
 from parallel.device_spec import LinkSpec
 from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.limit import too_small
 from parallel.plan import Row, best_of
 from parallel.planner import Planner
 from parallel.savings import ON_DEVICE, PLAIN, Savings
@@ -197,7 +198,7 @@ def test_nothing_fits() -> None:
     assert best_of(rows) is None
     assert all(row.over_bytes > 0 for row in rows)
     least = min(rows, key=lambda row: row.over_bytes)
-    assert str(least.candidate) in small.too_small(rows)
+    assert str(least.candidate) in too_small(rows, small.cluster)
     enough = planner(4 * MIB + least.over_bytes)
     assert enough.row(dataclasses.replace(least.candidate)).fits
 
