@@ -60,7 +60,8 @@ def test_offload_keeps_less_and_moves_what_it_does_not_keep() -> None:
     assert not any("fault" in row for row in rows), rows
     plain_bytes = by_way["offload"]["plain_kept_bytes"]
     assert by_way["offload"]["kept_bytes"] < plain_bytes / 2
-    assert by_way["offload"]["out_bytes"] == by_way["offload"]["back_bytes"] == plain_bytes
+    # What several layers keep leaves once, and may come back for each of them.
+    assert by_way["offload"]["back_bytes"] >= by_way["offload"]["out_bytes"] == plain_bytes
     assert by_way["recompute block"]["out_bytes"] == 0
     assert by_way["recompute block"]["kept_bytes"] < plain_bytes / 2
     assert all(len(offload_time.line(row)) == len(offload_time.HEADER) for row in rows)
