@@ -60,14 +60,19 @@ def largest_tiles(names: Iterable[str], steps: Sequence[Savings], least: Least) 
     for name in names:
         best = 0
         for savings in steps:
-            one = _largest(name, savings, least, best)
+            one = largest_tile(name, savings, least, best)
             if one is not None and (savings == steps[0] or one.tile > best):
                 found.append(one)
                 best = max(best, one.tile)
     return found
 
 
-def _largest(name: str, savings: Savings, least: Least, known_to_fit: int) -> LargestTile | None:
+def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 0) -> LargestTile | None:
+    """For one strategy and one set of ways to need less memory; None where it cannot run.
+
+    Args:
+        known_to_fit: px of a side that does.
+    """
     known: dict[int, Row | None] = {}
 
     def fits(tile: int) -> bool:

@@ -89,7 +89,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor, *, counts: bool) -> None:
         memory = _memory(tensor)
-        self._known[memory.cdata] = memory, counts
+        without_data = tensor.untyped_storage().device.type == "meta"  # as of a model that is traced
+        self._known[memory.cdata] = memory, counts and not without_data
 
     def _notice(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.bytes)

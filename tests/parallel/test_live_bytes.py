@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel.live_bytes import LiveBytes, not_counted
 
@@ -126,3 +127,10 @@ def test_a_tensor_made_of_tensors_counts_as_they_do() -> None:
         assert live.bytes == 4 * MIB
         del pair, double
         assert live.bytes == 0
+
+
+def test_tensors_without_data_take_nothing() -> None:
+    with LiveBytes() as live, FakeTensorMode():
+        kept = torch.ones(1000) + 1
+    assert kept.numel() == 1000
+    assert live.peak_bytes == 0

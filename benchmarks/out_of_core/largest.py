@@ -1,0 +1,108 @@
+"""The largest tile that each strategy trains within a budget of device bytes a rank, one step of it, and its gradients.
+
+Takes a model, a budget and numbers of ranks. A plan says how large a tile may be; the step is then run, its tensors are
+counted, and the side goes down by 64 px while they are more than the budget. The gradients are held against those of
+the plain step on the same tiles without a limit, where this machine has room for that.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.out_of_core.peaks import ROOM
+from benchmarks.out_of_core.problem import BATCH, least, planner, settings_of
+from benchmarks.out_of_core.trial import largest_error
+from benchmarks.ranks import run_on_ranks
+from parallel.candidate import Candidate
+from parallel.largest_tile import STEP, LargestTile, largest_tile
+from parallel.plan import Row
+from parallel.savings import PLAIN, Savings
+
+AGAIN = Savings(("stage", "block"), (False,))
+BOTH = Savings(("block", "optimal"), (True,))
+ROWS = (
+    ("plain", "single", PLAIN),
+    ("recompute", "single", AGAIN),
+    ("recompute + offload", "single", BOTH),
+    ("DDP", "ddp", PLAIN),
+    ("DDP + recompute", "ddp", AGAIN),
+    ("gpipe", "gpipe", PLAIN),
+    ("master", "master", PLAIN),
+    ("master + recompute", "master", AGAIN),
+    ("master + recompute + offload", "master", BOTH),
+)
+"""Name, strategy, and how it may need less memory."""
+
+
+def rows(model: str, budget: int, worlds: list[int]) -> Iterator[tuple[str, int, LargestTile]]:
+    """(name, ranks, what is planned)."""
+    for ranks in worlds:
+        for name, strategy, savings in ROWS:
+            if (strategy == "single") != (ranks == 1):
+                continue
+            found = largest_tile(
+                strategy, savings, lambda px, one, open_to, ranks=ranks: least(model, px, ranks, budget, one, open_to)
+            )
+            if found is not None and found.row is not None:
+                yield name, ranks, found
+
+
+def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile) -> dict[str, Any]:
+    """The largest tile that was trained within the budget, and how exact its gradients were."""
+    px, row = planned.tile, planned.row
+    assert row is not None
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Path(folder) / "ours.pt"
+        while True:
+            case = {"model": model, "px": px, "settings": settings_of(row, ranks), "gradients": str(ours)}
+            taken = run_on_ranks(ranks, "benchmarks.out_of_core.trial:run", case)
+            if max(one["device_bytes"] for one in taken) <= budget:
+                break
+            px -= STEP
+            found = least(model, px, ranks, budget, row.candidate.name, planned.savings)
+            assert found is not None
+            row = found
+        error = _error(model, px, ours, Path(folder))
+    return {
+        "model": model,
+        "name": name,
+        "ranks": ranks,
+        "planned_px": planned.tile,
+        "px": px,
+        "strategy": str(row.candidate),
+        "predicted": list(row.peak_bytes),
+        "device_bytes": [one["device_bytes"] for one in taken],
+        "host_bytes": [one["host_bytes"] for one in taken],
+        "seconds": max(one["seconds"] for one in taken),
+        "gradient_error": error,
+        "next": _next(model, budget, ranks, planned),
+    }
+
+
+def _error(model: str, px: int, ours: Path, folder: Path) -> float | None:
+    made = planner(model, px, 1, 1)
+    candidate = Candidate("single", 1, 1, BATCH)
+    partition = made.cutting.partition(candidate, within=False)
+    assert partition is not None
+    (rank,) = made.cutting.rank_bytes(candidate, partition, made.cutting.keeping(candidate, partition))
+    if rank.total > ROOM:
+        return None
+    plain = folder / "plain.pt"
+    settings = settings_of(Row(candidate), 1)
+    run_on_ranks(
+        1,
+        "benchmarks.out_of_core.trial:run",
+        {"model": model, "px": px, "settings": settings, "gradients": str(plain)},
+    )
+    return largest_error(ours, plain)
+
+
+def _next(model: str, budget: int, ranks: int, planned: LargestTile) -> str:
+    """What stands in the way of twice the side."""
+    if planned.doubled is None:
+        return ""
+    limit = planner(model, 2 * planned.tile, ranks, budget).limit(planned.doubled)
+    return str(limit)

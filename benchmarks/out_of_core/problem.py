@@ -1,0 +1,57 @@
+"""What is trained within how many bytes, and the settings a planner finds for it; no tensor is made here.
+
+Takes names and numbers; gives rows of a plan whose usable memory is exactly the budget, since what is counted is
+tensors and not an allocator's reserve. Times are those of a nominal device: only bytes matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from app.auto import follow
+from app.strategy import StrategySettings
+from app.task import Workload
+from parallel.batch_scale import with_tiles
+from parallel.cluster import Cluster
+from parallel.cost import Costs, LayerCost, equal_cost
+from parallel.device_spec import link_named
+from parallel.graph import LayerGraph
+from parallel.plan import Row
+from parallel.planner import Planner
+from parallel.savings import Savings
+
+BATCH = 4
+"""Tiles of a step, each a microbatch of its own."""
+CLASSES = 2
+GIB = 2**30
+
+
+def planner(model: str, px: int, ranks: int, budget: int) -> Planner:
+    """For ranks of ``budget`` usable bytes each."""
+    link = link_named("shared-memory")
+    cluster = Cluster("a budget", budget, ranks, float(ranks), link, link, 1e10, "cpu")
+    cluster = dataclasses.replace(cluster, memory_bytes=cluster.needed_bytes(budget))
+    return Planner(Workload(model, px, CLASSES).task(BATCH, _nominal), cluster)
+
+
+def _nominal(graph: LayerGraph) -> Callable[[int], Costs]:
+    def costs(tiles: int) -> Costs:
+        seconds = equal_cost(with_tiles(graph, tiles))
+        return Costs(tuple(LayerCost(s / 3, 2 * s / 3, s / 3) for s in seconds), "nominal")
+
+    return costs
+
+
+def settings_of(row: Row, ranks: int) -> dict[str, Any]:
+    """Of the strategy of ``row``, as JSON holds them."""
+    asked = StrategySettings(parallel="single", ranks=ranks, batch=BATCH, device="cpu", precision="fp32")
+    return dataclasses.asdict(follow(asked, row))
+
+
+def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savings) -> Row | None:
+    """The leanest candidate of a strategy with microbatches of one tile."""
+    made = planner(model, px, ranks, budget)
+    rows = [row for row in made.rows([name], ranks=ranks, m=BATCH, savings=savings) if not row.refused]
+    return min(rows, key=lambda row: (row.over_bytes, max(row.peak_bytes)), default=None)

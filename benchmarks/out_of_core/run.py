@@ -1,0 +1,140 @@
+"""What can be trained within a budget of device memory: peak bytes by way of keeping, and the largest tile.
+
+    python -m benchmarks.out_of_core.run [--parts peaks largest] [--models resnet50 unet] [--px 1024 2048]
+        [--ranks 1 2 4] [--budget 2GiB] [--write]
+
+With ``--write``, rows measured before stay in the tables until they are measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from app.sizes import bytes_of
+from benchmarks.machine import measured_on
+from benchmarks.out_of_core import largest, peaks
+from benchmarks.results import markdown_table, results, write_results
+
+OUT = Path(__file__).parents[2] / "bench-data" / "out_of_core.json"
+MIB = 2**20
+
+
+def _peak_line(row: dict[str, Any]) -> tuple[str, ...]:
+    found = row["measured"]
+    name = (row["model"], str(row["px"]), row["way"])
+    if found is None:
+        return (*name, "no room here", _mib(row["predicted"]), "", "", _mib(row["predicted_host"]), "")
+    live = found["device_bytes"] - found["constant_bytes"]
+    return (
+        *name,
+        _mib(live),
+        _mib(row["predicted"]),
+        f"{row['predicted'] / live - 1:+.1%}",
+        _mib(found["host_bytes"]),
+        _mib(row["predicted_host"]),
+        _mib(found["resident_bytes"]),
+    )
+
+
+def _largest_line(row: dict[str, Any], plain: dict[str, Any] | None) -> tuple[str, ...]:
+    exact = "no room here" if row["gradient_error"] is None else f"{row['gradient_error']:.1e}"
+    fullest = max(row["device_bytes"])
+    return (
+        row["model"],
+        str(row["ranks"]),
+        row["name"],
+        str(row["px"]),
+        f"{(row['px'] / plain['px']) ** 2:.1f}" if plain else "",
+        str(row["planned_px"]),
+        _mib(fullest),
+        f"{max(row['predicted']) / fullest - 1:+.1%}" if row["px"] == row["planned_px"] else "",
+        _mib(sum(row["host_bytes"])),
+        f"{row['seconds']:.0f}",
+        exact,
+        row["next"],
+    )
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.0f}"
+
+
+def report(found: dict[str, dict[str, Any]], budget: str) -> str:
+    first = markdown_table(
+        ("model", "px", "kept", "live, MiB", "predicted", "error", "host, MiB", "predicted", "resident, MiB"),
+        [_peak_line(row) for row in found["peaks"].values()],
+    )
+    rows = found["largest"].values()
+    plain = {row["model"]: row for row in rows if row["name"] == "plain"}
+    second = markdown_table(
+        (
+            "model",
+            "ranks",
+            "strategy",
+            "px",
+            "area over plain",
+            "planned px",
+            "fullest rank, MiB",
+            "predicted",
+            "host, all ranks, MiB",
+            "step, s",
+            "gradients",
+            "in the way of twice the side",
+        ),
+        [_largest_line(row, plain.get(row["model"])) for row in rows],
+    )
+    return results(
+        "python -m benchmarks.out_of_core.run --write",
+        "Peak bytes of one tile, on one rank:\n",
+        first,
+        f"Largest tile within {budget} of device bytes a rank; AdamW, {largest.BATCH} tiles a step, one a microbatch:\n",
+        second,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["peaks", "largest"], choices=["peaks", "largest"])
+    parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
+    parser.add_argument("--px", type=int, nargs="+", default=[1024, 2048], help="tile sides of the peaks")
+    parser.add_argument("--ways", nargs="+", default=list(peaks.WAYS), choices=list(peaks.WAYS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--names", nargs="+", default=[row[0] for row in largest.ROWS], help="of the largest tiles")
+    parser.add_argument("--budget", default="2GiB", help="device bytes of each rank")
+    parser.add_argument("--write", action="store_true", help="add to the tables of README.md")
+    asked = parser.parse_args()
+    budget = bytes_of(asked.budget)
+    if budget is None:
+        parser.error(f"--budget takes a size such as 2GiB; got {asked.budget!r}")
+    found = json.loads(OUT.read_text()) if asked.write and OUT.exists() else {"peaks": {}, "largest": {}}
+
+    def note(part: str, key: tuple[Any, ...], row: dict[str, Any]) -> None:
+        found[part]["|".join(map(str, key))] = row
+        if asked.write:
+            OUT.parent.mkdir(exist_ok=True)
+            OUT.write_text(json.dumps({**found, "environment": measured_on()}, indent=2) + "\n")
+
+    if "peaks" in asked.parts:
+        for case in peaks.cases(asked.models, asked.px):
+            if case["way"] in asked.ways:
+                row = peaks.measure(case)
+                note("peaks", (row["model"], row["px"], row["way"]), row)
+                print(*_peak_line(row), flush=True)
+    if "largest" in asked.parts:
+        for model in asked.models:
+            for name, ranks, planned in largest.rows(model, budget, asked.ranks):
+                if name in asked.names:
+                    row = largest.measure(model, budget, name, ranks, planned)
+                    note("largest", (model, ranks, name), row)
+                    print(*_largest_line(row, found["largest"].get(f"{model}|1|plain")), flush=True)
+    text = report(found, asked.budget)
+    print(text)
+    if asked.write:
+        write_results(Path(__file__).with_name("README.md"), text)
+
+
+if __name__ == "__main__":
+    main()

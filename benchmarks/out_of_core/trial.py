@@ -1,0 +1,143 @@
+"""One step of a strategy on random tiles, on the ranks of this benchmark: bytes that were there, and the gradients.
+
+Device bytes are those of all tensors that live at a time (``parallel.live_bytes``), which on a CPU leaves out what went
+to the host. The gradients go to a file, to be held against those of the plain step.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.config import OptimizerSettings
+from app.engines import build_engine, build_optimizer
+from app.strategy import StrategySettings
+from app.throughput import peak_resident_bytes
+from benchmarks.memory.run import resident, settle
+from benchmarks.out_of_core.problem import CLASSES
+from models.registry import build_model
+from parallel.comm.communicator import Communicator
+from parallel.comm.objects import gather_objects
+from parallel.live_bytes import LiveBytes
+from parallel.microbatch import microbatch_seed
+from parallel.step import Microbatch, TrainingEngine
+
+LR = 1e-3
+SMALL = 64
+"""Px of the tiles of a first step."""
+
+
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets)
+
+
+def targets_of(output_is_pixels: bool, px: int) -> Tensor:
+    return torch.zeros((1, px, px) if output_is_pixels else (1,), dtype=torch.int64)
+
+
+def microbatches(engine: Any, case: dict[str, Any]) -> Iterator[Microbatch]:
+    """Tiles of this rank, each drawn from its number when it is asked for."""
+    px = case["px"]
+    for i in engine.share:
+        wants = engine.wants(i)
+        images = None
+        if wants.images:
+            generator = torch.Generator().manual_seed(microbatch_seed(0, 0, i) >> 1)
+            images = torch.randn((1, 3, px, px), generator=generator).contiguous(memory_format=torch.channels_last)
+        targets = targets_of(case["model"].startswith("unet"), px) if wants.targets else None
+        yield Microbatch(images, targets, (1, 3, px, px))
+
+
+def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
+    """A step.
+
+    Args:
+        case: ``model``, ``px``, ``settings`` of the strategy; ``gradients``: file to write, or empty.
+
+    Returns:
+        device_bytes at most, constant_bytes of them (parameters, optimizer), resident bytes over those before,
+        host_bytes of the pool, seconds, loss.
+    """
+    settings = {**case["settings"], "schedule": None}
+    asked = StrategySettings(**settings)
+    settle()
+    before = resident("VmRSS")
+    live = LiveBytes()
+    torch.manual_seed(0)
+    with live:
+        model = build_model(case["model"], classes=CLASSES).to(memory_format=torch.channels_last)
+        engine = build_engine(
+            asked,
+            model,
+            loss,
+            functools.partial(build_optimizer, OptimizerSettings(lr=LR)),
+            communicator,
+            tile=case["px"],
+            seed=0,
+            device=torch.device("cpu"),
+        )
+        del model
+        gc.collect()
+        engine.step(microbatches(engine, {**case, "px": SMALL}), 0, LR)  # from here on the optimizer has its state
+        settle()
+        live.reset_peak()
+        begun = time.perf_counter()
+        result = engine.step(microbatches(engine, case), 1, LR)
+        seconds = time.perf_counter() - begun
+    constant = sum(tensor.untyped_storage().nbytes() for tensor in _constant(engine))
+    found = {
+        "device_bytes": live.peak_bytes,
+        "constant_bytes": constant,
+        "resident_bytes": peak_resident_bytes() - before,
+        "host_bytes": _on_host(engine),
+        "seconds": seconds,
+        "loss": result.loss,
+    }
+    if case.get("gradients"):
+        _write(engine, communicator, Path(case["gradients"]))
+    engine.close()
+    return found
+
+
+def _constant(engine: Any) -> list[Tensor]:
+    """Parameters and the optimizer's state."""
+    whole = hasattr(engine, "optimizer")
+    optimizer = engine.optimizer if whole else engine._work.update.optimizer
+    modules = [engine.module] if whole else [stage.module for stage in engine._work.stages.values()]
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    return [*(parameter for module in modules for parameter in module.parameters()), *state]
+
+
+def _on_host(engine: Any) -> int:
+    """Bytes of the host's pool at most."""
+    keepers = {engine._keeper} if hasattr(engine, "_keeper") else {s._keeper for s in engine._work.stages.values()}
+    return sum(keeper.pool.peak_bytes for keeper in keepers if keeper.pool is not None)
+
+
+def _write(engine: TrainingEngine, communicator: Communicator, file: Path) -> None:
+    own = {name: gradient.detach().clone() for name, gradient in engine.gradients().items()}  # type: ignore[attr-defined]
+    ranks = gather_objects(communicator, own)
+    if ranks is not None:
+        torch.save({name: gradient for part in ranks for name, gradient in part.items()}, file)
+
+
+def largest_error(file: Path, plain: Path) -> float:
+    """Of the gradients, relative to the largest value of each tensor; one that is nothing but rounding beside the
+    others counts relative to the largest of all."""
+    ours, theirs = torch.load(file), torch.load(plain)
+    assert ours.keys() == theirs.keys()
+    most = max(float(value.abs().max()) for value in theirs.values())
+    errors = []
+    for name, expected in theirs.items():
+        scale = float(expected.abs().max())
+        scale = scale if scale > 1e-4 * most else most
+        errors.append(float((ours[name].double() - expected.double()).abs().max()) / scale)
+    return max(errors)
