@@ -128,11 +128,16 @@ class Lifetimes:
     def _move(self, size: int, begin: int, last: int, kept: Sequence[int], entering: Sequence[_Use]) -> None:
         """To the host in the forward pass; a segment that it enters asks for it when it begins again."""
         passes = self.passes
-        asked = [passes.back[place] for place in kept] + [passes.again[use.begin] for use in entering]
-        alone = [use for use in entering if self._each or passes.again[use.begin] == max(asked)]
-        for use in alone:  # nobody else holds it by then: what the segment keeps of it is kept anew
-            self._make_again(size, use, True)
-        asked += [passes.back[place] for use in entering if use not in alone for place in use.saved]
+        latest = max([passes.back[place] for place in kept] + [passes.again[use.begin] for use in entering])
+        asked = [(passes.back[place],) * 2 for place in kept]
+        for use in entering:
+            begin_again = passes.again[use.begin]
+            if self._each or begin_again == latest:  # nobody else holds it by then: the segment keeps it anew
+                asked.append((begin_again, begin_again))
+                self._make_again(size, use, True)
+            else:
+                asked.append((begin_again, passes.again[use.last]))
+                asked += [(passes.back[place],) * 2 for place in use.saved]
         packed = min([*kept, *(use.begin for use in entering)])
         self.host += self._leave(size, passes.forth(begin), passes.forth(last), passes.forth(packed), asked)
 
@@ -143,17 +148,17 @@ class Lifetimes:
         if not use.saved:
             self.spans.append(Span(begin, free, size))
         elif moves:
-            asked = [back[place] for place in use.saved]
+            asked = [(back[place],) * 2 for place in use.saved]
             start = self._starts[bisect.bisect(self._starts, use.begin) - 1]
             self._host_again[start] += self._leave(size, begin, free, again[use.saved[0]], asked)
         else:
             self.spans.append(Span(begin, back[use.saved[0]], size))
 
-    def _leave(self, size: int, begin: int, free: int, packed: int, asked: Sequence[int]) -> int:
+    def _leave(self, size: int, begin: int, free: int, packed: int, asked: Sequence[tuple[int, int]]) -> int:
         """To the host at moment ``packed``, and back. Gives its bytes there."""
         if not self._each:
             self._journeys.append(Journey(size, begin, free, packed, tuple(sorted({*asked}))))
             return size
         self.spans.append(Span(begin, free, size))
-        self.spans += [Span(moment, moment, size) for moment in asked]
+        self.spans += [Span(first, last, size) for first, last in asked]
         return size * len(asked)

@@ -172,9 +172,12 @@ class OverlapOffload:
             self.copies.wait(entry.mark)
             entry.mark = None
             self._asked(entry)
+            device = entry.device
+            assert device is not None
+            if entry.references > 1:
+                self._retain(entry)
             self._look_ahead(flight, entry.place)
-            assert entry.device is not None
-            return entry.device
+            return device
 
     def flush(self, flight: Flight) -> None:
         """Move everything of ``flight`` that is still on the device to the host."""
@@ -215,6 +218,13 @@ class OverlapOffload:
             entry.waiting = False
             self._waiting.remove(entry)
             self._waiting_bytes -= entry.bytes
+
+    def _retain(self, entry: Entry) -> None:
+        """Others will ask for ``entry``, too: it waits for them on the device if the window allows that."""
+        if entry.host is None or self._waiting_bytes + entry.bytes <= self._ahead:
+            self._wait(entry)
+        else:
+            entry.leave()
 
     def _narrow(self, window: int) -> None:
         """Send the oldest away until what waits is within ``window``."""

@@ -20,14 +20,15 @@ class Journey:
     Attributes:
         begin, free: first and last moment at which the pass that keeps it needs it anyway.
         packed: when it is kept.
-        asked: moments at which backward asks for it, in ascending order; it is let go of after the last.
+        asked: first and last moment of each time the backward pass uses it, in ascending order. Between them it stays
+            on the device if the window allows that; after the last it is let go of.
     """
 
     bytes: int
     begin: int
     free: int
     packed: int
-    asked: tuple[int, ...]
+    asked: tuple[tuple[int, int], ...]
 
 
 def on_device(journeys: Sequence[Journey], ahead: int, turn: int) -> Iterator[Span]:
@@ -54,13 +55,11 @@ class _Travels:
 
     def spans(self) -> Iterator[Span]:
         packs: dict[int, list[int]] = defaultdict(list)
-        asks: dict[int, list[int]] = defaultdict(list)
-        drops: dict[int, list[int]] = defaultdict(list)
+        asks: dict[int, list[tuple[int, int, bool]]] = defaultdict(list)
         for number, journey in enumerate(self._journeys):
             packs[journey.packed].append(number)
-            drops[journey.asked[-1]].append(number)
-            for moment in journey.asked:
-                asks[moment].append(number)
+            for first, last in journey.asked:
+                asks[first].append((number, last, (first, last) == journey.asked[-1]))
         turned = False
         for now in sorted({*packs, *asks, self._turn}):
             if now >= self._turn and not turned:
@@ -72,13 +71,17 @@ class _Travels:
                 self._since[number] = self._journeys[number].begin
                 self._wait(number)
                 yield from self._narrow(now, self._ahead)
-            for number in sorted(asks[now], reverse=True):
+            for number, last, finally_ in sorted(asks[now], reverse=True):
+                size = self._journeys[number].bytes
                 self._since.setdefault(number, now)
                 self._asked(number)
+                if not finally_ and self._waiting_bytes + size <= self._ahead:
+                    self._wait(number)
+                else:
+                    yield Span(self._since.pop(number), last, size)
                 self._look_ahead(now, self._packed.index(number))
-            for number in drops[now]:
-                self._packed.remove(number)
-                yield Span(self._since.pop(number), now, self._journeys[number].bytes)
+                if finally_:
+                    self._packed.remove(number)
 
     def _wait(self, number: int) -> None:
         self._waiting[number] = size = self._journeys[number].bytes
