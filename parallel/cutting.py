@@ -23,6 +23,7 @@ from parallel.keeping.chosen_runs import Runs, chosen_runs, chosen_runs_of_whole
 from parallel.keeping.host_bytes import host_bytes, stage_host_bytes
 from parallel.keeping.kept_bytes import kept_bytes
 from parallel.keeping.rule import MIB, Keeping
+from parallel.keeping.runs_beside_offload import runs_beside_offload
 from parallel.keeping_cost import keeping_costs
 from parallel.liveness import Piece, pieces
 from parallel.memory import RankBytes, in_flight, rank_bytes, whole_bytes
@@ -116,19 +117,29 @@ class Cutting:
         """What becomes of what the stages of a candidate keep; None where no choice of what is computed again fits.
         Where copies run beside the computation, a little is left on the device and brought back ahead, so that nobody
         waits for the first of them."""
-        ahead = 0
+        ahead = self._ahead(candidate)
         if candidate.recompute == "optimal":
             key = (candidate, partition.starts)
             if key not in self._runs:
                 self._runs[key] = self._chosen(candidate, partition)
             runs = self._runs[key]
-            return None if runs is None else candidate.keeping(runs)
-        if candidate.offload and self.cluster.kind == "cuda":
-            ahead = AHEAD * max((piece.bytes for piece in self._pieces_of(candidate) if piece.saved), default=0)
-            ahead = -(-ahead // MIB) * MIB  # as settings say it
+            return None if runs is None else candidate.keeping(runs, ahead)
         return candidate.keeping(ahead=ahead)
 
+    def _ahead(self, candidate: Candidate) -> int:
+        if not candidate.offload or self.cluster.kind != "cuda":
+            return 0
+        ahead = AHEAD * max((piece.bytes for piece in self._pieces_of(candidate) if piece.saved), default=0)
+        return -(-ahead // MIB) * MIB  # as settings say it
+
     def _chosen(self, candidate: Candidate, partition: Partition) -> Runs | None:
+        if candidate.offload:
+            ahead = self._ahead(candidate)
+
+            def taken(runs: Runs) -> int:
+                return max(one.total for one in self.rank_bytes(candidate, partition, candidate.keeping(runs, ahead)))
+
+            return runs_beside_offload(partition, taken, self.cluster.usable_bytes)
         graph, costs = self.microbatch(self.tiles(candidate))
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]

@@ -37,7 +37,9 @@ class Savings:
         recomputed = [dataclasses.replace(candidate, recompute=how) for how in again]
         moving = [one for one in (candidate, *recomputed) if moves and one.recompute != "optimal"]
         moved = [dataclasses.replace(variant, offload=True) for variant in moving]
-        for tier in ([candidate], [*recomputed, *moved[:1]], moved[1:]):
+        chosen = [dataclasses.replace(candidate, recompute="optimal", offload=True)] if moves else []
+        chosen = chosen if _can_recompute(candidate, "optimal") else []
+        for tier in ([candidate], [*recomputed, *moved[:1]], moved[1:], chosen):
             variants = [variant for variant in tier if self._allow(variant)]
             if variants:
                 yield variants
@@ -58,9 +60,7 @@ class Savings:
         asked = f"recompute {' or '.join(self.recompute)}" * ("none" not in self.recompute)
         asked = " and ".join(word for word in (asked, "offload" * (False not in self.offload)) if word)
         reason = "cannot split the model's backward pass then"
-        if self.recompute == ("optimal",) and False not in self.offload:
-            reason = "cannot do both: what is computed again is chosen so that the rest fits the device"
-        elif candidate.name == "fsdp":
+        if candidate.name == "fsdp":
             reason = "gathers parameters as it goes along, and keeps all activations on the device"
         elif candidate.name != "zero-bubble":
             reason = "has no stage that could be computed again later"

@@ -14,6 +14,7 @@ from app.auto import follow
 from app.strategy import StrategySettings
 from app.task import Workload
 from parallel.batch_scale import with_tiles
+from parallel.candidate import WHOLE
 from parallel.cluster import Cluster
 from parallel.cost import Costs, LayerCost, equal_cost
 from parallel.device_spec import link_named
@@ -51,7 +52,8 @@ def settings_of(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savings) -> Row | None:
-    """The leanest candidate of a strategy with microbatches of one tile."""
+    """The leanest candidate of a strategy with microbatches of one tile, its stages spread over all ranks."""
     made = planner(model, px, ranks, budget)
-    rows = [row for row in made.rows([name], ranks=ranks, m=BATCH, savings=savings) if not row.refused]
+    depth = None if name in WHOLE else ranks
+    rows = [row for row in made.rows([name], ranks=ranks, depth=depth, m=BATCH, savings=savings) if not row.refused]
     return min(rows, key=lambda row: (row.over_bytes, max(row.peak_bytes)), default=None)
