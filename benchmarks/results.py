@@ -28,10 +28,12 @@ def results(command: str, *parts: str) -> str:
     return "\n".join([*parts, f"Written by `{command}`: {measured_on()}.\n"])
 
 
-def write_results(readme: Path, text: str) -> None:
-    """Put ``text`` between the markers of ``readme``."""
-    before, begin, rest = readme.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin, f"{readme} has no line {BEGIN.strip()}"
-    assert end, f"{readme} has no line {END}"
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+def write_results(readme: Path, text: str, part: str = "") -> None:
+    """Put ``text`` between the markers of ``readme``; of its results of ``part``, where it has several."""
+    of_part = f"results of {part}" if part else "results"
+    opening, closing = BEGIN.replace("results", of_part), END.replace("results", of_part)
+    before, begin, rest = readme.read_text().partition(opening)
+    _, end, after = rest.partition(closing)
+    assert begin, f"{readme} has no line {opening.strip()}"
+    assert end, f"{readme} has no line {closing}"
+    readme.write_text(f"{before}{opening}\n{text}\n{closing}{after}")

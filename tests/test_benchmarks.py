@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.tile_reading.exactness data/real", "largest difference 0"),
         ("benchmarks.schedules.run --quick", "speed ratio"),
         ("benchmarks.exactness.run --only threads 1x2 float32 --again", "16 cells: 16 passed"),
+        ("benchmarks.exactness.keeping --only dropout gpipe --again", "16 cells: 16 passed"),
         ("benchmarks.model_zoo.run --only torchvision:squeezenet1_1 --again", "1 of 1 classifiers of torchvision"),
         ("benchmarks.sleeping_stages.run --unit 0.005 --steps 1", "m D (F + B)"),
         ("benchmarks.activation_bytes.run --model resnet18 --px 64 --depths 2", "max(A_k, A_{D-1-k})"),
