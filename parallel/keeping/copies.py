@@ -76,12 +76,9 @@ class Copies:
             into.copy_(source)
         return None
 
-    def to_device(self, source: Tensor, after: Mark = None) -> tuple[Tensor, Mark]:
-        """Begin to copy host memory into a new tensor on the device, to be used after the mark.
-
-        Args:
-            after: what ``source`` has to wait for.
-        """
+    def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
+        """Begin to copy host memory, as it is once all copies waited for so far are done, into a new tensor on the
+        device, to be used, and to be freed, after the mark."""
         with self._timing("back", source):
             return torch.empty_like(source).copy_(source), None
 
@@ -125,11 +122,9 @@ class CudaCopies(Copies):
     def to_host(self, source: Tensor, into: Tensor) -> Mark:
         return self._copied("out", source, into)
 
-    def to_device(self, source: Tensor, after: Mark = None) -> tuple[Tensor, Mark]:
+    def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
         # Of the computing stream's memory: the copy waits for whatever that memory was used for before.
         target = torch.empty_like(source, device=self._device, pin_memory=False)
-        if after is not None:
-            self._streams["back"].wait_event(after)
         return target, self._copied("back", source, target)
 
     def wait(self, mark: Mark) -> None:

@@ -201,7 +201,7 @@ class OverlapOffload:
                 return
             self._asked(entry)
             if entry.host is not None:
-                self.copies.wait(entry.mark)  # the next copy into this room comes after it
+                self.copies.wait(entry.mark)  # what it reads or writes is free for others from here on
                 self.pool.give(entry.host)
                 entry.host = None
             self._stay(entry)
@@ -269,7 +269,7 @@ class OverlapOffload:
         if entry.device is not None:
             return
         assert entry.host is not None
-        device, mark = self.copies.to_device(entry.host[: entry.bytes], entry.mark)
+        device, mark = self.copies.to_device(entry.host[: entry.bytes])
         entry.arrive(device, mark, self._meter)
         flight.register(device, entry)
 
