@@ -70,6 +70,11 @@ class VerifyCommand:
                 found.append(f"--{name} must be at least 1; got {value}")
         if self.strategy.undecided and self.strategy.world > 1:
             found.append("--parallel auto is for training, where it is planned: name the strategy to verify")
+        if self.strategy.runs_undecided:
+            found.append(
+                "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no "
+                "--recompute-runs: name the layers that are computed again, as a plan wrote them"
+            )
         if self.strategy.precision == "bf16":
             found.append("--precision bf16 rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":

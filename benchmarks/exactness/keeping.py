@@ -55,7 +55,7 @@ def _plain(subject: str) -> Outcome:
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    """The largest relative errors of a cell, whether it passed, and if not why: the worst tensors, or what it raised."""
+    """The largest relative errors of a cell, whether it passed, and if not why: worst tensors, or what was raised."""
     trial, plain = _trial(cell.subject), _plain(cell.subject)
     asked = cell.asked
     faults = asked.validate()

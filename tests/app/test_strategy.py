@@ -121,6 +121,47 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
                 "--shard-optimizer pair needs two copies",
             ],
         ),
+        (
+            {"recompute": "blocks"},
+            ["--recompute takes none, stage, block, optimal or a number of layers from 1; got 'bl"],
+        ),
+        ({"recompute": "0"}, ["--recompute takes none, stage, block, optimal or a number of layers from 1; got '0'"]),
+        (
+            {"recompute": "block", "recompute_runs": "conv1:relu"},
+            ["--recompute-runs goes with --recompute optimal; got --recompute block"],
+        ),
+        (
+            {"recompute": "optimal", "recompute_runs": "conv1:relu,layer1"},
+            ["--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got 'conv1:relu,layer1'"],
+        ),
+        (
+            {"offload": "overlap", "offload_ahead": "some", "offload_host": "-1GiB"},
+            [
+                "--offload-ahead takes a size such as 512MiB or 16GiB; got 'some'",
+                "--offload-host takes a size such as 512MiB or 16GiB; got '-1GiB'",
+            ],
+        ),
+        (
+            {"offload": "pinned", "offload_ahead": "1MiB", "offload_host": "1GiB"},
+            [
+                "--offload-ahead is about --offload overlap; got --offload pinned",
+                "--offload-host is about --offload overlap; got --offload pinned",
+            ],
+        ),
+        (
+            {
+                "parallel": "fsdp",
+                "ranks": 2,
+                "recompute": "block",
+                "offload": "overlap",
+                "offload_state": "parameters",
+            },
+            [
+                "--recompute block is not for --parallel fsdp, whose parameters come and go: use ddp",
+                "--offload overlap is not for --parallel fsdp",
+                "--offload-state parameters is not for --parallel fsdp",
+            ],
+        ),
     ],
 )
 def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> None:

@@ -33,6 +33,13 @@ def test_every_strategy_is_exact(strategy: Any) -> None:
     assert result.errors.keys() == {"0", "1", "3", "4", "9"}
 
 
+def test_named_runs_of_layers_are_computed_again() -> None:
+    asked = StrategySettings(parallel="gpipe", ranks=2, batch=6, recompute="optimal", recompute_runs="_3:_5")
+    result = verify(VerifyCommand(asked, model="tests.helpers.tiny_models:classifier", tile=96, steps=2))
+    assert result is not None
+    assert result.passed, result
+
+
 def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--parallel", "gpipe", "--ranks", "4", "--stages", "2", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "verify.json").read_text())
@@ -90,6 +97,10 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
         (("--parallel", "gpipe", "--ranks", "2", "--cuts", "nowhere"), "nowhere"),
         (("--ranks", "2"), "name the strategy to verify"),
         (("--parallel", "fsdp", "--ranks", "2", "--communicator", "threads"), "fsdp talks over torch.distributed"),
+        (
+            ("--recompute", "optimal"),
+            "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got",
+        ),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
