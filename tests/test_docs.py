@@ -11,8 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.memory_picture import FILE, picture
+
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").rglob("README.md")))
+DOCUMENTS = sorted(
+    (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks").rglob("README.md"),
+    )
+)
 MAKE_TARGETS = {"demo", "test", "setup", "golden", "bench", "lint"}
 
 
@@ -70,7 +79,12 @@ def test_commands_name_things_that_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_and_pictures_exist(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-        assert (document.parent / target).exists(), target
+        assert target.startswith("https://") or (document.parent / target).exists(), target
+
+
+def test_picture_of_memory_is_that_drawn_today() -> None:
+    """``python -m tests.helpers.memory_picture`` draws it anew."""
+    assert FILE.read_text() == picture()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
