@@ -21,8 +21,7 @@ from parallel.savings import RECOMPUTE, Savings
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Say which strategies can train a model: whether they fit the memory, or how many bytes they miss; predicted
-    images/s, waiting and peak bytes of each rank."""
+    """Say which strategies can train a model within the memory, how fast, and on how many bytes of each rank."""
 
     model: str = "resnet50"
     """As for app.train: a name of ours, torchvision:NAME, timm:NAME or package.module:factory."""
@@ -59,7 +58,8 @@ class PlanCommand:
     """What is not kept but computed again before its backward pass, as for app.train; auto: whatever makes a strategy
     fit, the fastest that does."""
     offload: Literal["auto", "none", "overlap"] = "auto"
-    """Move what forward passes keep to the host; auto: where it makes a strategy fit, and is the fastest that does."""
+    """Move what forward passes keep to the host's memory until their backward passes, as for app.train; auto: where it
+    makes a strategy fit, and is the fastest that does."""
     host_memory: str | None = None
     """Memory of the host that each rank may fill with --offload, such as 64GiB; default: its share of what this machine
     has free beside --memory; no limit with --device-spec."""

@@ -64,24 +64,26 @@ class StrategySettings:
     """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per group with
     mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has as many tiles."""
     recompute: str = "none"
-    """What is not kept but computed again before its backward pass; less memory, more time. stage: all but what enters
-    a rank's stage; block: all but what enters a block of the model; a number: all but what enters every so many layers;
-    optimal: what costs least time of all that fits --memory, with the times of this machine."""
+    """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
+    all but what enters a rank's stage; block: all but what enters a block of the model; a number: all but what enters
+    every so many layers; optimal: what costs least time of all that fits --memory, with the times of this machine. none
+    leaves it to the plan with --parallel auto."""
     recompute_runs: str = ""
     """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
     offload: Offload = "none"
-    """Move what forward passes keep to the host until their backward passes. overlap: beside the computation, as far as
-    there is time for it. The others copy each tensor when it is kept, to be compared with: naive, to pageable memory;
-    pinned, to page-locked memory; nonblocking, without waiting; pinned-nonblocking, both."""
+    """Move what forward passes keep to the host's memory until their backward passes. overlap: copied beside what a GPU
+    computes; a CPU is its own host, where this saves nothing of the machine's memory. The others are there to be
+    compared with, and copy each tensor when it is kept: naive, to pageable memory; pinned, to page-locked memory;
+    nonblocking, without waiting; pinned-nonblocking, both. none leaves it to the plan with --parallel auto."""
     offload_ahead: str | None = None
-    """Memory of the device for what is on its way, with --offload overlap; default: 256MiB on a GPU, none on a CPU,
-    where copies do not run beside computation."""
+    """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
+    --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
     offload_host: str | None = None
-    """Memory of the host that a rank may fill with --offload overlap; what does not fit stays on the device. Default:
-    no limit."""
+    """Memory of the host, such as 64GiB, that a rank may fill with --offload overlap; what does not fit stays on the
+    device. Default: no limit."""
     offload_state: Literal["none", "optimizer", "parameters"] = "none"
-    """optimizer: its state and its step are on the host; parameters: they live there too, and come to the device layer
-    by layer."""
+    """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
+    these too, and they come to the device layer by layer. Plans do not count on it."""
     shard_optimizer: Literal["none", "pair"] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     norm_statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
