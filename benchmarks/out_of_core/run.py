@@ -1,6 +1,6 @@
-"""What can be trained within a budget of device memory: peak bytes by way of keeping, and the largest tile.
+"""What can be trained within a budget of device memory: peak bytes by way of keeping, the largest tile, checkpoints.
 
-    python -m benchmarks.out_of_core.run [--parts peaks largest] [--models resnet50 unet] [--px 1024 2048]
+    python -m benchmarks.out_of_core.run [--parts peaks largest checkpoint] [--models resnet50 unet] [--px 1024 2048]
         [--ranks 1 2 4] [--budget 2GiB] [--write]
 
 With ``--write``, rows measured before stay in the tables until they are measured again.
@@ -15,11 +15,12 @@ from typing import Any
 
 from app.sizes import bytes_of
 from benchmarks.machine import measured_on
-from benchmarks.out_of_core import largest, peaks
+from benchmarks.out_of_core import checkpoint, largest, peaks
 from benchmarks.results import markdown_table, results, write_results
 
 OUT = Path(__file__).parents[2] / "bench-data" / "out_of_core.json"
 MIB = 2**20
+PARTS = ("peaks", "largest", "checkpoint")
 
 
 def _peak_line(row: dict[str, Any]) -> tuple[str, ...]:
@@ -86,18 +87,24 @@ def report(found: dict[str, dict[str, Any]], budget: str) -> str:
         ),
         [_largest_line(row, plain.get(row["model"])) for row in rows],
     )
+    third = [
+        "Checkpoints between two steps, one rank, AdamW, `--offload overlap`:\n",
+        markdown_table(checkpoint.HEADER, map(checkpoint.line, found["checkpoint"].values())),
+    ]
     return results(
         "python -m benchmarks.out_of_core.run --write",
         "Peak bytes of one tile, on one rank:\n",
         first,
-        f"Largest tile within {budget} of device bytes a rank; AdamW, {largest.BATCH} tiles a step, one a microbatch:\n",
+        f"Largest tile within {budget} of device bytes a rank; AdamW, {largest.BATCH} tiles a step, one a microbatch:"
+        "\n",
         second,
+        *(third if found["checkpoint"] else ()),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["peaks", "largest"], choices=["peaks", "largest"])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
     parser.add_argument("--px", type=int, nargs="+", default=[1024, 2048], help="tile sides of the peaks")
     parser.add_argument("--ways", nargs="+", default=list(peaks.WAYS), choices=list(peaks.WAYS))
@@ -109,7 +116,8 @@ def main() -> None:
     budget = bytes_of(asked.budget)
     if budget is None:
         parser.error(f"--budget takes a size such as 2GiB; got {asked.budget!r}")
-    found = json.loads(OUT.read_text()) if asked.write and OUT.exists() else {"peaks": {}, "largest": {}}
+    known = json.loads(OUT.read_text()) if asked.write and OUT.exists() else {}
+    found = {part: known.get(part, {}) for part in PARTS}
 
     def note(part: str, key: tuple[Any, ...], row: dict[str, Any]) -> None:
         found[part]["|".join(map(str, key))] = row
@@ -130,6 +138,11 @@ def main() -> None:
                     row = largest.measure(model, budget, name, ranks, planned)
                     note("largest", (model, ranks, name), row)
                     print(*_largest_line(row, found["largest"].get(f"{model}|1|plain")), flush=True)
+    if "checkpoint" in asked.parts:
+        for case in checkpoint.cases(asked.models[0]):
+            row = checkpoint.measure(case)
+            note("checkpoint", (row["model"], row["place"]), row)
+            print(*checkpoint.line(row), flush=True)
     text = report(found, asked.budget)
     print(text)
     if asked.write:
