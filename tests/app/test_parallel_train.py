@@ -8,15 +8,17 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from app import session as session_module
 from app.config import DataSettings, ModelSettings, OptimizerSettings, RunConfig, ScoreSettings, StrategySettings
@@ -115,9 +117,11 @@ def run(data: tuple[Path, Dataset], tmp_path: Path) -> Run:
     """Trains with a strategy; each in a folder of its own unless it resumes."""
     numbers = itertools.count()
 
-    def run(*, resume: Path | None = None, steps: int = STEPS, **strategy: Any) -> Ran:
+    def run(*, resume: Path | None = None, optimizer: Literal["sgd", "adamw"] = "sgd", **strategy: Any) -> Ran:
         config = run_config(data[0], resume or tmp_path / str(next(numbers)), **strategy)
-        return train_on_threads(dataclasses.replace(config, steps=steps, resume=resume is not None), data[1])
+        optimization = dataclasses.replace(config.optimization, optimizer=optimizer)
+        config = dataclasses.replace(config, optimization=optimization, resume=resume is not None)
+        return train_on_threads(config, data[1])
 
     return run
 
@@ -183,6 +187,38 @@ def interrupted_after(steps: int) -> Callable[..., bool]:
         return finish(self, *arguments) or self.outcome.step == steps
 
     return finish_step
+
+
+OUT_OF_CORE = {"offload": "overlap", "recompute": "block", "offload_state": "parameters"}
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"parallel": "single"}, {"parallel": "gpipe", "ranks": 2}], ids=["single", "gpipe"]
+)
+def test_an_interrupted_run_out_of_core_goes_on_bit_by_bit(
+    strategy: dict[str, Any], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tensors are tiny here, and what is to be moved is moved; AdamW has the most to come back.
+    monkeypatch.setattr(session_module, "build_engine", functools.partial(session_module.build_engine, smallest=0))
+    asked = {"optimizer": "adamw", **strategy, **OUT_OF_CORE}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
+        half = run(**asked)
+    resumed = run(resume=tmp_path / "0", **asked)
+    undisturbed = run(**asked)
+    assert (len(half.losses), resumed.losses) == (2, undisturbed.losses)
+    assert different(half.state, undisturbed.state)
+    assert different(resumed.state, undisturbed.state) == []
+
+
+def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Tensors of model and optimizer that are not the same to the last bit."""
+    ours, theirs = (
+        {keystr(path): leaf for path, leaf in tree_flatten_with_path(part)[0] if isinstance(leaf, torch.Tensor)}
+        for part in ((state["model"], state["optimizer"]) for state in (found, expected))
+    )
+    assert ours.keys() == theirs.keys()
+    return [name for name, value in theirs.items() if not torch.equal(value, ours[name])]
 
 
 @pytest.mark.parametrize("augment", ["device", "cpu"])
