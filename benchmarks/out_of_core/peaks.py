@@ -29,8 +29,8 @@ def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
     for model in models:
         for px in sizes:
             for way, keeps in WAYS.items():
-                made = planner(model, px, 1, 2 * GIB)
-                candidate = Candidate("single", 1, 1, 4, **keeps)  # type: ignore[arg-type]
+                made = planner(model, px, 1, 2 * GIB, batch=1)
+                candidate = Candidate("single", 1, 1, 1, **keeps)  # type: ignore[arg-type]
                 partition = made.cutting.partition(candidate, within=False)
                 assert partition is not None
                 keeping = made.cutting.keeping(candidate, partition)
@@ -39,7 +39,7 @@ def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
                     "model": model,
                     "px": px,
                     "way": way,
-                    "settings": settings_of(Row(candidate), 1),
+                    "settings": settings_of(Row(candidate), 1, batch=1),
                     "predicted": rank.total - rank.parameters - rank.optimizer,
                     "predicted_device": rank.total,
                     "predicted_host": made.cutting.host_bytes(candidate, partition, keeping),

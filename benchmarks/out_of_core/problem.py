@@ -29,12 +29,12 @@ CLASSES = 2
 GIB = 2**30
 
 
-def planner(model: str, px: int, ranks: int, budget: int) -> Planner:
-    """For ranks of ``budget`` usable bytes each."""
+def planner(model: str, px: int, ranks: int, budget: int, batch: int = BATCH) -> Planner:
+    """For ranks of ``budget`` usable bytes each, and ``batch`` tiles a step."""
     link = link_named("shared-memory")
     cluster = Cluster("a budget", budget, ranks, float(ranks), link, link, 1e10, "cpu")
     cluster = dataclasses.replace(cluster, memory_bytes=cluster.needed_bytes(budget))
-    return Planner(Workload(model, px, CLASSES).task(BATCH, _nominal), cluster)
+    return Planner(Workload(model, px, CLASSES).task(batch, _nominal), cluster)
 
 
 def _nominal(graph: LayerGraph) -> Callable[[int], Costs]:
@@ -45,9 +45,9 @@ def _nominal(graph: LayerGraph) -> Callable[[int], Costs]:
     return costs
 
 
-def settings_of(row: Row, ranks: int) -> dict[str, Any]:
+def settings_of(row: Row, ranks: int, batch: int = BATCH) -> dict[str, Any]:
     """Of the strategy of ``row``, as JSON holds them."""
-    asked = StrategySettings(parallel="single", ranks=ranks, batch=BATCH, device="cpu", precision="fp32")
+    asked = StrategySettings(parallel="single", ranks=ranks, batch=batch, device="cpu", precision="fp32")
     return dataclasses.asdict(follow(asked, row))
 
 
