@@ -99,7 +99,7 @@ def summary(rows: dict[Cell, dict[str, Any]]) -> str:
     kinds = ", ".join(f"{kind} {max(row.get(kind, 0.0) for row in rows.values()):.1e}" for kind in ERRORS)
     parts = [
         f"float64, one step ({SUBJECTS['dropout'].steps} of dropout), 2 ranks, "
-        f"{', '.join(SUBJECTS)}; largest error (cells passed of all):\n",
+        f"{', '.join(dict.fromkeys(cell.subject for cell in rows))}; largest error (cells passed of all):\n",
         markdown_table(("kept", *SCHEDULES), lines),
         f"{len(rows)} cells: {passed} passed. Largest relative errors of all: {kinds}.\n",
     ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from app import exactness
 from app.strategy import StrategySettings
 from app.verify import VerifyCommand, main, verify
+from parallel.keeping.copies import Copies
 from parallel.schedules.registry import SCHEDULES
 from tests.app.conftest import ROOT, train_environment
 
@@ -70,6 +71,20 @@ def test_a_wrong_gradient_is_found(
     assert not written["passed"]
     assert written["max_relative_error"] == pytest.approx(1e-3, rel=0.1)
     assert torch.tensor([group["gradients"] for group in written["errors"].values()]).min() > 5e-4
+
+
+def test_a_tensor_that_comes_back_wrong_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def to_device(self: Copies, source: Tensor) -> tuple[Tensor, Any]:
+        tensor, mark = right(self, source)
+        return torch.zeros_like(tensor), mark
+
+    right = Copies.to_device
+    assert main([*TINY, "--parallel", "ddp", "--ranks", "2", "--offload", "overlap"]) == 0
+    monkeypatch.setattr(Copies, "to_device", to_device)
+    assert main([*TINY, "--parallel", "ddp", "--ranks", "2", "--offload", "overlap"]) == 1
+    assert "FAILED: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
