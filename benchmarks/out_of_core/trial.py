@@ -25,6 +25,7 @@ from benchmarks.memory.run import resident, settle
 from benchmarks.out_of_core.problem import CLASSES
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import gather_objects
 from parallel.live_bytes import LiveBytes
 from parallel.microbatch import microbatch_seed
@@ -66,6 +67,8 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
         device_bytes at most, constant_bytes of them (parameters, optimizer), resident bytes over those before,
         host_bytes of the pool, seconds, loss.
     """
+    if communicator.world == 1:
+        communicator = LocalCommunicator()  # as app.train does
     settings = {**case["settings"], "schedule": None}
     asked = StrategySettings(**settings)
     settle()
