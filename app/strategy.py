@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from app.keeping_faults import keeping_faults
 from app.launcher import find_launch
 from app.sizes import bytes_of
 from parallel.keeping.rule import Offload
@@ -154,7 +155,7 @@ class StrategySettings:
         if self.ranks < 1:
             return [f"--ranks must be at least 1; got {self.ranks}"]
         found = self._open_faults() if self.undecided else self._mesh_faults() or self._microbatch_faults()
-        found += self._option_faults() + self._keeping_faults()
+        found += self._option_faults() + keeping_faults(self)
         if self.memory is not None and self.memory_bytes is None:
             found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
         if not self.timeout_s > 0:
@@ -216,38 +217,6 @@ class StrategySettings:
                 f"got --microbatches {self.m}: leave it out, or use master"
             ]
         return []
-
-    def _keeping_faults(self) -> list[str]:
-        """Of recomputation and offload."""
-        found = []
-        if self.recompute not in ("none", "stage", "block", "optimal") and not (
-            self.recompute.isdecimal() and int(self.recompute) > 0
-        ):
-            found.append(
-                f"--recompute takes none, stage, block, optimal or a number of layers from 1; got {self.recompute!r}"
-            )
-        if self.name == "fsdp" and not self.undecided:
-            found += [
-                f"{flag} is not for --parallel fsdp, whose parameters come and go: use ddp, or a strategy with stages"
-                for flag, given in (
-                    (f"--recompute {self.recompute}", self.recompute != "none"),
-                    (f"--offload {self.offload}", self.offload != "none"),
-                    (f"--offload-state {self.offload_state}", self.offload_state != "none"),
-                )
-                if given
-            ]
-        if self.recompute_runs and self.recompute != "optimal":
-            found.append(f"--recompute-runs goes with --recompute optimal; got --recompute {self.recompute}")
-        if any(len(run.split(":")) != 2 for run in self.recompute_runs.split(",") if run):
-            found.append(
-                f"--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got {self.recompute_runs!r}"
-            )
-        for flag, text in (("--offload-ahead", self.offload_ahead), ("--offload-host", self.offload_host)):
-            if text is not None and bytes_of(text) is None:
-                found.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
-            elif text is not None and self.offload != "overlap":
-                found.append(f"{flag} is about --offload overlap; got --offload {self.offload}")
-        return found
 
     def _option_faults(self) -> list[str]:
         """Options that mean nothing under the strategy asked for."""

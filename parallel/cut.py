@@ -7,8 +7,7 @@ sends. It runs the user's modules themselves, at their paths in the whole model,
 from __future__ import annotations
 
 import contextlib
-import linecache
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -16,7 +15,8 @@ from torch import Tensor, fx, nn
 from parallel.graph import RANDOM_STATE
 from parallel.keeping.rule import Segment
 from parallel.partition import Partition
-from parallel.stage_module import Run, SegmentRun, StageModule
+from parallel.stage_code import compiled, paths_of, segment_runs
+from parallel.stage_module import StageModule
 from parallel.trace import Traced
 
 
@@ -50,9 +50,9 @@ def cut_stage(
     _install_aliases(module, traced, unused=stage == partition.depth - 1)
     _order_as(traced.model, module)
     ends = module.inputs, module.outputs
-    module._run_training = _compile(training, *ends, {}, f"stage {stage} in training")
-    module._run_evaluation = _compile(evaluation, *ends, slots, f"stage {stage} in evaluation")
-    module.segments = tuple(_segment_runs(module, traced, training, partition, segments))
+    module._run_training = compiled(training, *ends, {}, f"stage {stage} in training")
+    module._run_evaluation = compiled(evaluation, *ends, slots, f"stage {stage} in evaluation")
+    module.segments = tuple(segment_runs(module, traced, training, partition, segments))
     own = {id(part) for part in module.modules()}
     for path, modes in traced.modes.items():
         part = traced.model.get_submodule(path)
@@ -116,70 +116,13 @@ def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict
     return slots
 
 
-def _segment_runs(
-    module: StageModule, traced: Traced, nodes: Sequence[fx.Node], partition: Partition, segments: Sequence[Segment]
-) -> Iterator[SegmentRun]:
-    """The segments of a stage, ready to run; none where there is only one, that is not computed again."""
-    if not any(segment.recompute for segment in segments):
-        return
-    place = partition.graph.position
-    own = [[node for node in nodes if one.start <= place[node.name] < one.stop] for one in segments]
-    used = [{argument.name for node in part for argument in node.all_input_nodes} for part in own]
-    made = [{node.name for node in part if node.op != "placeholder"} for part in own]
-    for k, (segment, part) in enumerate(zip(segments, own, strict=True)):
-        later = set(module.outputs).union(*used[k + 1 :])
-        entering = tuple(sorted(used[k] - made[k], key=lambda name: place[name]))
-        leaving = tuple(node.name for node in part if node.name in made[k] & later)
-        before = set(module.inputs).union(*made[:k])
-        layers = partition.graph.layers[segment.start : segment.stop]
-        yield SegmentRun(
-            _compile(part, entering, leaving, {}, f"layers {segment.start} to {segment.stop}"),
-            entering,
-            leaving,
-            tuple(sorted(name for name in before & used[k] if name not in later)),
-            segment.recompute,
-            any(layer.random for layer in layers),
-            frozenset(
-                inner for path in _paths(part, "call_module") for inner in traced.model.get_submodule(path).modules()
-            ),
-        )
-
-
-def _compile(
-    nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], name: str
-) -> Run:
-    """A function (stage module, values) -> values that runs ``nodes``; values are let go of after their last use."""
-    graph = fx.Graph()
-    copies: dict[str, fx.Node] = {}
-    for value in inputs:
-        copies[value] = graph.placeholder(value)
-    for value, slot in slots.items():
-        if slot in copies:
-            copies[value] = copies[slot]
-    results: dict[str, Any] = {}
-    for node in nodes:
-        if node.op == "output":
-            results[node.name] = fx.map_arg(node.args[0], lambda argument: copies[argument.name])
-        elif node.op != "placeholder":
-            copies[node.name] = graph.node_copy(node, lambda argument: copies[argument.name])
-    results |= {slot: copies[value] for value, slot in slots.items() if slot in outputs}
-    graph.output(tuple(results.get(value, copies.get(value)) for value in outputs))
-    code = graph.python_code("self")
-    file = f"<{name}>"
-    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
-    space = dict(code.globals)
-    exec(compile(code.src, file, "exec"), space)
-    run: Run = space["forward"]
-    return run
-
-
 def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node]) -> None:
     """Put the modules and tensors that ``nodes`` name where their paths say."""
-    for path in sorted(_paths(nodes, "call_module"), key=len):  # a module before those inside it
+    for path in sorted(paths_of(nodes, "call_module"), key=len):  # a module before those inside it
         owner, name = _owner(module, path)
         if name not in owner._modules:
             owner.add_module(name, traced.model.get_submodule(path))
-    for path in sorted(_paths(nodes, "get_attr")):
+    for path in sorted(paths_of(nodes, "get_attr")):
         _register(module, path, _tensor(traced, path), traced.model)
 
 
@@ -191,10 +134,10 @@ def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> No
     if unused:
         used: set[int] = set()
         for graph in (traced.training.graph, traced.evaluation.graph):
-            for path in _paths(graph.nodes, "call_module"):
+            for path in paths_of(graph.nodes, "call_module"):
                 part = model.get_submodule(path)
                 used |= {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
-            used |= {id(_tensor(traced, path)) for path in _paths(graph.nodes, "get_attr")}
+            used |= {id(_tensor(traced, path)) for path in paths_of(graph.nodes, "get_attr")}
         own |= {id(tensor) for _, tensor in state} - used
     for path, tensor in state:
         if id(tensor) in own:
@@ -213,10 +156,6 @@ def _order_as(model: nn.Module, module: nn.Module) -> None:
         whole = model._modules[name]
         if whole is not None and child is not whole:
             _order_as(whole, child)
-
-
-def _paths(nodes: Iterable[fx.Node], op: str) -> set[str]:
-    return {str(node.target) for node in nodes if node.op == op}
 
 
 def _tensor(traced: Traced, path: str) -> Any:

@@ -29,9 +29,9 @@ from parallel.liveness import Piece, pieces
 from parallel.memory import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.partition import Partition, cut_positions
 from parallel.partition_optimal import MemoryRule, partition_optimal
-from parallel.simulate import StageCost
 from parallel.stage_bytes import StageBytes
 from parallel.stage_cost import stage_costs
+from parallel.step_cost import StageCost
 from parallel.task import Task
 from parallel.windows import Windows
 

@@ -20,8 +20,9 @@ from parallel.lowering import add_recompute
 from parallel.microbatch import share_of, split_batch
 from parallel.placement import Placement
 from parallel.schedules.registry import build_schedule, placement_for
-from parallel.simulate import LinkCost, StageCost, simulate
+from parallel.simulate import simulate
 from parallel.simulate_shared import simulate_shared
+from parallel.step_cost import LinkCost, StageCost
 from parallel.timeline import Timeline
 
 DDP_BUCKET = 25 << 20

@@ -18,7 +18,7 @@ from parallel.keeping.rule import Keeping, Segment
 from parallel.keeping.segments import segments_of
 from parallel.liveness import Piece, pieces
 from parallel.partition import Partition
-from parallel.simulate import StageCost
+from parallel.step_cost import StageCost
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.placement import Placement
 from parallel.progress import SENDS, other_end
-
-if TYPE_CHECKING:
-    from parallel.simulate import StageCost
+from parallel.step_cost import StageCost
 
 Links = Mapping[tuple[int, int], bool]
 """(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""

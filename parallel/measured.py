@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from parallel.action import Action, Kind, Schedule
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
-from parallel.simulate import LinkCost, StageCost
+from parallel.step_cost import LinkCost, StageCost
 from parallel.timeline import Span, Timeline
 
 

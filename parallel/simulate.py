@@ -10,45 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from parallel.action import PER_PEER, Action, Kind, Schedule
 from parallel.dependencies import dependencies, with_messages
 from parallel.lowering import peer_rank
 from parallel.placement import Placement
 from parallel.progress import SENDS, other_end
+from parallel.step_cost import LinkCost, StageCost, peak_bytes, seconds_by_kind
 from parallel.timeline import Span, Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """Of one microbatch of weight 1.
-
-    Attributes:
-        backward_s: of a whole backward pass; the next two are of its halves.
-        activation_bytes: kept from a forward pass for its backward pass.
-        out_s, back_s: to copy those to the host and back, where they go there.
-    """
-
-    forward_s: float
-    backward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-    activation_bytes: int
-    out_s: float = 0.0
-    back_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LinkCost:
-    """Of one microbatch of weight 1; costs nothing between stages on one rank.
-
-    Attributes:
-        backward_s: of the gradients; None where none flow back.
-    """
-
-    forward_s: float
-    backward_s: float | None
 
 
 def simulate(
@@ -104,7 +73,7 @@ class Run:
     ) -> None:
         self.placement, self.costs, self.links = placement, costs, links
         self.reduce_s, self.overhead_s, self.weight = reduce_s, overhead_s, weight
-        self.seconds = [_seconds(cost) for cost in costs]
+        self.seconds = [seconds_by_kind(cost) for cost in costs]
         back = {pair: cost.backward_s is not None for pair, cost in links.items()}
         self.actions = with_messages(schedule, placement, back)
         self.needs = dependencies(self.actions, placement, back)
@@ -134,7 +103,7 @@ class Run:
     def timeline(self, schedule: Schedule) -> Timeline:
         """The step that was run; ``schedule`` as it was given, for its bytes."""
         spans = {rank: tuple(sorted(own, key=lambda s: (s.start_s, s.end_s))) for rank, own in self.spans.items()}
-        peaks = {rank: _peak_bytes(actions, self.costs, self.weight) for rank, actions in schedule.items()}
+        peaks = {rank: peak_bytes(actions, self.costs, self.weight) for rank, actions in schedule.items()}
         return Timeline(spans, peaks)
 
     def do(self, rank: int, action: Action) -> bool:
@@ -254,33 +223,6 @@ class Run:
         if faults:
             rule = "put every action behind those it waits for, sends and REDUCEs in one order at all their ends"
             raise ValueError("\n  ".join([f"the schedule cannot finish: {rule}", *faults]))
-
-
-def _seconds(cost: StageCost) -> dict[Kind, float]:
-    """What each kind of compute action takes."""
-    return {
-        Kind.FORWARD: cost.forward_s,
-        Kind.RECOMPUTE: cost.forward_s,
-        Kind.BACKWARD: cost.backward_s,
-        Kind.BACKWARD_INPUT: cost.backward_input_s,
-        Kind.BACKWARD_WEIGHT: cost.backward_weight_s,
-    }
-
-
-def _peak_bytes(actions: Sequence[Action], costs: Sequence[StageCost], weight: Mapping[int, float]) -> int:
-    """Most bytes of activations that a rank keeps at any time."""
-    ends = (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
-    places = {kind: {(a.stage, a.microbatch, a.replica) for a in actions if a.kind is kind} for kind in ends}
-    now = peak = 0.0
-    for action in actions:
-        place = (action.stage, action.microbatch, action.replica)
-        recomputed, split = place in places[Kind.RECOMPUTE], place in places[Kind.BACKWARD_WEIGHT]
-        if action.kind is (Kind.RECOMPUTE if recomputed else Kind.FORWARD):
-            now += costs[action.stage].activation_bytes * weight[_i(action)]
-            peak = max(peak, now)
-        elif action.kind is (Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD):
-            now -= costs[action.stage].activation_bytes * weight[_i(action)]
-    return round(peak)
 
 
 def _i(action: Action) -> int:

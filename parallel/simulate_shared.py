@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from parallel.action import COMPUTE, Action, Schedule
 from parallel.placement import Placement
-from parallel.simulate import LinkCost, Run, StageCost
+from parallel.simulate import Run
+from parallel.step_cost import LinkCost, StageCost
 from parallel.timeline import Timeline
 
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.activations import ActivationMeter
 from parallel.batchnorm import RunningStatistics
 from parallel.graph import RANDOM_STATE
-from parallel.keeping.arrivals import Arrival, arrived
+from parallel.in_flight import InFlight, edges_of, gradients_of, promised
+from parallel.keeping.arrivals import arrived
 from parallel.keeping.keeper import Keeper
 from parallel.keeping.packing import put_away, restore
 from parallel.keeping.rule import Keeping
@@ -35,28 +33,6 @@ LOSS = "#loss"
 
 Gradients = dict[str, list[Tensor]]
 """Name of a value -> gradients of those of its tensors that need one, in order."""
-
-
-@dataclass
-class InFlight:
-    """What one microbatch leaves behind between forward and backward.
-
-    Attributes:
-        values: received, by name; their tensors are leaves of this stage's part of the autograd graph. Where
-            activations go to the host, put away, or gone.
-        random: where the stage's random numbers began: a seed, or a state handed on by an earlier stage.
-        recomputed: the first forward pass kept nothing else.
-        roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
-        arrivals: by name of the value received: where its gradients end up, where activations go to the host.
-    """
-
-    tiles: int
-    values: dict[str, Any]
-    targets: Tensor | None
-    random: int | Tensor
-    recomputed: bool
-    roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
-    arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
 
 
 class Stage:
@@ -140,7 +116,7 @@ class Stage:
                 outputs = self._compute(i, flight)
             if self._keeper.moves:
                 flight.values = put_away(values, self._keeper.packer((self, i)))
-            return {name: self._promised(name, value) for name, value in outputs.items()}
+            return {name: promised(value) if name in self._differentiable else value for name, value in outputs.items()}
 
     def flush(self, i: int) -> None:
         """What microbatch ``i`` keeps leaves the device now."""
@@ -182,7 +158,7 @@ class Stage:
             torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
         self._keeper.landed((self, i))
         arrived = {name: [one.take() for one in arrivals] for name, arrivals in flight.arrivals.items()}
-        return arrived or {name: _gradients(value) for name, value in flight.values.items()}
+        return arrived or {name: gradients_of(value) for name, value in flight.values.items()}
 
     def backward_weight(self, i: int) -> None:
         """Gradients of the weights that ``backward`` put off."""
@@ -220,9 +196,10 @@ class Stage:
                 outputs = {LOSS: loss}
         if torch.is_grad_enabled():
             # Edges, not tensors: what was sent can be freed before its gradient comes back.
-            flight.roots = {
-                name: edges for name, value in outputs.items() if (edges := self._edges(name, value, flight.recomputed))
-            }
+            for name, value in outputs.items():
+                was_promised = flight.recomputed and name in self._differentiable
+                if edges := edges_of(value, was_promised):
+                    flight.roots[name] = edges
         if state is not None:
             outputs[RANDOM_STATE] = state.end
         return outputs
@@ -256,33 +233,7 @@ class Stage:
         """Parameters and buffers, which are there anyway."""
         return (*self.module.parameters(), *self.module.buffers())
 
-    def _edges(self, name: str, value: Any, recomputed: bool) -> list[GradientEdge | None]:
-        """Of the tensors of ``value`` that a gradient comes back for."""
-        wanted = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if recomputed and name in self._differentiable:  # all of them were promised one
-            return [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in wanted]
-        return [get_gradient_edge(leaf) for leaf in wanted if leaf.requires_grad]
-
-    def _promised(self, name: str, value: Any) -> Any:
-        """``value`` of a pass without gradients, marked where recomputation will ask for one."""
-        if name not in self._differentiable:
-            return value
-        return tree_map(
-            lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf,
-            value,
-        )
-
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._autocast)
-
-
-def _gradients(value: Any) -> list[Tensor]:
-    """Gradients of the leaves of ``value`` that need one, taken out of them; zeros where nothing flowed back."""
-    taken = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            taken.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-            leaf.grad = None
-    return taken

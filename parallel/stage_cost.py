@@ -13,7 +13,7 @@ from parallel.cost import NOMINAL_COPY_BANDWIDTH, Costs, LayerCost, equal_cost
 from parallel.device_spec import LinkSpec
 from parallel.graph import RANDOM_STATE
 from parallel.partition import Partition
-from parallel.simulate import LinkCost, StageCost
+from parallel.step_cost import LinkCost, StageCost
 
 
 def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> list[StageCost]:

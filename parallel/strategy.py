@@ -19,7 +19,7 @@ from parallel.partition import Partition, partition_at, partition_equal
 from parallel.placement import Placement
 from parallel.schedule_file import from_csv
 from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
-from parallel.simulate import StageCost
+from parallel.step_cost import StageCost
 
 
 @dataclass(frozen=True)

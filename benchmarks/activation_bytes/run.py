@@ -30,8 +30,9 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.cut import cut_stage
 from parallel.partition import partition_equal
 from parallel.schedules.registry import SCHEDULES
-from parallel.simulate import StageCost, simulate
+from parallel.simulate import simulate
 from parallel.step import Microbatch
+from parallel.step_cost import StageCost
 from parallel.strategy import Strategy
 from parallel.trace import trace
 

@@ -95,8 +95,7 @@ def report(found: dict[str, dict[str, Any]], budget: str) -> str:
         "python -m benchmarks.out_of_core.run --write",
         "Peak bytes of one tile, on one rank:\n",
         first,
-        f"Largest tile within {budget} of device bytes a rank; AdamW, {largest.BATCH} tiles a step, one a microbatch:"
-        "\n",
+        f"Largest tile within {budget} of device bytes a rank, {largest.BATCH} tiles a step, AdamW:\n",
         second,
         *(third if found["checkpoint"] else ()),
     )

@@ -19,7 +19,8 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.exchange import BUCKET_BYTES
 from parallel.partition import Partition
-from parallel.simulate import LinkCost, StageCost, simulate
+from parallel.simulate import simulate
+from parallel.step_cost import LinkCost, StageCost
 
 COSTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 TRIES = 11

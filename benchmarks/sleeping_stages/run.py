@@ -33,8 +33,9 @@ from parallel.measured import gather_timeline
 from parallel.picture import schedule_svg
 from parallel.placement import Placement
 from parallel.schedules.registry import build_schedule
-from parallel.simulate import StageCost, simulate
+from parallel.simulate import simulate
 from parallel.step import Microbatch
+from parallel.step_cost import StageCost
 from parallel.strategy import Strategy
 from parallel.timeline import Span, Timeline
 

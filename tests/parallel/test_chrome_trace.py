@@ -12,7 +12,8 @@ from parallel.action import COMPUTE, Action
 from parallel.chrome_trace import chrome_trace
 from parallel.lowering import lower
 from parallel.schedules.registry import build_schedule, placement_for
-from parallel.simulate import LinkCost, StageCost, simulate
+from parallel.simulate import simulate
+from parallel.step_cost import LinkCost, StageCost
 from parallel.timeline import Span, Timeline
 
 

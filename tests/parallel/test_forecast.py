@@ -19,7 +19,7 @@ from parallel.forecast import (
     forecast_split,
     forecast_whole,
 )
-from parallel.simulate import LinkCost, StageCost
+from parallel.step_cost import LinkCost, StageCost
 
 FAST = LinkSpec("fast", 1e30, 0.0)
 

@@ -13,8 +13,8 @@ from parallel.keeping.segments import segments_of
 from parallel.keeping_cost import MovedBytes, keeping_costs, moved_bytes
 from parallel.liveness import pieces
 from parallel.partition import Partition
-from parallel.simulate import StageCost
 from parallel.stage_cost import stage_costs
+from parallel.step_cost import StageCost
 
 RUNS = (("x", "conv1"),)
 

@@ -13,7 +13,8 @@ from parallel.placement import Placement
 from parallel.schedule_error import ScheduleError
 from parallel.schedule_file import from_csv, to_csv
 from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
-from parallel.simulate import StageCost, simulate
+from parallel.simulate import simulate
+from parallel.step_cost import StageCost
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 CHAIN = {(0, 1): True}

@@ -13,7 +13,8 @@ from parallel.lowering import lower
 from parallel.measured import free_links, gather_timeline, measured_costs
 from parallel.placement import Placement
 from parallel.schedules.registry import build_schedule
-from parallel.simulate import StageCost, simulate
+from parallel.simulate import simulate
+from parallel.step_cost import StageCost
 from parallel.timeline import Span
 
 COSTS = [StageCost(1.0, 2.0, 1.25, 0.75, 0), StageCost(3.0, 4.0, 2.5, 1.5, 0), StageCost(0.5, 1.0, 0.5, 0.5, 0)]

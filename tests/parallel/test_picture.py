@@ -10,7 +10,8 @@ from parallel.action import COMPUTE, Action, Kind
 from parallel.lowering import lower
 from parallel.picture import IDLE, LABELS, MARGIN, REPLICAS, WIDTH, schedule_svg
 from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
-from parallel.simulate import StageCost, simulate
+from parallel.simulate import simulate
+from parallel.step_cost import StageCost
 from parallel.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

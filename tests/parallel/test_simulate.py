@@ -11,7 +11,8 @@ from parallel.lowering import lower
 from parallel.placement import Placement
 from parallel.schedule_file import from_csv
 from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
-from parallel.simulate import LinkCost, StageCost, simulate
+from parallel.simulate import simulate
+from parallel.step_cost import LinkCost, StageCost
 from parallel.timeline import Timeline
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)

@@ -8,8 +8,9 @@ import pytest
 
 from parallel.lowering import lower
 from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
-from parallel.simulate import LinkCost, StageCost, simulate
+from parallel.simulate import simulate
 from parallel.simulate_shared import Device, simulate_shared
+from parallel.step_cost import LinkCost, StageCost
 
 COST = StageCost(1.0, 2.0, 1.0, 1.0, 10)
 LINKS = {(stage, stage + 1): LinkCost(0.01, 0.01) for stage in range(7)}
