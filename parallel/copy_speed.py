@@ -86,11 +86,11 @@ def _of_gpu(device: torch.device) -> CopySpeed:
     on_device = torch.ones(SIZE, dtype=torch.uint8, device=device)
     on_host = copies.empty_on_host(SIZE)
     for number in range(WARM_UP + COPIES):
-        copies.timed = number >= WARM_UP
+        copies.clock.on = number >= WARM_UP
         copies.synchronize(copies.to_host(on_device, on_host))
         copies.synchronize(copies.to_device(on_host)[1])
     median = {
-        way: statistics.median(each.bandwidth for each in copies.times if each.direction == way)
+        way: statistics.median(each.bandwidth for each in copies.clock.times if each.direction == way)
         for way in ("out", "back")
     }
     return CopySpeed(median["out"], median["back"])

@@ -132,17 +132,17 @@ def _step_s(setting: Setting, work: Work) -> float:
 def _moved(setting: Setting, work: Work) -> Row:
     """Bytes of a step's copies and their bandwidth."""
     copies = work.keeper.copies
-    copies.forget_times()
-    copies.timed = True
+    copies.clock.times.clear()
+    copies.clock.on = True
     work.step()
     setting.settle()
     found: Row = {}
     for way in ("out", "back"):
-        own = [one for one in copies.times if one.direction == way]
+        own = [one for one in copies.clock.times if one.direction == way]
         seconds = sum(one.seconds for one in own)
         found[f"{way}_bytes"] = sum(one.bytes for one in own)
         found[f"{way}_bytes_per_s"] = found[f"{way}_bytes"] / seconds if seconds else None
-    copies.timed = False
+    copies.clock.on = False
     return found
 
 

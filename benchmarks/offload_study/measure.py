@@ -22,7 +22,7 @@ from benchmarks.offload_study.pictures import Pictures
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
 from parallel.data_parallel import DataParallelEngine
-from parallel.keeping.copies import CopyTime
+from parallel.keeping.copy_clock import CopyTime
 from parallel.keeping.keeper import Keeper
 from parallel.keeping.rule import Keeping, Offload
 from parallel.step import Microbatch
@@ -110,14 +110,14 @@ class Student:
         """Take a few more steps, and the time of every copy."""
         if self.trained.mode == "none":
             return
-        self.keeper.copies.forget_times()
-        self.keeper.copies.timed = True
+        self.keeper.copies.clock.times.clear()
+        self.keeper.copies.clock.on = True
         for picks in itertools.islice(self._batches(0), TIMED_STEPS):
             self._step(picks)
             self.trained.timed_steps += 1
         settle(self._device)
-        self.trained.copies = copy_figures(self.keeper.copies.times)
-        self.keeper.copies.timed = False
+        self.trained.copies = copy_figures(self.keeper.copies.clock.times)
+        self.keeper.copies.clock.on = False
 
     def close(self) -> None:
         for engine in self._engines.values():

@@ -6,36 +6,16 @@ there copies are real ones and done at once, so that everything built on them ru
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from parallel.keeping.copy_clock import CopyClock, Direction
 from parallel.live_bytes import not_counted
 
 Mark = Any
 """When a copy is done: a ``torch.cuda.Event``, or None where it is done already."""
-
-Direction = Literal["out", "back"]
-"""Out to the host, back to the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTime:
-    """One copy."""
-
-    direction: Direction
-    bytes: int
-    seconds: float
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second."""
-        return self.bytes / self.seconds if self.seconds else 0.0
 
 
 class Copies:
@@ -43,14 +23,13 @@ class Copies:
 
     Attributes:
         at_once: a copy is done when the call that asks for it returns.
-        timed: note how long each copy takes, for ``times``.
+        clock: notes how long copies take, while it is on.
     """
 
     at_once = True
 
     def __init__(self) -> None:
-        self.timed = False
-        self._times: list[CopyTime] = []
+        self.clock = CopyClock()
 
     @staticmethod
     def for_device(device: torch.device) -> Copies:
@@ -72,14 +51,14 @@ class Copies:
 
         ``source`` has to be held, and left as it is, until the mark.
         """
-        with self._timing("out", source):
+        with self.clock.timing("out", source, gpu=False):
             into.copy_(source)
         return None
 
     def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
         """Begin to copy host memory, as it is once all copies waited for so far are done, into a new tensor on the
         device, to be used, and to be freed, after the mark."""
-        with self._timing("back", source):
+        with self.clock.timing("back", source, gpu=False):
             return torch.empty_like(source).copy_(source), None
 
     def wait(self, mark: Mark) -> None:
@@ -87,22 +66,6 @@ class Copies:
 
     def synchronize(self, mark: Mark) -> None:
         """Return once the copy is done."""
-
-    @property
-    def times(self) -> list[CopyTime]:
-        """Of all copies since ``timed`` was set; waits for those under way."""
-        return self._times
-
-    def forget_times(self) -> None:
-        self.times.clear()
-
-    @contextmanager
-    def _timing(self, direction: Direction, tensor: Tensor) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        if self.timed:
-            size = tensor.numel() * tensor.element_size()
-            self._times.append(CopyTime(direction, size, time.perf_counter() - begun))
 
 
 class CudaCopies(Copies):
@@ -117,7 +80,6 @@ class CudaCopies(Copies):
             way: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for way in ("out", "back")
         }
-        self._events: list[tuple[Direction, int, Any, Any]] = []
 
     def to_host(self, source: Tensor, into: Tensor) -> Mark:
         return self._copied("out", source, into)
@@ -135,24 +97,12 @@ class CudaCopies(Copies):
         if mark is not None:
             mark.synchronize()
 
-    @property
-    def times(self) -> list[CopyTime]:
-        for direction, size, begin, end in self._events:
-            end.synchronize()
-            self._times.append(CopyTime(direction, size, begin.elapsed_time(end) / 1000))
-        self._events.clear()
-        return self._times
-
     def _copied(self, direction: Direction, source: Tensor, target: Tensor) -> Mark:
         stream = self._streams[direction]
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        begin = torch.cuda.Event(enable_timing=True) if self.timed else None  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=self.timed)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            if begin is not None:
-                begin.record()
-            target.copy_(source, non_blocking=True)
+            with self.clock.timing(direction, source, gpu=True):
+                target.copy_(source, non_blocking=True)
             end.record()
-        if begin is not None:
-            self._events.append((direction, source.numel() * source.element_size(), begin, end))
         return end

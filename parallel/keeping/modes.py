@@ -8,13 +8,11 @@ does not wait, ``pinned-nonblocking`` is both. Copies run between computations, 
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
 from parallel.activations import ActivationMeter
-from parallel.keeping.copies import CopyTime, Direction
+from parallel.keeping.copy_clock import CopyClock, Direction
 from parallel.keeping.packing import Packed
 from parallel.live_bytes import not_counted
 
@@ -36,17 +34,15 @@ class SimpleOffload:
     """One of ``MODES``; a ``Packer``.
 
     Attributes:
-        timed: note how long each copy takes, in ``times``.
+        clock: notes how long copies take, while it is on.
     """
 
     def __init__(self, mode: str, device: torch.device, meter: ActivationMeter | None = None) -> None:
         assert mode in MODES, mode
-        self.timed = False
+        self.clock = CopyClock()
         self._pinned = "pinned" in mode and device.type == "cuda"
         self._nonblocking = "nonblocking" in mode
         self._meter = meter
-        self._times: list[CopyTime] = []
-        self._events: list[tuple[Direction, int, torch.cuda.Event, torch.cuda.Event]] = []
 
     def pack(self, tensor: Tensor) -> Packed:
         return OnHost(self, tensor)
@@ -61,30 +57,6 @@ class SimpleOffload:
         """A copy of ``host`` on the device."""
         return self._copy("back", host, torch.empty_like(host, device=device, pin_memory=False))
 
-    @property
-    def times(self) -> list[CopyTime]:
-        """Of all copies since ``timed`` was set."""
-        for direction, size, begin, end in self._events:
-            end.synchronize()
-            self._times.append(CopyTime(direction, size, begin.elapsed_time(end) / 1000))
-        self._events.clear()
-        return self._times
-
-    def forget_times(self) -> None:
-        self.times.clear()
-
     def _copy(self, direction: Direction, source: Tensor, target: Tensor) -> Tensor:
-        if not self.timed:
+        with self.clock.timing(direction, source, gpu=source.is_cuda or target.is_cuda):
             return target.copy_(source, non_blocking=self._nonblocking)
-        size = source.numel() * source.element_size()
-        if source.is_cuda or target.is_cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            target.copy_(source, non_blocking=self._nonblocking)
-            end.record()
-            self._events.append((direction, size, begin, end))
-        else:
-            began = time.perf_counter()
-            target.copy_(source)
-            self._times.append(CopyTime(direction, size, time.perf_counter() - began))
-        return target
