@@ -1,0 +1,96 @@
+"""Whole models that are computed again in parts or keep their activations on the host: exact, and really doing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.activations import ActivationMeter
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.data_parallel import DataParallelEngine
+from parallel.keeping.keeper import Keeper
+from parallel.keeping.rule import Keeping
+from parallel.keeping.whole import in_segments
+from parallel.stage_module import StageModule
+from tests.helpers.engine_runs import CPU, SEED, SGD, net, plain, steps_of, train
+from tests.helpers.small_nets import NETS
+
+KEEPINGS = {
+    "naive": Keeping(offload="naive"),
+    "overlap": Keeping(offload="overlap", smallest=0, ahead=10_000),
+    "block": Keeping(recompute="block"),
+    "2 layers": Keeping(recompute="2"),
+    "both": Keeping(recompute="block", offload="overlap", smallest=0),
+}
+
+
+def engine(name: str, keeping: Keeping, communicator: Communicator, meter: ActivationMeter) -> DataParallelEngine:
+    model = in_segments(net(name, torch.float64), keeping, tuple(steps_of(4)[0][0][0].shape), communicator)
+    meter.exclude((*model.parameters(), *model.buffers()))
+    keeper = Keeper(keeping, CPU, meter=meter)
+    loss = NETS[name][1]
+    return DataParallelEngine(
+        model, loss, SGD(model.parameters()), communicator, batch=8, m=4, seed=SEED, keeper=keeper
+    )
+
+
+@pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", NETS)
+def test_exact(name: str, world: int, keeping: Keeping) -> None:
+    def rank(communicator: Communicator, _: Any) -> tuple[dict[str, Tensor], list[float]]:
+        made = engine(name, keeping, communicator, ActivationMeter())
+        losses = train(made, steps_of(4))
+        return made.state_dict().get("model", {}), losses
+
+    state, losses = run_on_threads(world, rank, None, timeout_s=60)[0]
+    expected = plain(name, 4)
+    assert losses == pytest.approx(expected.losses, rel=1e-10)
+    assert list(state) == list(expected.model)
+    torch.testing.assert_close(state, expected.model, rtol=1e-9, atol=1e-11)
+
+
+def test_less_is_kept_on_the_device() -> None:
+    kept = {}
+    for label, keeping in {"none": Keeping(), **KEEPINGS}.items():
+        meter = ActivationMeter()
+        train(engine("skips", keeping, LocalCommunicator(), meter), steps_of(4))
+        kept[label] = meter.peak_bytes
+    assert kept["block"] < 0.8 * kept["none"]
+    assert kept["overlap"] < 0.4 * kept["none"]
+    assert kept["both"] < 0.6 * kept["block"]
+    assert kept["naive"] == 0  # each tensor comes back for one operation alone, and nobody counts it
+
+
+def test_a_model_that_keeps_everything_stays_as_it_is() -> None:
+    model = net("skips", torch.float64)
+    assert in_segments(model, Keeping(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()) is model
+    assert isinstance(in_segments(model, Keeping("block"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
+
+
+class _Restless(nn.Module):
+    """Takes another way each time, and cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * x.sigmoid() if self.calls % 2 or x.isnan().any() else x.sin()
+
+
+def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), _Restless(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1))
+    keeping = Keeping("3")
+    model = in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
+    made = DataParallelEngine(
+        model, NETS["skips"][1], SGD(model.parameters()), LocalCommunicator(), batch=8, m=4, keeper=Keeper(keeping, CPU)
+    )
+    with pytest.raises(RuntimeError, match="does not compute the same twice"):
+        train(made, [[(i.float(), t) for i, t in batch] for batch in steps_of(4)])
