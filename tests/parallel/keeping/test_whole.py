@@ -82,7 +82,7 @@ class _Restless(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x * x.sigmoid() if self.calls % 2 or x.isnan().any() else x.sin()
+        return x.sin() if not x.isnan().any() and self.calls % 2 else x * x.sigmoid()
 
 
 def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
