@@ -175,10 +175,10 @@ class Noting(Copies):
         self.names = {p.data_ptr(): name for name, p in net.named_parameters()}
         self.notes: list[str] = []
 
-    def to_device(self, source: Tensor, after: Mark = None) -> tuple[Tensor, Mark]:
+    def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
         name = self.names[source.data_ptr()]
         self.notes.append(f"copy {name}")
-        tensor, _ = super().to_device(source, after)
+        tensor, _ = super().to_device(source)
         return tensor, name
 
     def wait(self, mark: Mark) -> None:
