@@ -53,11 +53,13 @@ def rows(model: str, budget: int, worlds: list[int]) -> Iterator[tuple[str, int,
 def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile) -> dict[str, Any]:
     """The largest tile that was trained within the budget, and how exact its gradients were."""
     px, row = planned.tile, planned.row
+    away = planned.savings.offload == (True,)
     assert row is not None
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder) / "ours.pt"
         while True:
-            case = {"model": model, "px": px, "settings": settings_of(row, ranks), "gradients": str(ours)}
+            case = {"model": model, "px": px, "settings": settings_of(row, ranks, state_on_host=away)}
+            case["gradients"] = str(ours)
             taken = run_on_ranks(ranks, "benchmarks.out_of_core.trial:run", case)
             if max(one["device_bytes"] for one in taken) <= budget:
                 break
@@ -104,5 +106,6 @@ def _next(model: str, budget: int, ranks: int, planned: LargestTile) -> str:
     """What stands in the way of twice the side."""
     if planned.doubled is None:
         return ""
-    limit = planner(model, 2 * planned.tile, ranks, budget).limit(planned.doubled)
+    away = planned.savings.offload == (True,)
+    limit = planner(model, 2 * planned.tile, ranks, budget, state_on_host=away).limit(planned.doubled)
     return str(limit)

@@ -27,14 +27,24 @@ BATCH = 4
 """Tiles of a step, each a microbatch of its own."""
 CLASSES = 2
 GIB = 2**30
+HOST = {1: 15.5, 2: 7.75, 4: 4.5}
+"""Ranks -> GiB of this machine that each may fill as a host: it has 23, and the ranks' devices are in them, too."""
 
 
-def planner(model: str, px: int, ranks: int, budget: int, batch: int = BATCH) -> Planner:
-    """For ranks of ``budget`` usable bytes each, and ``batch`` tiles a step."""
+def planner(
+    model: str, px: int, ranks: int, budget: int, batch: int = BATCH, *, state_on_host: bool = False
+) -> Planner:
+    """For ranks of ``budget`` usable bytes each, and ``batch`` tiles a step.
+
+    Args:
+        state_on_host: the optimizer and its state are there.
+    """
     link = link_named("shared-memory")
     cluster = Cluster("a budget", budget, ranks, float(ranks), link, link, 1e10, "cpu")
     cluster = dataclasses.replace(cluster, memory_bytes=cluster.needed_bytes(budget))
-    return Planner(Workload(model, px, CLASSES).task(batch, _nominal), cluster)
+    cluster = dataclasses.replace(cluster, host_bytes=HOST[ranks] * GIB)
+    task = Workload(model, px, CLASSES).task(batch, _nominal)
+    return Planner(dataclasses.replace(task, slots=0) if state_on_host else task, cluster)
 
 
 def _nominal(graph: LayerGraph) -> Callable[[int], Costs]:
@@ -45,15 +55,17 @@ def _nominal(graph: LayerGraph) -> Callable[[int], Costs]:
     return costs
 
 
-def settings_of(row: Row, ranks: int, batch: int = BATCH) -> dict[str, Any]:
+def settings_of(row: Row, ranks: int, batch: int = BATCH, *, state_on_host: bool = False) -> dict[str, Any]:
     """Of the strategy of ``row``, as JSON holds them."""
     asked = StrategySettings(parallel="single", ranks=ranks, batch=batch, device="cpu", precision="fp32")
-    return dataclasses.asdict(follow(asked, row))
+    state = "optimizer" if state_on_host else "none"
+    return {**dataclasses.asdict(follow(asked, row)), "offload_state": state}
 
 
 def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savings) -> Row | None:
-    """The leanest candidate of a strategy with microbatches of one tile, its stages spread over all ranks."""
-    made = planner(model, px, ranks, budget)
+    """The leanest candidate of a strategy with microbatches of one tile, its stages spread over all ranks. Where
+    activations go to the host, the optimizer is there, too."""
+    made = planner(model, px, ranks, budget, state_on_host=savings.offload == (True,))
     depth = None if name in WHOLE else ranks
     rows = [row for row in made.rows([name], ranks=ranks, depth=depth, m=BATCH, savings=savings) if not row.refused]
     return min(rows, key=lambda row: (row.over_bytes, max(row.peak_bytes)), default=None)

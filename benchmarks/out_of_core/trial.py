@@ -114,8 +114,11 @@ def _constant(engine: Any) -> list[Tensor]:
     """Parameters and the optimizer's state."""
     whole = hasattr(engine, "optimizer")
     optimizer = engine.optimizer if whole else engine._work.update.optimizer
+    if (engine._host if whole else engine._work.update._host) is not None:
+        optimizer = None  # on the host
     modules = [engine.module] if whole else [stage.module for stage in engine._work.stages.values()]
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    states = optimizer.state.values() if optimizer else ()
+    state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
     return [*(parameter for module in modules for parameter in module.parameters()), *state]
 
 
