@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from parallel.comm.communicator import Communicator, agree
 from parallel.step import Microbatch, Wants
@@ -73,10 +74,13 @@ class RankReading:
 
 
 def microbatches_of(feed: DeviceFeed, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:
-    """``batch`` in parts of ``sizes`` tiles, made on the device one at a time."""
+    """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here."""
     height, width = batch.images.shape[1:3]
-    for size, (images, targets) in zip(sizes, feed.microbatches(batch, sizes), strict=True):
-        yield Microbatch(images, targets, (size, 3, height, width))
+
+    def made(size: int, part: tuple[Tensor | None, Tensor | None]) -> Microbatch:
+        return Microbatch(*part, (size, 3, height, width))
+
+    return map(made, sizes, feed.microbatches(batch, sizes))
 
 
 def sizes_of_part(batch: Batch, largest: int) -> list[int]:

@@ -112,8 +112,9 @@ class DataParallelEngine:
         measured = torch.zeros((2, self._m), dtype=torch.float64)
         losses, sizes = measured
         self._statistics.begin_step(self._m)
-        for i, microbatch in zip(self.share, microbatches, strict=True):
-            losses[i], sizes[i] = self._accumulate(i, microbatch, step), microbatch.shape[0]
+        source = iter(microbatches)
+        for i in self.share:
+            losses[i], sizes[i] = self._accumulate(i, next(source), step)
         self._statistics.end_step()
         tiles = int(sizes.sum())
         self._communicator.all_reduce(measured)
@@ -130,8 +131,8 @@ class DataParallelEngine:
             self.optimizer.step()
         return StepResult(loss=float(losses @ (sizes / self._batch)), tiles=tiles)
 
-    def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
-        """Forward and backward of microbatch ``i``; its own mean loss is returned, on the CPU."""
+    def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
+        """Forward and backward of microbatch ``i``; gives its own mean loss, on the CPU, and its tiles."""
         assert self._replica is not None, "step after close"
         last = i == self.share[-1]
         # Gradients are exchanged once a step, by the last backward; the others only add up locally.
@@ -139,13 +140,15 @@ class DataParallelEngine:
         with waits:
             loss = self._forward(i, microbatch, step)
             # DistributedDataParallel divides by the number of ranks; the global mean weighs every tile alike.
-            weight = microbatch.shape[0] * self._communicator.world / self._batch
+            tiles = microbatch.shape[0]
+            weight = tiles * self._communicator.world / self._batch
+            del microbatch  # its images live on where autograd needs them
             # The mean over several ranks comes after a gradient has been added.
             if last and self._host is not None and self._communicator.world == 1:
                 self._host.arm(self._learning_rate)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
         self._keeper.landed(i)
-        return loss.detach().cpu()
+        return loss.detach().cpu(), tiles
 
     def _forward(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
         """The loss of microbatch ``i``."""

@@ -79,7 +79,7 @@ class FullyShardedEngine(DataParallelEngine):
     def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
         return self._shards.forward
 
-    def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
+    def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
         last = i == self.share[-1]
         self._shards.reduce_gradients(False)
         if last and self._idle:
@@ -88,7 +88,7 @@ class FullyShardedEngine(DataParallelEngine):
         self._shards.reduce_gradients(last)
         loss = self._forward(i, microbatch, step)
         (loss * (microbatch.shape[0] / self._batch)).backward()  # type: ignore[no-untyped-call]
-        return loss.detach().cpu()
+        return loss.detach().cpu(), microbatch.shape[0]
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:

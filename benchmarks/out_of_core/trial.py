@@ -29,7 +29,7 @@ from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import gather_objects
 from parallel.live_bytes import LiveBytes
 from parallel.microbatch import microbatch_seed
-from parallel.step import Microbatch, TrainingEngine
+from parallel.step import Microbatch, TrainingEngine, Wants
 
 LR = 1e-3
 SMALL = 64
@@ -46,15 +46,16 @@ def targets_of(output_is_pixels: bool, px: int) -> Tensor:
 
 def microbatches(engine: Any, case: dict[str, Any]) -> Iterator[Microbatch]:
     """Tiles of this rank, each drawn from its number when it is asked for."""
-    px = case["px"]
-    for i in engine.share:
-        wants = engine.wants(i)
-        images = None
-        if wants.images:
-            generator = torch.Generator().manual_seed(microbatch_seed(0, 0, i) >> 1)
-            images = torch.randn((1, 3, px, px), generator=generator).contiguous(memory_format=torch.channels_last)
-        targets = targets_of(case["model"].startswith("unet"), px) if wants.targets else None
-        yield Microbatch(images, targets, (1, 3, px, px))
+    return (_microbatch(i, engine.wants(i), case) for i in engine.share)
+
+
+def _microbatch(i: int, wants: Wants, case: dict[str, Any]) -> Microbatch:
+    shape, images = (1, 3, case["px"], case["px"]), None
+    if wants.images:
+        generator = torch.Generator().manual_seed(microbatch_seed(0, 0, i) >> 1)
+        images = torch.randn(shape, generator=generator).contiguous(memory_format=torch.channels_last)
+    targets = targets_of(case["model"].startswith("unet"), case["px"]) if wants.targets else None
+    return Microbatch(images, targets, shape)
 
 
 def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:

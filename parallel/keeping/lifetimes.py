@@ -86,8 +86,6 @@ class Lifetimes:
             self.unkept.append(Span(begin, last, size))
         if entered and moves:
             self.host_inputs += size
-        if self._moves and any(made < 0 for made, _ in piece.used):
-            self.spans.append(Span(0, passes.end - 1, size))  # whoever feeds the model holds what it has fed last
         if entered and not self._moves:  # the stage holds what it is given
             self._hold(size, begin, passes.end - 1, entered)
         elif moves and (kept or entering):
