@@ -100,6 +100,17 @@ class LayerGraph:
                 last[self.position[name]] = position
         return tuple(last)
 
+    @functools.cached_property
+    def freed_bytes(self) -> tuple[int, ...]:
+        """By position: of what a layer keeps and no layer before it; its backward pass is the last to need that."""
+        seen: set[int] = set()
+        found = []
+        for layer in self.layers:
+            own = {number: size for number, size in layer.saved if number not in seen}
+            seen |= own.keys()
+            found.append(sum(own.values()))
+        return tuple(found)
+
     def can_cut(self, position: int) -> bool:
         """True when a stage may end before ``layers[position]``."""
         return not any(first < position <= last for first, last in self.inseparable)

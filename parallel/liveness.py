@@ -142,9 +142,10 @@ class _Gradients:
             self._roots[name] = root
             return
         if own.held > 1 or own.pinned or not own.whole:
-            # The sum is a third tensor; the layer's own gradient is gone by then.
+            # The sum is a third tensor; the layer's own gradient and what it kept are gone by then.
             if not shared:
-                yield Span(position, position, max(0, size - layer.output_bytes))
+                gone = layer.output_bytes + self._graph.freed_bytes[position]
+                yield Span(position, position, max(0, size - gone))
             yield from self._let_go(position, name)
             self._roots[name] = _Root(position, size, held=1)
         elif not shared:
