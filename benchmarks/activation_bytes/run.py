@@ -28,6 +28,7 @@ from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.cut import cut_stage
+from parallel.keeping.rule import KEEP_ALL, Keeping
 from parallel.partition import partition_equal
 from parallel.schedules.registry import SCHEDULES
 from parallel.simulate import simulate
@@ -63,7 +64,8 @@ class Case:
     def strategy(self) -> Strategy:
         chunks = 2 if SCHEDULES[self.schedule].chunks else 1
         m = 2 if self.schedule == "mast" else M
-        return Strategy(self.schedule, self.depth, self.depth, m, chunks=chunks, recompute=self.recompute)
+        keeping = Keeping("stage") if self.recompute else KEEP_ALL
+        return Strategy(self.schedule, self.depth, self.depth, m, chunks=chunks, keeping=keeping)
 
     @property
     def name(self) -> str:
