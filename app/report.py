@@ -160,10 +160,15 @@ def _figures(files: RunFiles) -> str:
     if known.get("pixels_per_second") is not None:
         known["megapixels_per_second"] = known["pixels_per_second"] / 1e6
     return facts(
-        (name, (format_value(known[key]) if isinstance(known[key], int) else format_setting(key, known[key])) + unit)
+        (name, (format_value(value) if _counted(key, value) else format_setting(key, value)) + unit)
         for key, (name, unit) in FIGURES.items()
-        if known.get(key) is not None
+        if (value := known.get(key)) is not None
     )
+
+
+def _counted(key: str, value: Any) -> bool:
+    """A number of things, shown with its digits in groups; not of bytes, which have units."""
+    return isinstance(value, int) and not key.endswith("_bytes")
 
 
 def _score_facts(files: RunFiles) -> str:

@@ -199,3 +199,10 @@ def test_command_names_the_file_it_cannot_read(run, capsys):
 def test_report_needs_no_torch(run):
     code = f"import sys; from app.report import main; main([{str(run)!r}]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bytes_have_units(run):
+    write_summary(run, device_bytes=[3 << 20, 5 << 20], memory_limit_bytes=60 << 20)
+    told = text(run)
+    assert "Memory that a rank may take 60 MiB" in told
+    assert "Tensors on the device at most, by rank 3 MiB, 5 MiB" in told
