@@ -132,7 +132,8 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = json.loads(OUT.read_text()) if OUT.exists() else {}
     wanted = chosen(arguments.only)
     if not wanted:
-        parser.error(f"--only names no cell; got {' '.join(arguments.only)}: a cell is described as '{next(all_cells())}'")
+        asked = " ".join(arguments.only)
+        parser.error(f"--only names no cell; got {asked}: a cell is described as '{next(all_cells())}'")
     for cell in wanted:
         known = str(cell) in found and found[str(cell)]["status"] != "failed"
         if arguments.known or (known and not arguments.again):
