@@ -67,7 +67,12 @@ class TrainingLoop:
         self._batches = session.feed.ahead_of(iter(session.stream))
         self.outcome = Outcome(Throughput(session.config.strategy.batch))
         strategy = session.config.strategy
-        self.memory = MemoryLimit(strategy.memory_bytes, session.placement.device, counts=not strategy.compile)
+        self.memory = MemoryLimit(
+            strategy.memory_bytes,
+            session.placement.device,
+            counts=not strategy.compile,
+            stops=strategy.memory_excess == "stop",
+        )
         self.memory.impose()
         if session.config.resume:
             self._restore()

@@ -1,7 +1,8 @@
 """``--memory`` of a run: on a GPU the allocator keeps to it, on a CPU the first steps are checked against it.
 
 Takes the limit and the device of a rank; gives the bytes that a device would have held, and what to say of them. A CPU
-has no memory of its own to run out of, so its tensors are counted (``parallel.live_bytes``) and nothing is refused.
+has no memory of its own to run out of, so its tensors are counted (``parallel.live_bytes``); unless asked to stop as a
+GPU would, a run that takes more is only warned of.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class MemoryLimit:
     Args:
         limit: bytes that it may take; None: as many as there are.
         counts: count on a CPU; not compiled stages, which what watches every operation would keep from being compiled.
+        stops: on a CPU, fail where a GPU of that size would.
     """
 
-    def __init__(self, limit: int | None, device: torch.device, *, counts: bool = True) -> None:
+    def __init__(self, limit: int | None, device: torch.device, *, counts: bool = True, stops: bool = False) -> None:
         self.limit = limit
+        self._stop_at = limit if stops else None
         self._device = device
         self._left = CHECKED if device.type == "cpu" and counts else 0
         self._peak: int | None = None
@@ -52,11 +55,13 @@ class MemoryLimit:
             yield
             return
         self._left -= 1
-        live = LiveBytes()
-        live.add(held)
-        with live:
-            yield
-        self._peak = max(self._peak or 0, live.peak_bytes)
+        live = LiveBytes(self._stop_at)
+        try:
+            live.add(held)
+            with live:
+                yield
+        finally:
+            self._peak = max(self._peak or 0, live.peak_bytes)
 
     @property
     def device_bytes(self) -> int | None:
@@ -66,7 +71,7 @@ class MemoryLimit:
         return self._peak
 
     def fault(self) -> str:
-        """What to say when a GPU has no memory left."""
+        """What to say when a device has no memory left."""
         within = f" within --memory {bytes_text(self.limit)}" if self.limit is not None else ""
         return f"out of memory on {self._device}{within}: {HELP}; `python -m app.plan --largest-tile` says what fits"
 

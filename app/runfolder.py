@@ -35,6 +35,7 @@ FREE_TO_CHANGE = frozenset(
         "shard_optimizer",
         "compile",
         "memory",
+        "memory_excess",
         "device",
         "timeout_s",
         "read_threads",

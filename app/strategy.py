@@ -49,6 +49,8 @@ class StrategySettings:
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
     and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
     this machine has."""
+    memory_excess: Literal["warn", "stop"] = "warn"
+    """A run on a CPU whose tensors take more than --memory: warn at its end, or stop where a GPU of that size would."""
     ranks: int = 1
     """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
     stages: int | None = None
@@ -158,6 +160,8 @@ class StrategySettings:
         found += self._option_faults() + keeping_faults(self)
         if self.memory is not None and self.memory_bytes is None:
             found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
+        if self.memory_excess == "stop" and self.memory is None:
+            found.append("--memory-excess stop holds a run against --memory; give that, too")
         if not self.timeout_s > 0:
             found.append(f"--timeout-s must be above 0; got {self.timeout_s:g}")
         return found

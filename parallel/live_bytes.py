@@ -42,13 +42,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     What was there before, as the numbers of a tile just read, does not count unless ``add`` is given it.
 
+    Args:
+        limit: an operation after which more bytes live raises ``torch.OutOfMemoryError``, as one that cannot get its
+            memory does on a GPU; None: counts only.
+
     Attributes:
         peak_bytes: the most that lived while one operation ran, its results included, since the start or
             ``reset_peak``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.limit = limit
         self.peak_bytes = 0
         # By address, which a weak reference keeps from being given to another storage; False if left out.
         self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
@@ -94,6 +99,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _notice(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
+        if self.limit is not None and self.peak_bytes > self.limit:
+            raise torch.OutOfMemoryError(f"tensors take {self.peak_bytes} bytes of {self.limit}")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -50,6 +50,33 @@ def test_the_first_steps_are_counted_on_a_cpu() -> None:
     assert compiled.device_bytes is None
 
 
+def test_a_cpu_stops_where_a_gpu_of_that_size_would() -> None:
+    held = torch.ones(NUMBERS)
+    limit = 4 * MIB
+    warned, stopped = MemoryLimit(limit, CPU), MemoryLimit(limit, CPU, stops=True)
+    for memory in (warned, stopped):
+        with memory.watching([held]):
+            torch.ones(3 * NUMBERS)
+    with warned.watching([held]):
+        torch.ones(4 * NUMBERS)
+    with pytest.raises(torch.OutOfMemoryError, match="5242880 bytes of 4194304"), stopped.watching([held]):
+        torch.ones(4 * NUMBERS)
+    assert stopped.device_bytes == warned.device_bytes == 5 * MIB
+    assert "out of memory on cpu within --memory 4 MiB" in stopped.fault()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_takes_more_than_its_memory_stops(
+    train: Train, classify_slides: Path, tmp_path: Path, ranks: int
+) -> None:
+    out = tmp_path / "run"
+    asked = ("--memory", "2MiB", "--memory-excess", "stop", "--parallel", "single" if ranks == 1 else "ddp")
+    done = train("--slides", classify_slides, *QUICK, *asked, "--ranks", ranks, "--steps", 3, "--out", out)
+    assert done.returncode == 1
+    assert "out of memory on cpu within --memory 2 MiB" in done.stdout + done.stderr
+    assert not (out / "checkpoints" / "last.pt").exists()
+
+
 def test_an_engine_holds_parameters_gradients_and_state() -> None:
     module = nn.Linear(512, 512, bias=False)
     optimizer = torch.optim.AdamW(module.parameters())
