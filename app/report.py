@@ -7,7 +7,6 @@ overlays, settings, environment, and how to run it again. ``python -m app.report
 from __future__ import annotations
 
 import base64
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,9 +26,12 @@ from app.page import (
     card,
     document,
     facts,
+    facts_in_two,
     flattened,
     format_bytes,
     format_setting,
+    pair,
+    save,
     section,
     table,
 )
@@ -54,6 +56,7 @@ FIGURES = {
     "peak_resident_bytes": ("Peak resident set, by rank", ""),
     "device_bytes": ("Tensors on the device at most, by rank", ""),
     "memory_limit_bytes": ("Memory that a rank may take", ""),
+    "sent_bytes": ("Sent in a step, by rank", ""),
     "wall_s": ("Duration", ""),
     "final_loss": ("Training loss, last step", ""),
 }
@@ -71,12 +74,7 @@ def write_report(run: Path) -> Path:
         RunError: ``run`` is no run folder, or a file in it cannot be understood.
         OSError: the page cannot be written.
     """
-    files = read_run(run)
-    path = run / "report.html"
-    temporary = run / "report.tmp"
-    temporary.write_text(render(files), encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+    return save(run / "report.html", render(read_run(run)))
 
 
 def render(files: RunFiles) -> str:
@@ -86,14 +84,14 @@ def render(files: RunFiles) -> str:
         _headline(files, name),
         _card_row(_cards(files)),
         section("Curves", _grid(curves(files.metrics, files.validation))),
-        section("One step, by rank", files.schedule),
+        section("One step, by rank", f'<div class="timeline">{files.schedule}</div>' if files.schedule else ""),
         section("Classes and slides", class_table(files.predictions), slide_table(files.predictions)),
         section("Data", split_table(files.splits, files.summary.get("classes") or []), _overlays(files)),
         section("Failed slides", _failed(files)),
-        section("Figures", _pair(_figures(files), _score_facts(files))),
+        section("Figures", pair(_figures(files), _score_facts(files))),
         section("Run it again", f"<pre>{escape(_command(files))}</pre>"),
-        section("Settings", _in_two(flattened(files.config))),
-        section("Environment", _in_two(flattened(files.environment))),
+        section("Settings", facts_in_two(flattened(files.config))),
+        section("Environment", facts_in_two(flattened(files.environment))),
         section("End of the log", f"<pre>{escape(chr(10).join(files.log_end))}</pre>" if files.log_end else ""),
     ]
     return document(f"{name} · MegaTile", "\n".join(part for part in parts if part))
@@ -180,16 +178,6 @@ def _score_facts(files: RunFiles) -> str:
     if files.summary.get("checkpoint"):
         found.append(("Checkpoint", str(files.summary["checkpoint"])))
     return facts(found)
-
-
-def _in_two(pairs: list[tuple[str, str]]) -> str:
-    """Pairs in two tables side by side, one below the other on a phone."""
-    half = (len(pairs) + 1) // 2
-    return _pair(facts(pairs[:half]), facts(pairs[half:]))
-
-
-def _pair(left: str, right: str) -> str:
-    return f'<div class="pair">{left}{right}</div>' if left or right else ""
 
 
 def _failed(files: RunFiles) -> str:

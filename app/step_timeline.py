@@ -7,6 +7,7 @@ step as simulated from its own stage times above the step as measured, and ``tra
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from app.launcher import find_launch
@@ -22,14 +23,31 @@ from parallel.step import TrainingEngine
 from parallel.timeline import Timeline
 
 
-def write_step(engine: TrainingEngine, communicator: Communicator, name: str, folder: Path) -> Timeline | None:
+@dataclass(frozen=True)
+class StepRecord:
+    """One step: as it was measured, and as simulated from its own stage times with messages that take no time."""
+
+    measured: Timeline
+    simulated: Timeline
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of the measured step, by what a rank does on average: ``compute``; ``bubble``, which the schedule has with
+        stages that take as long as these; ``transfer``, all that comes on top: messages, and waiting for them."""
+        measured, simulated = self.measured, self.simulated
+        compute = sum(map(measured.busy_s, measured.spans)) / len(measured.spans)
+        bubble = max(0.0, min(simulated.bubble * simulated.makespan_s, measured.makespan_s - compute))
+        return {"compute": compute, "bubble": bubble, "transfer": measured.makespan_s - compute - bubble}
+
+
+def write_step(engine: TrainingEngine, communicator: Communicator, name: str, folder: Path) -> StepRecord | None:
     """Write the last step of ``engine`` into ``folder``. Every rank calls it.
 
     Args:
         name: of the strategy.
 
     Returns:
-        The measured step, on rank 0 of an engine that splits the model; None elsewhere, and where ranks are on several
+        The step, on rank 0 of an engine that splits the model; None elsewhere, and where ranks are on several
         machines, whose clocks differ.
     """
     launch = find_launch()
@@ -50,4 +68,4 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     picture = schedule_svg(simulated, title=f"{name}: simulated from its stage times, and measured", compare=measured)
     (folder / "schedule.svg").write_text(picture)
     (folder / "trace.json").write_text(json.dumps(chrome_trace({"simulated": simulated, "measured": measured})))
-    return measured
+    return StepRecord(measured, simulated)

@@ -16,7 +16,7 @@ from app.memory_limit import MemoryLimit, excess
 from app.report import write_report
 from app.runfolder import RunFolder
 from app.session import Session
-from app.step_timeline import write_step
+from app.step_timeline import StepRecord, write_step
 from app.throughput import peak_resident_bytes
 
 log = logging.getLogger(__name__)
@@ -46,22 +46,28 @@ class RunSummary:
 
     def finished(self, peak_bytes: int) -> None:
         """The run came to its end, or was interrupted and saved. Called by all ranks."""
-        peaks = torch.zeros((3, self._communicator.world), dtype=torch.int64)
-        own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0]
+        peaks = torch.zeros((4, self._communicator.world), dtype=torch.int64)
+        own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
         peaks[:, self._communicator.rank] = torch.tensor(own)
         self._communicator.all_reduce(peaks)
         session = self._session
         step = write_step(session.engine, self._communicator, session.config.strategy.name, self._folder.path)
         if self._communicator.rank == 0:
-            self._write(self._outcome.status, peaks.tolist(), None, step.bubble if step else None)
+            self._write(self._outcome.status, peaks.tolist(), None, step)
 
     def failed(self, error: str, peak_bytes: int) -> None:
         """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
         if self._communicator.rank == 0:
-            self._write("failed", [[peak_bytes], [peak_resident_bytes()], [self._memory.device_bytes or 0]], error)
+            device_bytes = self._memory.device_bytes or 0
+            self._write("failed", [[peak_bytes], [peak_resident_bytes()], [device_bytes], []], error)
 
-    def _write(self, status: str, peaks: list[list[int]], error: str | None, bubble: float | None = None) -> None:
-        summary = {**self._figures(status, peaks, error), "bubble": bubble}
+    def _write(self, status: str, peaks: list[list[int]], error: str | None, step: StepRecord | None = None) -> None:
+        summary = {
+            **self._figures(status, peaks, error),
+            "bubble": step.measured.bubble if step else None,
+            "bubble_predicted": step.simulated.bubble if step else None,
+            "step_seconds": step.seconds if step else None,
+        }
         self._folder.write_json("summary.json", summary)
         page = write_report(self._folder.path)
         speed, twin = summary["images_per_second"], summary["images_per_second_no_data"]
@@ -108,6 +114,7 @@ class RunSummary:
             "peak_resident_bytes": peaks[1],
             "device_bytes": peaks[2] if any(peaks[2]) else None,
             "memory_limit_bytes": self._memory.limit,
+            "sent_bytes": peaks[3] or None,
             "final_loss": outcome.loss,
             "metrics": outcome.metrics,
             "best": outcome.best,

@@ -25,6 +25,7 @@ from parallel.keeping.rule import Keeping
 from parallel.keeping.surroundings import surroundings
 from parallel.microbatch import microbatch_seed, share_of
 from parallel.randomness import drawing
+from parallel.sent_bytes import sum_bytes
 from parallel.stage_module import Run, SegmentRun, StageModule
 from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, set_learning_rate
 from parallel.update import parameters_and_gradients, state_of
@@ -205,6 +206,11 @@ class DataParallelEngine:
     def gradients(self) -> dict[str, Tensor]:
         """Of the global batch's mean loss, by name of the parameter; after a step."""
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    @property
+    def sent_in_step(self) -> int:
+        gradients = sum(p.grad.nbytes for p in self.module.parameters() if p.grad is not None)
+        return sum_bytes(gradients, self._communicator.world)
 
     def state_dict(self) -> dict[str, Any]:
         if self._communicator.rank > 0:

@@ -71,6 +71,7 @@ class Engine:
         self._finishing = frozenset(last_backwards(self._actions))
         self._learning_rate = 0.0
         self._spans: list[Span] = []
+        self._sent_in_step = 0
         self._shapes = ""
         self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
 
@@ -93,9 +94,11 @@ class Engine:
         for exchange in work.exchanges.values():
             exchange.begin_step()
         self._spans = []
+        sent = sum(self.bytes_sent.values())
         losses = self._walk(Feed(microbatches, self.share), step)
         tiles = int(losses[1].sum())
         work.messenger.finish()
+        self._sent_in_step = sum(self.bytes_sent.values()) - sent
         for exchange in work.exchanges.values():
             exchange.finish()
         for number in sorted(work.stages):
@@ -139,6 +142,10 @@ class Engine:
     def bytes_sent(self) -> Mapping[int, int]:
         """Rank -> bytes of values and gradients that this rank has sent to it as messages since it was made."""
         return self._work.messenger.bytes_sent
+
+    @property
+    def sent_in_step(self) -> int:
+        return self._sent_in_step + sum(exchange.sent_bytes for exchange in self._work.exchanges.values())
 
     def state_dict(self) -> dict[str, Any]:
         return self._work.canonical.gather()

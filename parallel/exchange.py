@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from parallel.action import Action, Kind
 from parallel.comm.communicator import Communicator, Work
+from parallel.sent_bytes import sum_bytes
 
 BUCKET_BYTES = 25 << 20
 
@@ -70,6 +71,11 @@ class GradientExchange:
             for number, parameter in enumerate(bucket.parameters):
                 hook = _hook(weakref.ref(self), place, number)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def sent_bytes(self) -> int:
+        """That this rank sends in a step."""
+        return sum(sum_bytes(bucket.flat.nbytes, self._communicator.world) for bucket in self.buckets)
 
     def begin_step(self) -> None:
         """Zero the gradients."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from parallel.comm.communicator import Communicator
 from parallel.data_parallel import DataParallelEngine
 from parallel.microbatch import share_of
+from parallel.sent_bytes import part_bytes
 from parallel.sharding_units import sharding_units
 from parallel.step import Loss, Microbatch
 from parallel.update import MakeOptimizer
@@ -122,6 +123,14 @@ class FullyShardedEngine(DataParallelEngine):
     def gradients(self) -> dict[str, Tensor]:
         """Of the global batch's mean loss, whole, by name of the parameter; after a step. Every rank takes part."""
         return {name: self._shards.whole(gradient) for name, gradient in super().gradients().items()}
+
+    @property
+    def sent_in_step(self) -> int:
+        """Parameters are gathered by every forward and every backward pass, gradients summed once."""
+        world = self._communicator.world
+        passes = len(share_of(0, world, self._m))
+        model = sum(p.nbytes for p in self.module.parameters())
+        return (2 * passes + 1) * part_bytes(model, world)
 
     def state_dict(self) -> dict[str, Any]:
         model = {key: self._kept(value) for key, value in self.module.state_dict().items()}

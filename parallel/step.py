@@ -111,6 +111,12 @@ class TrainingEngine(Protocol):
         """All that lies on this rank's device between two steps: parameters, buffers, gradients, optimizer state."""
         ...
 
+    @property
+    def sent_in_step(self) -> int:
+        """Bytes that this rank sent in the last step: values and gradients as messages, and its part of the sums of
+        gradients as a ring sends them."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state: ``model`` and ``optimizer`` as the plain module and a plain
         optimizer over its parameters give them, whatever the strategy. Every rank takes part; only rank 0 gets it,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 import torch
 
 from app.step_timeline import write_step
@@ -25,8 +26,12 @@ def steps() -> list[Batch]:
 def test_schedule_picture_and_trace_are_of_the_step(tmp_path: Path) -> None:
     engine = build(LocalCommunicator(), "skips", Strategy("1f1b", 1, 1, 3), steps())
     train(engine, steps())
-    timeline = write_step(engine, LocalCommunicator(), "1f1b", tmp_path)
-    assert timeline is not None
+    step = write_step(engine, LocalCommunicator(), "1f1b", tmp_path)
+    assert step is not None
+    timeline = step.measured
+    assert sum(step.seconds.values()) == pytest.approx(timeline.makespan_s)
+    assert step.seconds["compute"] == pytest.approx(timeline.busy_s(0))
+    assert step.simulated.bubble == pytest.approx(0.0)
     actions = from_csv((tmp_path / "schedule.csv").read_text())
     assert [str(action) for action in actions[0]] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
     assert [str(span.action) for span in timeline.spans[0]] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
