@@ -1,0 +1,227 @@
+"""``app.bench``: cases, rows, claims, and a whole small benchmark as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import bench
+from app.bench import BenchCommand
+from app.config import DataSettings
+from app.trials.case import Case, cases_of, parse_strategy
+from app.trials.row import compare, row_of
+from app.trials.trial import Trial, run_trial
+from tests.app.conftest import ROOT, train_environment
+
+TINY = ("--model", "tests.helpers.tiny_models:classifier", "--mpp", "0.5", "--twin-steps", "1")
+
+
+def case(label: str, ranks: int = 2, **more: Any) -> Case:
+    name, savings = parse_strategy(label)
+    return Case(name, savings, ranks, 256, 4, 4, **more)
+
+
+def trial(speed: float, loss: float = 0.5, **more: Any) -> Trial:
+    summary = {
+        "images_per_second": speed,
+        "images_per_second_no_data": speed,
+        "pixels_per_second": speed * 256**2,
+        "data_wait_fraction": 0.1,
+        "global_batch": 4,
+        "precision": "fp32",
+        "strategy": "ddp",
+        "peak_memory_bytes": [5, 6],
+        **more,
+    }
+    return Trial("ok", "", summary, (loss, 0.1), 3.0)
+
+
+def rows(**found: list[Trial]) -> dict[str, dict[str, Any]]:
+    """By strategy, dots for plus signs."""
+    made = [row_of(case(name.replace("_", "+")), "m", trials, None) for name, trials in found.items()]
+    compare(made)
+    return {row["strategy"]: row for row in made}
+
+
+def test_strategies_are_named_with_what_they_save() -> None:
+    assert parse_strategy("master+offload+recompute") == ("master", ("recompute", "offload"))
+    assert case("ddp+recompute").label == "ddp + recompute"
+    with pytest.raises(ValueError, match=r"knows auto, single.*got 'dpp'"):
+        parse_strategy("dpp")
+    with pytest.raises(ValueError, match="recompute or offload; got 'speed'"):
+        parse_strategy("ddp+speed")
+
+
+def test_one_rank_runs_single_and_several_run_the_rest() -> None:
+    found = list(
+        cases_of(
+            ["single", "ddp", "gpipe+recompute"],
+            [256, 512],
+            [1, 2],
+            batch=4,
+            microbatches=2,
+            scaling="weak",
+            memory=None,
+        )
+    )
+    assert [one.name for one in found] == [
+        "256px_1x_single",
+        "256px_2x_ddp",
+        "256px_2x_gpipe+recompute",
+        "512px_1x_single",
+        "512px_2x_ddp",
+        "512px_2x_gpipe+recompute",
+    ]
+    assert [(one.batch, one.microbatches) for one in found[:3]] == [(4, 2), (8, 4), (8, 4)]
+    arguments = found[2].arguments
+    assert arguments[arguments.index("--recompute") + 1] == "block"
+
+
+def test_a_case_says_why_it_cannot_run() -> None:
+    assert case("ddp").refusal == ""
+    assert "mast computes 2 microbatches" in case("mast").refusal
+    assert "every microbatch a tile" in Case("gpipe", (), 2, 256, 1, 2).refusal
+    assert case("ddp", memory="2GiB").settings.memory_excess == "stop"
+
+
+def test_a_row_is_the_median_of_its_repeats() -> None:
+    row = row_of(case("gpipe"), "m", [trial(1.0), trial(4.0, peak_memory_bytes=[9, 1]), trial(2.0)], None)
+    assert (row["images_per_second"], row["images_per_second_range"]) == (2.0, [1.0, 4.0])
+    assert row["peak_memory_bytes"] == [9, 6]
+    assert row["time"] == {"compute": pytest.approx(1.8), "bubble": None, "transfer": None, "data": pytest.approx(0.2)}
+    split = trial(2.0, step_seconds={"compute": 1.0, "bubble": 0.5, "transfer": 0.1})
+    assert row_of(case("gpipe"), "m", [split], None)["time"]["transfer"] == pytest.approx(2 - 0.2 - 1.5)
+
+
+def test_one_repeat_that_fails_fails_the_row() -> None:
+    row = row_of(case("gpipe"), "m", [trial(1.0), Trial("failed", "it broke")], None)
+    assert (row["status"], row["reason"], row["images_per_second"]) == ("failed", "it broke", None)
+
+
+def test_claims_are_against_data_parallelism_on_the_same_work() -> None:
+    found = rows(ddp=[trial(1.0), trial(1.1)], gpipe=[trial(2.0), trial(2.1)], master=[trial(1.05), trial(0.9)])
+    assert found["ddp"]["claim"] == "1.05 images/s: the baseline"
+    assert found["gpipe"]["claim"] == "1.95x ddp on 2 ranks, ranges apart"
+    assert found["master"]["claim"] == "0.93x ddp on 2 ranks, ranges overlap"
+    assert found["gpipe"]["times_baseline"] == pytest.approx(2.05 / 1.05)
+    assert rows(ddp=[trial(1.0)], gpipe=[trial(2.0)])["gpipe"]["claim"].endswith("measured once")
+
+
+def test_where_data_parallelism_does_not_fit_images_per_second_stand_alone() -> None:
+    found = rows(ddp=[Trial("out-of-memory", "too much")], master_recompute=[trial(0.25)])
+    assert found["master + recompute"]["claim"] == "0.25 images/s where ddp is out of memory"
+    assert found["ddp"]["claim"] == "out of memory"
+    assert rows(gpipe=[trial(1.0)])["gpipe"]["claim"] == "1 images/s; no data-parallel baseline was run"
+
+
+def test_nothing_is_claimed_for_other_work() -> None:
+    found = rows(ddp=[trial(1.0)], gpipe=[trial(9.0, loss=0.51)], master=[trial(9.0, loss=0.5 + 1e-7)])
+    assert found["master"]["loss_matches"] is True
+    assert found["gpipe"]["loss_matches"] is False
+    assert "nothing is claimed" in found["gpipe"]["claim"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"steps": 2}, "--steps must be at least 3"),
+        ({"ranks": (2, 2)}, "each once; got 2 2"),
+        ({"tiles": ()}, "--tiles takes one or more"),
+        ({"strategies": ("ddp", "dpp")}, "got 'dpp'"),
+        ({"memory": "2 GB"}, "--memory takes a size"),
+        ({"microbatches": 9}, "--microbatches must be 1 to --batch 8"),
+        ({"ranks": (1,), "strategies": ("ddp",)}, "nothing to measure"),
+    ],
+)
+def test_wrong_settings_are_told(settings: dict[str, Any], fault: str) -> None:
+    found = BenchCommand(DataSettings(Path("slides")), **settings).validate()
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+def test_a_launcher_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert "start it once" in BenchCommand(DataSettings(Path("slides"))).validate()[0]
+
+
+def test_out_of_memory_is_a_result_and_so_is_a_hang(classify_slides: Path, tmp_path: Path) -> None:
+    shared = ["--slides", str(classify_slides), "--model", "tests.helpers.tiny_models:classifier", "--steps", "3"]
+    (tmp_path / "tiles").mkdir()
+    one = Case("single", (), 1, 256, 4, 2, memory="2MiB")
+    found = run_trial(one, shared, tmp_path / "tiles", tmp_path / "small", 120)
+    assert found.status == "out-of-memory"
+    assert "--memory 2 MiB" in found.reason
+    assert Trial.load(tmp_path / "small" / "trial.json") == found
+    hung = run_trial(one, shared, tmp_path / "tiles", tmp_path / "late", 0.1)
+    assert (hung.status, hung.reason[:15]) == ("failed", "not done after ")
+
+
+@pytest.mark.slow
+def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bench"
+    asked = [
+        *TINY,
+        "--slides",
+        str(classify_slides),
+        "--tiles",
+        "256",
+        "--batch",
+        "4",
+        "--steps",
+        "3",
+        "--out",
+        str(out),
+    ]
+    asked += ["--ranks", "1", "2", "--repeats", "1"]
+    first = bench_run(*asked, "--strategies", "single", "ddp", "mast")
+    assert first.returncode == 0, first.stderr
+    assert "mast computes 2 microbatches" in first.stdout
+    refused = bench_run(*asked, "--strategies", "single")
+    assert refused.returncode == 2
+    assert "--resume" in refused.stderr
+    second = bench_run(*asked, "--strategies", "single", "ddp", "mast", "master", "--resume")
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.count("images/s (") == 1  # the one that was added
+    found = json.loads((out / "bench.json").read_text())
+    assert [(row["strategy"], row["status"]) for row in found["rows"]] == [
+        ("single", "ok"),
+        ("ddp", "ok"),
+        ("mast", "cannot"),
+        ("master", "ok"),
+    ]
+    single, ddp, _, master = found["rows"]
+    assert ddp["loss_matches"] is True
+    assert master["loss_matches"] is True
+    assert len(master["peak_memory_bytes"]) == len(master["device_bytes"]) == len(master["bytes_sent"]) == 2
+    assert 0 < master["bubble_predicted"] < 1
+    assert (out / master["schedule_svg"]).exists()
+    assert single["baseline"] is None
+    assert master["times_baseline"] == pytest.approx(master["images_per_second"] / ddp["images_per_second"])
+    assert "x ddp on 2 ranks" in second.stdout
+    assert (out / "report.html").exists()
+    assert not list(out.glob("trials/*/*/checkpoints"))
+
+
+def test_another_benchmark_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--slides", str(tmp_path), "--out", str(tmp_path / "out"), "--tiles", "256", "--ranks", "1"]
+    assert bench.main([*asked, "--strategies", "single"]) == 1  # no slides: nothing ran, which is written down
+    assert "cannot" in capsys.readouterr().out
+    assert bench.main([*asked, "--strategies", "single", "--resume", "--batch", "2"]) == 2
+    assert "batch: the benchmark has 8, asked is 2" in capsys.readouterr().err
+
+
+def bench_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "app.bench", *arguments],
+        cwd=ROOT,
+        env=train_environment(),
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
