@@ -27,7 +27,7 @@ from parallel.microbatch import microbatch_seed, share_of
 from parallel.randomness import drawing
 from parallel.sent_bytes import sum_bytes
 from parallel.stage_module import Run, SegmentRun, StageModule
-from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, set_learning_rate
+from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, nothing, set_learning_rate
 from parallel.update import parameters_and_gradients, state_of
 
 
@@ -85,6 +85,7 @@ class DataParallelEngine:
         self._device = device or next(module.parameters()).device
         self._host = host
         self._learning_rate = 0.0
+        self._before_update = nothing
         self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
         self._keeper = keeper or Keeper(Keeping(), self._device)
@@ -128,6 +129,7 @@ class DataParallelEngine:
         if self._host is not None:
             self._host.apply(learning_rate)
         else:
+            self._before_update()
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
         return StepResult(loss=float(losses @ (sizes / self._batch)), tiles=tiles)
@@ -211,6 +213,15 @@ class DataParallelEngine:
     def sent_in_step(self) -> int:
         gradients = sum(p.grad.nbytes for p in self.module.parameters() if p.grad is not None)
         return sum_bytes(gradients, self._communicator.world)
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        if self._host is not None:
+            self._host.before_update = call
+        self._before_update = call
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.module.named_parameters(remove_duplicate=False))
 
     def state_dict(self) -> dict[str, Any]:
         if self._communicator.rank > 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -146,6 +146,13 @@ class Engine:
     @property
     def sent_in_step(self) -> int:
         return self._sent_in_step + sum(exchange.sent_bytes for exchange in self._work.exchanges.values())
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        self._work.update.before_update(call)
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(self._work.canonical.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         return self._work.canonical.gather()

@@ -117,6 +117,16 @@ class TrainingEngine(Protocol):
         gradients as a ring sends them."""
         ...
 
+    def before_update(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run in every step from now on before any parameter or optimizer state changes, on whatever
+        thread is about to change it; the step waits for it."""
+        ...
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        """Names in ``state_dict()["model"]`` of what only updates change; forward passes may change the others."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state: ``model`` and ``optimizer`` as the plain module and a plain
         optimizer over its parameters give them, whatever the strategy. Every rank takes part; only rank 0 gets it,
@@ -131,6 +141,10 @@ class TrainingEngine(Protocol):
     def close(self) -> None:
         """Let go of the communicator. No step can follow."""
         ...
+
+
+def nothing() -> None:
+    """What is called before an update, unless there is something to wait for."""
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

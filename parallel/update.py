@@ -18,7 +18,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import broadcast_tensors
 from parallel.keeping.copies import Copies
 from parallel.keeping.host_optimizer import HostOptimizer
-from parallel.step import set_learning_rate
+from parallel.step import nothing, set_learning_rate
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -71,6 +71,13 @@ class Update:
         self._unshared = tuple(unshared)
         self._held = tuple(held)
         self._copies = tuple(copies)
+        self._before_update = nothing
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """As of ``step.TrainingEngine``."""
+        if self._host is not None:
+            self._host.before_update = call
+        self._before_update = call
 
     def on_device(self) -> Iterator[Tensor]:
         """Parameters, gradients and optimizer state that are on the device between two steps."""
@@ -109,6 +116,7 @@ class Update:
         if scale != 1 and gradients:
             self.take_back()
             torch._foreach_mul_(gradients, scale)
+        self._before_update()
         if self._host is not None:
             self._host.apply(learning_rate)
         elif self.optimizer is not None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from parallel.keeping.copies import Copies, Mark
 from parallel.live_bytes import not_counted
-from parallel.step import set_learning_rate
+from parallel.step import nothing, set_learning_rate
 
 Before = tuple[Tensor, dict[str, Any] | None]
 """A parameter and its state in the optimizer before an update; None: it had none."""
@@ -40,6 +40,7 @@ class HostOptimizer:
 
     Attributes:
         owned: what the optimizer is over, by the names of ``parameters``.
+        before_update: is called on the thread that updates, each time before it does.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class HostOptimizer:
         self._parameters = dict(parameters)
         self._copies = copies
         self.resident = resident
+        self.before_update: Callable[[], None] = nothing
         self.owned = {name: self._on_host(parameter) for name, parameter in parameters.items()}
         self.optimizer = make_optimizer(list(self.owned.values()))
         self._versions: dict[str, int] = {}
@@ -194,6 +196,7 @@ class HostOptimizer:
             own.grad = self._gradients[name]
             names.append(name)
         if names:
+            self.before_update()
             self.optimizer.step()
         for name in names:
             self.owned[name].grad = None
