@@ -35,14 +35,14 @@ Values = NDArray[np.float64]
 class Series:
     """One line: ``x`` and ``y`` float64 (n,); ``colour`` is the number of the style sheet's colour.
 
-    ``kind``: line; faint, a line that stays behind the others; dots, a line with a mark at every value.
+    ``kind``: line; faint, a line that stays behind the others; dashed; dots, a line with a mark at every value.
     """
 
     name: str
     x: Values
     y: Values
     colour: int
-    kind: Literal["line", "faint", "dots"] = "line"
+    kind: Literal["line", "faint", "dashed", "dots"] = "line"
 
     @property
     def finite(self) -> NDArray[np.bool_]:

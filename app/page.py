@@ -7,8 +7,10 @@ link. Light and dark follow the reader's system, paper is always light, wide tab
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from app.charts import format_value
@@ -52,13 +54,14 @@ figcaption li.faint::before { opacity: .4; } figcaption li b { color: var(--ink)
 .c0 { --series: var(--c0); } .c1 { --series: var(--c1); } .c2 { --series: var(--c2); }
 .c3 { --series: var(--c3); } .c4 { --series: var(--c4); } .c5 { --series: var(--c5); }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums; }
-svg text.value { fill: var(--ink); font-weight: 600; paint-order: stroke; stroke: var(--card); stroke-width: 4px;
+.chart svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums; }
+.chart svg text.value { fill: var(--ink); font-weight: 600; paint-order: stroke; stroke: var(--card); stroke-width: 4px;
   stroke-linejoin: round; }
-svg line { stroke-width: 1; } .grid line.grid { stroke: var(--line); } line.axis { stroke: var(--soft); }
-svg path { fill: none; stroke: var(--series); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-svg path.faint { stroke-width: 1.2; opacity: .4; }
+.chart line { stroke-width: 1; } .chart line.grid { stroke: var(--line); } .chart line.axis { stroke: var(--soft); }
+.chart svg path { fill: none; stroke: var(--series); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.chart svg path.faint { stroke-width: 1.2; opacity: .4; } .chart svg path.dashed { stroke-dasharray: 7 5; }
 circle.dot { fill: var(--series); } circle.mark { fill: var(--card); stroke: var(--series); stroke-width: 2; }
+.timeline { overflow-x: auto; margin: 10px 0; break-inside: avoid; } .timeline svg { min-width: 680px; }
 .table { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   margin: 10px 0; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
@@ -79,23 +82,24 @@ footer { margin-top: 40px; color: var(--soft); font-size: 13px; }
 @media (min-width: 900px) { .charts.five { grid-template-columns: repeat(6, 1fr); }
   .five figure { grid-column: span 3; } .five figure:nth-child(n + 3) { grid-column: span 2; }
   .five figure:nth-child(n + 3) svg text { font-size: 15px; } }
-@media (max-width: 600px) { main { padding: 20px 12px 40px; } h1 { font-size: 23px; } svg text { font-size: 14px; }
-  .card, figure { padding: 12px; } th, td { padding: 6px 10px; } .facts th { width: 48%; }
-  .grid.cards { grid-template-columns: 1fr 1fr; gap: 10px; } .card b { font-size: 23px; } }
+@media (max-width: 600px) { main { padding: 20px 12px 40px; } h1 { font-size: 23px; }
+  .chart svg text { font-size: 14px; } .card, figure { padding: 12px; } th, td { padding: 6px 10px; }
+  .facts th { width: 48%; } .grid.cards { grid-template-columns: 1fr 1fr; gap: 10px; } .card b { font-size: 23px; } }
 @media print { body { background: none; font-size: 13px; } main { max-width: none; padding: 0; }
-  h2 { break-after: avoid; } tr { break-inside: avoid; } .grid.charts { grid-template-columns: 1fr 1fr; } }
+  h2, h3 { break-after: avoid; } .timeline svg { min-width: 0; } tr { break-inside: avoid; }
+  .grid.charts { grid-template-columns: 1fr 1fr; } }
 """
 
 UNIT_STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def document(title: str, body: str) -> str:
-    """The whole page around ``body``."""
+def document(title: str, body: str, style: str = "") -> str:
+    """The whole page around ``body``; ``style``: rules of its own drawings, after those of every page."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f'<meta name="color-scheme" content="light dark"/><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head>\n<body><main>\n{body}\n</main></body></html>\n"
+        f"<style>{STYLE}{style}</style></head>\n<body><main>\n{body}\n</main></body></html>\n"
     )
 
 
@@ -131,6 +135,25 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="table"><table class="facts"><tbody>{lines}</tbody></table></div>' if lines else ""
 
 
+def pair(left: str, right: str) -> str:
+    """Two parts side by side, one below the other on a phone."""
+    return f'<div class="pair">{left}{right}</div>' if left or right else ""
+
+
+def facts_in_two(pairs: Sequence[tuple[str, str]]) -> str:
+    """Names and values in two tables side by side."""
+    half = (len(pairs) + 1) // 2
+    return pair(facts(pairs[:half]), facts(pairs[half:]))
+
+
+def save(path: Path, page: str) -> Path:
+    """Write ``page`` to ``path`` as a whole or not at all, and give the path."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
 def format_bytes(count: float) -> str:
     """``1.5 GiB``."""
     power = min(len(UNIT_STEPS) - 1, int(math.log(max(count, 1), 1024)))
@@ -158,14 +181,15 @@ def format_setting(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {format_setting(str(key), one)}" for key, one in value.items())
     if isinstance(value, int | float):
-        for end, form in (("_bytes", format_bytes), ("_s", format_duration), ("_fraction", _percent)):
+        for end, form in (("_bytes", format_bytes), ("_s", format_duration), ("_fraction", format_percent)):
             if name.endswith(end):
                 return form(value)
         return str(value) if isinstance(value, int) else format_value(value)
     return str(value)
 
 
-def _percent(fraction: float) -> str:
+def format_percent(fraction: float) -> str:
+    """``12.34 %``."""
     return f"{100 * fraction:.2f} %"
 
 

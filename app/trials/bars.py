@@ -1,0 +1,167 @@
+"""Bars with their names and values as text: one line per strategy, read by eye, by screen reader and without colour.
+
+Takes names, amounts on one scale, ranges and marks; gives a list. Only the bar itself is a drawing, stretched to the
+room there is: names, values and reasons are text of the page, which breaks and grows as the reader's screen asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+THICK = 18.0
+"""Height of a bar, in px; several bars of one line share twice that at most."""
+
+AIR = 1.06
+"""The scale ends this much beyond the largest amount: a range or a line at the very end is seen whole."""
+
+STYLE = """
+.bars h4 { margin: 16px 0 4px; font-size: 14px; font-weight: 600; break-after: avoid; }
+.bars h4 span { font-weight: 400; color: var(--soft); margin-left: 8px; } .bars figcaption + h4 { margin-top: 6px; }
+.bars ol { list-style: none; margin: 0; padding: 0; font-size: 14px; }
+.bars ol li { display: grid; grid-template-columns: minmax(90px, 22%) 1fr minmax(120px, 27%); gap: 0 12px;
+  align-items: center; min-height: 27px; break-inside: avoid; }
+.bars ol .name { overflow-wrap: anywhere; line-height: 1.25; }
+.bars ol .value { font-variant-numeric: tabular-nums; line-height: 1.3; padding: 3px 0; }
+.bars ol .value b { font-weight: 600; } .bars ol small { color: var(--soft); font-size: 12.5px; }
+.bars ol .reason { grid-column: 2 / 4; font-size: 13px; line-height: 1.35; padding: 4px 0; overflow-wrap: anywhere; }
+.bars ol .reason b { font-weight: 600; } .bars ol .below { grid-column: 2 / 4; margin-top: -3px; padding-bottom: 6px; }
+.bars ol svg { height: 100%; min-height: 27px; overflow: hidden; }
+.bars rect { fill: var(--series); } .bars rect.rest { fill: var(--line); }
+.bars path { fill: none; vector-effect: non-scaling-stroke; stroke: var(--ink); stroke-width: 1.5; }
+.bars path.line { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 5 3; }
+.bars path.limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: none; }
+.bars figcaption li.line::before, .bars figcaption li.limit::before { width: 0; height: 13px; border-radius: 0;
+  background: none; border-left: 1.5px dashed var(--ink); }
+.bars figcaption li.limit::before { border-left: 2px solid var(--bad); }
+.bars figcaption li.span::before { height: 9px; background: none; border: solid var(--ink); border-width: 0 1.5px;
+  background: linear-gradient(var(--ink), var(--ink)) center / 100% 1.5px no-repeat; }
+.bars figcaption li.area::before { height: 11px; border-radius: 2px; }
+.bars figcaption li::before { print-color-adjust: exact; }
+@media (max-width: 600px) { .bars ol li { grid-template-columns: 1fr auto; gap: 0 10px; padding-top: 5px; }
+  .bars ol .value { text-align: right; padding: 0; } .bars ol svg { grid-column: 1 / 3; grid-row: 2; min-height: 21px; }
+  .bars ol .reason, .bars ol .below { grid-column: 1 / 3; } .bars ol .below { margin: 0; } }
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a bar: its amount and the number of its colour."""
+
+    amount: float
+    colour: int
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One line.
+
+    Args:
+        name: what it is of.
+        value: its amount, as text with its unit.
+        parts: of each bar of the line, from left to right; more bars than one lie above each other.
+        note: small, behind the value.
+        range: lowest and highest amount, drawn over the first bar.
+        below: more text, under the bar.
+        reason: why there is no amount: a word and an explanation; stands in place of the bar.
+    """
+
+    name: str
+    value: str = ""
+    parts: tuple[tuple[Part, ...], ...] = ()
+    note: str = ""
+    range: tuple[float, ...] = ()
+    below: str = ""
+    reason: tuple[str, str] | None = None
+
+    @property
+    def most(self) -> float:
+        amounts = [sum(part.amount for part in bar) for bar in self.parts]
+        return max([*amounts, *self.range], default=0.0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Lines under a heading, with a line drawn through all of them at ``line``: a baseline or a limit."""
+
+    title: str
+    note: str
+    bars: tuple[Bar, ...]
+    line: float | None = None
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of the legend: ``look`` is ``area``, ``span``, ``line`` or ``limit``."""
+
+    text: str
+    look: str
+    colour: int = 0
+
+
+def bar_figure(
+    title: str, unit: str, blocks: Sequence[Block], keys: Sequence[Key] = (), *, line_look: str = "line"
+) -> str:
+    """Blocks of bars on one scale; empty without blocks.
+
+    Args:
+        title: of the figure.
+        unit: what the bars measure.
+        blocks: drawn below each other.
+        keys: what colours and lines mean.
+        line_look: how the lines of the blocks look: ``line`` or ``limit``.
+    """
+    if not blocks:
+        return ""
+    most = max([bar.most for block in blocks for bar in block.bars] + [block.line or 0.0 for block in blocks])
+    whole = (most or 1.0) * AIR
+    legend = "".join(f'<li class="{key.look} c{key.colour}">{escape(key.text)}</li>' for key in keys)
+    head = f"<figcaption><h3>{escape(title)}</h3><span>{escape(unit)}</span>" + (f"<ul>{legend}</ul>" if legend else "")
+    body = "".join(_block(block, whole, line_look) for block in blocks)
+    return f'<figure class="bars">{head}</figcaption>{body}</figure>'
+
+
+def _block(block: Block, whole: float, line_look: str) -> str:
+    note = f"<span>{escape(block.note)}</span>" if block.note else ""
+    title = f"<h4>{escape(block.title)} {note}</h4>" if block.title or note else ""
+    lines = "".join(f"<li>{''.join(_line(bar, block.line, whole, line_look))}</li>" for bar in block.bars)
+    return f"{title}<ol>{lines}</ol>"
+
+
+def _line(bar: Bar, line: float | None, whole: float, line_look: str) -> Iterator[str]:
+    yield f'<span class="name">{escape(bar.name)}</span>'
+    if bar.reason is not None:
+        word, why = bar.reason
+        yield f'<span class="reason"><b class="bad">{escape(word)}</b>{escape(": " + why if why else "")}</span>'
+        return
+    yield _drawing(bar, line, whole, line_look)
+    note = f" <small>{escape(bar.note)}</small>" if bar.note else ""
+    yield f'<span class="value"><b>{escape(bar.value)}</b>{note}</span>'
+    if bar.below:
+        yield f'<small class="below">{escape(bar.below)}</small>'
+
+
+def _drawing(bar: Bar, line: float | None, whole: float, line_look: str) -> str:
+    """The bars of a line in a box of 100 x 27, stretched; what it says stands beside it as text."""
+    high = 27.0
+    each = min(THICK, (high - 5) / max(1, len(bar.parts)))
+    top = (high - each * len(bar.parts)) / 2
+    drawn = []
+    for row, parts in enumerate(bar.parts):
+        x = 0.0
+        for part in parts:
+            wide = 100 * part.amount / whole
+            y = top + row * each
+            drawn.append(
+                f'<rect class="c{part.colour}" x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{each * 0.86:.2f}"/>'
+            )
+            x += wide
+    if line is not None:
+        drawn.append(f'<path class="{line_look}" d="M{100 * line / whole:.2f} 0V{high:g}"/>')
+    if len(bar.range) == 2:
+        low, high_end = (100 * end / whole for end in bar.range)
+        middle = top + each * 0.43
+        ends = "".join(f"M{x:.2f} {middle - 4:.2f}v8" for x in (low, high_end))
+        drawn.append(f'<path d="M{low:.2f} {middle:.2f}H{high_end:.2f}{ends}"/>')
+    return f'<svg viewBox="0 0 100 {high:g}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawn)}</svg>'

@@ -1,0 +1,171 @@
+"""What a benchmark found, in sentences that can be checked against its table, and four figures.
+
+Takes the groups of comparable rows; gives HTML. "Faster" is said only of ranges of repeats that do not overlap; a
+strategy whose loss is not the reference's takes no part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Literal
+
+from app.charts import format_value
+from app.page import card, format_bytes, format_duration
+from app.trials.bench_file import Bench, Result
+from app.trials.groups import Group, apart, by_model, range_text
+from app.trials.panels import times_baseline
+
+Verdict = Literal["faster", "level", "slower", "only", "baseline", "unheld", "none"]
+"""Of a group, the best of the others against the baseline. faster, slower: ranges apart; level: not apart, or only one
+repeat; only: the baseline ran out of memory and another ran; baseline: no other ran; unheld: nothing to be held
+against; none: nothing ran."""
+
+
+def headline(bench: Bench, found: Sequence[Group]) -> str:
+    """Title, main finding and, for each model, a sentence per tile side and number of ranks."""
+    told = [bench.created[:16].replace("T", " "), *dict.fromkeys(one.model for one in bench.results)]
+    line = f'<p class="soft">{escape(" · ".join(part for part in told if part))}</p>'
+    notice = f'<div class="card notice">{escape(odd)}</div>' if (odd := _odd_losses(bench)) else ""
+    return f'<header><h1>Strategies compared</h1>{line}<p class="lead">{escape(lead(found))}</p>{notice}</header>'
+
+
+def lead(found: Sequence[Group]) -> str:
+    """The main finding, counted over all groups."""
+    counts = Counter(verdict(group)[0] for group in found)
+    if not found:
+        return "Nothing was measured yet."
+    if counts["none"] == len(found):
+        return "Nothing could be measured: no strategy ran on any of these tiles. Each row says why."
+    held = counts["faster"] + counts["level"] + counts["slower"]
+    parts = []
+    if held:
+        parts.append(
+            f"Of {_count(held, 'comparison')} with the data-parallel baseline, another strategy was faster in "
+            f"{counts['faster']}, slower in {counts['slower']}, and not to be told apart in {counts['level']}."
+        )
+    if counts["only"]:
+        parts.append(
+            f"In {_count(counts['only'], 'more case' if held else 'case')}, the data-parallel baseline did not fit "
+            "the memory and another strategy did."
+        )
+    if counts["none"]:
+        parts.append(f"In {counts['none']}, nothing ran.")
+    return " ".join(parts) or "No data-parallel baseline was measured beside these strategies."
+
+
+def findings(found: Sequence[Group], limit: int | None) -> list[str]:
+    """For each model its name and its sentences, as HTML."""
+    blocks = []
+    for model, of_model in by_model(found).items():
+        items = [(f"{group.tile_px} px, {group.ranks_text}", sentence(group, limit)) for group in of_model]
+        items += [("Data parallelism", line) for line in data_parallel_limits(of_model)]
+        lines = "".join(f"<li><b>{escape(name)}:</b> {escape(text)}</li>" for name, text in items)
+        blocks.append(f"<h3>{escape(model)}</h3><ul>{lines}</ul>")
+    return [f'<div class="card findings">{block}</div>' for block in blocks]
+
+
+def verdict(group: Group) -> tuple[Verdict, Result | None]:
+    """How the group ended, and its best row beside the baseline."""
+    baseline = group.baseline
+    others = [one for one in group.ran if one is not baseline]
+    best = others[0] if others else None
+    if baseline is None:
+        if best is None:
+            return "none", None
+        return ("only" if group.unfit else "unheld"), best
+    if best is None:
+        return "baseline", None
+    if not apart(best, baseline):
+        return "level", best
+    return ("faster" if best.speed > baseline.speed else "slower"), best
+
+
+def sentence(group: Group, limit: int | None) -> str:
+    """What a group shows."""
+    kind, best = verdict(group)
+    baseline = group.baseline
+    if best is None or baseline is None:
+        if kind == "baseline" and baseline is not None:
+            return f"{baseline.strategy} runs at {_speed(baseline)}; no other strategy ran."
+        within = f" in {format_bytes(limit)} a rank" if limit is not None else ""
+        unfit = ", ".join(one.strategy for one in group.unfit)
+        lost = f"{unfit} {'does' if len(group.unfit) == 1 else 'do'} not fit{within}; " if unfit else ""
+        if best is None:
+            return f"{lost}nothing ran." if lost else "nothing ran."
+        return f"{lost}{best.strategy} is the fastest that ran, {_speed(best)}."
+    times = times_baseline(best, group)
+    ratio = f"{format_value(times, 3)} × {baseline.strategy}" if times is not None else ""
+    held = f"{baseline.strategy} ({_speed(baseline)})"
+    if kind == "faster":
+        return f"{best.strategy} is the fastest, {_speed(best)}, {ratio} ({_speed(baseline)})."
+    if kind == "slower":
+        return f"{held} is the fastest; the best other strategy is {best.strategy}, {_speed(best)}, {ratio}."
+    why = "their ranges overlap" if apart(best, baseline) is False else "without repeats no difference can be told"
+    return f"{best.strategy} at {_speed(best)} is {ratio} ({_speed(baseline)}); {why}."
+
+
+def data_parallel_limits(found: Sequence[Group]) -> Iterator[str]:
+    """For each whole-model strategy that ran out of memory: the largest tile that fits, and the first that does not."""
+    keys = dict.fromkeys((one.strategy, group.ranks) for group in found for one in group.unfit)
+    for strategy, ranks in keys:
+        rows = [one for group in found for one in group.results if one.strategy == strategy and group.ranks == ranks]
+        fits = [one.tile_px for one in rows if one.ran]
+        unfit = [one.tile_px for one in rows if one.status == "out-of-memory"]
+        largest = f"the largest tile that fits is {max(fits)} px" if fits else "no tile that was tried fits"
+        on = f"on {ranks} ranks" if ranks > 1 else "on 1 rank"
+        yield f"{strategy} {on}: {largest}; out of memory from {min(unfit)} px."
+
+
+def figures(bench: Bench, found: Sequence[Group]) -> list[str]:
+    """Cards: best ratio, what fits alone, rows by their end, duration."""
+    cards = []
+    ratios = [
+        (times, best, group)
+        for group in found
+        for kind, best in [verdict(group)]
+        if kind in ("faster", "level", "slower") and best is not None
+        if (times := times_baseline(best, group)) is not None
+    ]
+    if ratios:
+        times, best, group = max(ratios, key=lambda found: found[0])
+        name = group.baseline.strategy if group.baseline else ""
+        note = f"{best.strategy}, {group.model}, {group.tile_px} px, {group.ranks_text}"
+        cards.append(card("Best against the baseline", format_value(times, 3), f"× {name}", note))
+    alone = [
+        (group.tile_px, best)
+        for group in found
+        for kind, best in [verdict(group)]
+        if kind == "only" and best and not any(one.family == "whole" for one in group.ran)
+    ]
+    if alone:
+        tile, best = max(alone, key=lambda found: found[0])
+        note = f"{best.strategy}, {best.model}, {format_value(best.speed, 3)} images/s"
+        cards.append(card("Largest tile beyond data parallelism", str(tile), "px", note))
+    ends = Counter("measured" if one.ran else one.status.replace("-", " ") for one in bench.results)
+    rest = ", ".join(f"{count} {end}" for end, count in ends.items() if end != "measured")
+    if bench.results:
+        cards.append(
+            card("Rows measured", str(ends["measured"]), f"of {len(bench.results)}", rest or "all of them ran")
+        )
+    if bench.wall_s is not None:
+        value, _, unit = format_duration(bench.wall_s).partition(" ")
+        cards.append(card("The whole benchmark took", value, unit))
+    return cards
+
+
+def _odd_losses(bench: Bench) -> str:
+    odd = [f"{one.strategy} ({one.model}, {one.tile_px} px)" for one in bench.results if one.loss_matches is False]
+    if not odd:
+        return ""
+    return "The loss is not the reference's, so the work was not the same and no claim is made: " + ", ".join(odd)
+
+
+def _speed(one: Result) -> str:
+    spread = range_text(one)
+    return f"{format_value(one.speed, 3)} images/s" + (f" ({spread})" if spread else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
