@@ -66,6 +66,10 @@ class StreamSettings:
     """Threads that decode tiles, per rank; 0: one for each core of the rank."""
     read_ahead: str = "1GiB"
     """Memory for tiles read ahead, per rank, in KiB, MiB or GiB; at least one batch is always held."""
+    device_prefetch: int = 0
+    """Microbatches brought to the device, augmented and normalised while those before them are computed: by a thread on
+    a CPU, on a stream of its own on a GPU; 0: each when it is its turn. Each takes its images in float32 on the device,
+    and as much again while it is made; plans do not count on it. The numbers are the same."""
 
     def validate(self) -> list[str]:
         found = []
@@ -73,6 +77,8 @@ class StreamSettings:
             found.append(f"--open-slides must be at least 1; got {self.open_slides}")
         if self.read_threads < 0:
             found.append(f"--read-threads must be at least 0; got {self.read_threads}")
+        if self.device_prefetch < 0:
+            found.append(f"--device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
         if bytes_of(self.read_ahead) is None:
             found.append(f"--read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
         return found

@@ -6,6 +6,7 @@ in where the session is built.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,7 @@ class TrainingLoop:
             stops=strategy.memory_excess == "stop",
         )
         self.memory.impose()
+        session.feed.beside = self.memory.beside
         if session.config.resume:
             self._restore()
         self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, writes=self._is_first)
@@ -117,7 +119,7 @@ class TrainingLoop:
         session = self._session
         try:
             microbatches = microbatches_of(session.feed, batch, session.reading.sizes)
-            with self.memory.watching(session.engine.on_device()):
+            with self.memory.watching(itertools.chain(session.engine.on_device(), session.feed.held())):
                 result = session.engine.step(microbatches, step, session.learning_rate(step))
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
@@ -232,6 +234,7 @@ class TrainingLoop:
         if not steps:
             return
         twin = Throughput(self._session.config.strategy.batch)
+        self._session.feed.repeat(batch)
         for k in range(steps + WARM_UP):
             watch = Stopwatch()
             self._step(batch, self.outcome.step + k)

@@ -36,6 +36,7 @@ class MemoryLimit:
         self._stop_at = limit if stops else None
         self._device = device
         self._left = CHECKED if device.type == "cpu" and counts else 0
+        self._live: LiveBytes | None = None
         self._peak: int | None = None
 
     def impose(self) -> None:
@@ -55,13 +56,21 @@ class MemoryLimit:
             yield
             return
         self._left -= 1
-        live = LiveBytes(self._stop_at)
+        self._live = live = LiveBytes(self._stop_at)
         try:
             live.add(held)
             with live:
                 yield
         finally:
+            self._live = None
             self._peak = max(self._peak or 0, live.peak_bytes)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around what another thread makes on the device for the steps: it counts in a step that is watched."""
+        live = self._live
+        with live.beside() if live is not None else contextlib.nullcontext():
+            yield
 
     @property
     def device_bytes(self) -> int | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from parallel.comm.communicator import Communicator, agree
 from parallel.step import Microbatch, Wants
-from pipelines.device import AheadIterator, DeviceFeed
+from pipelines.ahead import AheadIterator
+from pipelines.device import DeviceFeed
 from pipelines.iterator import TileIterator
 from pipelines.nodes.batch import Batch
 from pipelines.stream import TileStream

@@ -40,6 +40,7 @@ FREE_TO_CHANGE = frozenset(
         "timeout_s",
         "read_threads",
         "read_ahead",
+        "device_prefetch",
         "index_workers",
     }
     | {"checkpoint_every", "validate_every", "twin_steps", "slides", "out"}

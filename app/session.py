@@ -172,7 +172,13 @@ def build_session(
         autocast=placement.autocast,
         guardian=guardian,
     )
-    feed = functools.partial(DeviceFeed, placement.device, seed=config.seed, channels_last=strategy.channels_last)
+    feed = functools.partial(
+        DeviceFeed,
+        placement.device,
+        seed=config.seed,
+        channels_last=strategy.channels_last,
+        prefetch=config.stream.device_prefetch,
+    )
     pool = dataset.pool(config.stream.open_slides + 2)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)
     reading = functools.partial(

@@ -2,8 +2,8 @@
 
 Takes what is computed in its block, backward passes included; gives the bytes now and at most. Storages count, so that
 views and changes in place add nothing. A storage is held by a weak reference and looked up again after each operation,
-which sees everything that goes through torch's dispatcher on this thread: on a CPU that is all of a training step. What
-an operation takes only while it runs, as work space of a convolution, is not seen.
+which sees everything that goes through torch's dispatcher on this thread, and on others within ``beside``: on a CPU
+that is all of a training step. What an operation takes only while it runs, as work space of a convolution, is not seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def _leaving_out() -> bool:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages that are made in its block, on this thread, for as long as they live.
+    """Counts storages that are made in its block, on this thread and within ``beside``, for as long as they live.
 
     What was there before, as the numbers of a tile just read, does not count unless ``add`` is given it.
 
@@ -57,10 +57,48 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         # By address, which a weak reference keeps from being given to another storage; False if left out.
         self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._open = False
+        self._beside = 0
+
+    def __enter__(self) -> Self:
+        with self._changed:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._open = True
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for the threads within ``beside``: torch notes for all threads together whether any has a mode."""
+        with self._changed:
+            self._open = False
+            self._changed.wait_for(lambda: not self._beside)
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Count on the thread that enters this as on that of the block; nothing once the block has ended."""
+        mode = _Beside(self)
+        with self._changed:
+            counting = self._open
+            if counting:
+                self._beside += 1
+                mode.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if counting:
+                with self._changed:
+                    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                    self._beside -= 1
+                    self._changed.notify_all()
 
     @property
     def bytes(self) -> int:
         """That live now."""
+        with self._changed:
+            return self._living()
+
+    def _living(self) -> int:
         total, gone = 0, []
         for key, (memory, counts) in self._known.items():
             storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
@@ -74,9 +112,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of ``tensors``, too: parameters, or whatever else is there already."""
-        for part in _tensors(list(tensors)):
-            self._count(part, counts=True)
-        self._notice()
+        given = list(_tensors(list(tensors)))
+        with self._changed:
+            for part in given:
+                self._count(part, counts=True)
+            self._notice()
 
     def reset_peak(self) -> None:
         """Let ``peak_bytes`` start again from what lives now."""
@@ -86,10 +126,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {_memory(part).cdata for part in _tensors((args, kwargs))}
         value = func(*args, **(kwargs or {}))
         leave_out = _leaving_out()
-        for part in _tensors(value):
-            if _memory(part).cdata not in given:
-                self._count(part, counts=not leave_out)
-        self._notice()
+        with self._changed:
+            for part in _tensors(value):
+                if _memory(part).cdata not in given:
+                    self._count(part, counts=not leave_out)
+            self._notice()
         return value
 
     def _count(self, tensor: Tensor, *, counts: bool) -> None:
@@ -101,6 +142,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         if self.limit is not None and self.peak_bytes > self.limit:
             raise torch.OutOfMemoryError(f"tensors take {self.peak_bytes} bytes of {self.limit}")
+
+
+class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts for another thread's ``LiveBytes``."""
+
+    def __init__(self, whole: LiveBytes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._whole = whole
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._whole.__torch_dispatch__(func, types, args, kwargs)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,32 +1,29 @@
-"""From uint8 batches to float tensors on the device that trains. The only module of the data side that knows torch.
+"""From uint8 batches to float tensors on the device that trains.
 
-Takes a ``Batch``; gives its microbatches, float32 (m, 3, h, w), augmented and normalised on the device. Only one
-microbatch is float at a time. On CUDA, tiles cross the bus as uint8 from pinned memory on a stream of their own, the
-next batch while this one is computed. Stain jitter as ``stain.py`` (Tellez et al. 2018).
+Takes a ``Batch``; gives its microbatches, float32 (m, 3, h, w), augmented and normalised on the device, each when it is
+asked for, or so many ahead while others are computed: on CUDA on a stream of its own, on a CPU by a thread of its own.
+On CUDA, tiles cross the bus as uint8 from pinned memory, the next batch while this one is computed. With
+``device_pixels`` all of the data side that knows torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.augment import AugmentSettings, draw
+from pipelines.ahead import AheadIterator, Line, OnThread, Pending
+from pipelines.augment import AugmentSettings
+from pipelines.device_pixels import Part, PixelMaker
 from pipelines.iterator import TileIterator
 from pipelines.nodes.batch import Batch
-from pipelines.nodes.order import Rows
-
-NORMALISATION = {
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "he": ((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517)),
-}
-"""Mean and standard deviation of R, G, B, 0 to 1. imagenet: torchvision's, for weights trained with them; he: of H&E
-tiles, as the model card of H-optimus-0 (Bioptimus, 2024) gives them."""
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
@@ -46,6 +43,39 @@ class _Sent:
     copied: torch.cuda.Event | None
 
 
+@dataclass(frozen=True, eq=False)
+class _WhenAsked:
+    """A part that is made when it is taken, and so only once."""
+
+    make: Callable[[], Part]
+
+    def take(self) -> Part:
+        return self.make()
+
+    def drop(self) -> None:
+        """Nothing was begun."""
+
+
+@dataclass(frozen=True, eq=False)
+class _OnStream:
+    """A part that the side stream makes; ``made`` is when it has."""
+
+    part: Part
+    made: torch.cuda.Event
+    device: torch.device
+
+    def take(self) -> Part:
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_event(self.made)
+        for tensor in self.part:
+            if tensor is not None:
+                tensor.record_stream(computing)  # of the side stream's memory: not to be reused before this one is done
+        return self.part
+
+    def drop(self) -> None:
+        """It reads what is on the device, not the batch, and its stream alone has used its memory."""
+
+
 class DeviceFeed:
     """Brings batches to a device and makes the model's input of them there.
 
@@ -55,6 +85,13 @@ class DeviceFeed:
         seed: of the run; what is done to a sample follows from it and the sample's number alone.
         normalisation: which mean and standard deviation, a key of ``NORMALISATION``.
         channels_last: memory format of the images, what convolutions are usually fastest with.
+        prefetch: microbatches made ahead of the one that was given last, those of the next batch among them once that
+            has been sent. Each takes its float32 images on the device from then on, and as much
+            again while its stains are jittered; its numbers are the same as without.
+
+    Attributes:
+        beside: entered by the thread that makes microbatches ahead, around each: who counts memory by thread counts
+            it there, too.
     """
 
     def __init__(
@@ -65,39 +102,64 @@ class DeviceFeed:
         seed: int,
         normalisation: Literal["imagenet", "he"] = "imagenet",
         channels_last: bool = True,
+        prefetch: int = 0,
     ) -> None:
         self.device = device
-        self._augment = augment
-        self._seed = seed
-        self._channels_last = channels_last
-        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in NORMALISATION[normalisation])
-        self._scale, self._offset = 1 / (255 * std), -mean / std
+        self.beside: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._pixels = PixelMaker(device, augment, seed, normalisation, channels_last)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._early: _Sent | None = None
-        self._ahead: AheadIterator | None = None
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(device))  # what the maker holds is used there
+        self._prefetch = prefetch
+        threaded = prefetch and self._side is None
+        self._thread = ThreadPoolExecutor(1, "microbatch-maker") if threaded else None
+        self._sizes: tuple[int, ...] = ()
+        self._early: tuple[_Sent, Line[Part]] | None = None
+        self._look: Callable[[], None] = lambda: None
 
     def ahead_of(self, source: TileIterator) -> AheadIterator:
         """Batches of ``source``, each on its way to the device while the one before is computed.
 
         ``microbatches`` sends the next batch on, as soon as it is read, between two microbatches.
         """
-        self._ahead = AheadIterator(self, source)
-        return self._ahead
+        batches = AheadIterator(self, source)
+        self._look = batches.look
+        return batches
+
+    def repeat(self, batch: Batch) -> None:
+        """From now on ``batch`` is also the next one: as ``ahead_of``, fed from memory."""
+        self.forget()
+
+        def look() -> None:
+            if self._early is None:
+                self.send(batch)
+
+        self._look = look
 
     def send(self, batch: Batch) -> None:
         """Begin to copy a batch to the device before its ``microbatches`` are asked for."""
-        self._early = self._copy(batch)
+        sent = self._copy(batch)
+        # Cut as the one before until other sizes are asked for.
+        self._early = sent, self._line(sent, self._sizes if sum(self._sizes) == len(batch) else ())
 
     def forget(self) -> None:
-        """Wait for the copy that ``send`` began, and drop it."""
-        if self._early is not None and self._early.copied is not None:
-            self._early.copied.synchronize()
+        """Wait for what ``send`` began, and drop it."""
+        if self._early is not None:
+            sent, line = self._early
+            line.drop()
+            if sent.copied is not None:
+                sent.copied.synchronize()
         self._early = None
 
-    def microbatches(
-        self, batch: Batch, sizes: Sequence[int]
-    ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """The batch in parts, made one at a time, when asked for.
+    def held(self) -> Iterator[torch.Tensor]:
+        """Between two batches, images and targets that are made of the next one already; what is being made is waited
+        for."""
+        if self._early is not None:
+            for part in self._early[1].made():
+                yield from (tensor for tensor in part if tensor is not None)
+
+    def microbatches(self, batch: Batch, sizes: Sequence[int]) -> Iterator[Part]:
+        """The batch in parts, made one at a time, when asked for or ``prefetch`` of them ahead.
 
         Args:
             batch: may be released once all parts were taken.
@@ -112,23 +174,38 @@ class DeviceFeed:
         """
         if sum(sizes) != len(batch):
             raise ValueError(f"microbatches of {list(sizes)} tiles do not make up a batch of {len(batch)}")
-        if self._early is not None and self._early.batch is batch:
-            sent, self._early = self._early, None
-        else:
-            sent = self._copy(batch)
+        sent, line = self._taken(batch, tuple(sizes))
+        self._sizes = tuple(sizes)
         if sent.copied is not None:
             computing = torch.cuda.current_stream(self.device)
             computing.wait_event(sent.copied)
             for tensor in (sent.images, sent.targets):
                 tensor.record_stream(computing)  # made on the side stream: not to be reused before this one is done
-        start = 0
-        for size in sizes:
-            if self._ahead is not None:
-                self._ahead.look()
-            yield self._make(sent, slice(start, start + size))
-            start += size
-        if sent.copied is not None:
-            sent.copied.synchronize()  # the host buffer is free from here on
+        try:
+            for number in range(len(sizes)):
+                self._look()
+                missing = 1 + self._prefetch - line.begin(1 + self._prefetch)
+                if missing and self._prefetch and self._early is not None:
+                    self._early[1].begin(missing)
+                if number == len(sizes) - 1 and sent.copied is not None:
+                    sent.copied.synchronize()  # the host buffer is free from here on
+                yield line.give()
+        finally:
+            line.drop()  # of a step that was given up
+
+    def _taken(self, batch: Batch, sizes: tuple[int, ...]) -> tuple[_Sent, Line[Part]]:
+        """``batch`` on its way: as it was sent early, or only now."""
+        if self._early is None or self._early[0].batch is not batch:
+            sent = self._copy(batch)
+            return sent, self._line(sent, sizes)
+        (sent, line), self._early = self._early, None
+        if line.sizes != sizes:
+            line.drop()
+            line = self._line(sent, sizes)
+        return sent, line
+
+    def _line(self, sent: _Sent, sizes: Sequence[int]) -> Line[Part]:
+        return Line(sizes, functools.partial(self._begin, sent))
 
     def _copy(self, batch: Batch) -> _Sent:
         images, targets = torch.from_numpy(batch.images), torch.from_numpy(batch.targets)
@@ -141,94 +218,28 @@ class DeviceFeed:
             copied.record(self._side)
         return _Sent(batch, images, targets, copied)
 
-    def _make(self, sent: _Sent, part: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        images = _of_part(sent.images, sent.batch.has_image, part)
-        targets = _of_part(sent.targets, sent.batch.has_target, part)
-        if self._augment.augment != "device":
-            # the batch's own memory may be released before the targets are used
-            return (
-                None if images is None else self._normalised(self._planes(images)),
-                None if targets is None else targets.clone(),
-            )
-        drawn = draw(self._augment, self._seed, sent.batch.samples[part])
-        orientation = list(zip(drawn.quarter_turns.tolist(), drawn.flip.tolist(), strict=True))
-        if targets is not None:
-            targets = _oriented(targets, orientation) if targets.ndim > 1 else targets.clone()
-        if images is None:
-            return None, targets
-        pixels = self._planes(_oriented(images, orientation))
-        if drawn.matrix is not None and drawn.shift is not None:
-            _jitter(pixels, self._to_device(drawn.matrix), self._to_device(drawn.shift))
-        return self._normalised(pixels), targets
+    def _begin(self, sent: _Sent, part: slice) -> Pending[Part]:
+        make = functools.partial(self._make, sent, part)
+        if not self._prefetch:
+            return _WhenAsked(make)
+        if self._thread is not None:
+            return OnThread(self._thread.submit(self._watched, make))
+        with torch.cuda.stream(self._side):
+            images_and_targets = make()
+            made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            made.record(self._side)
+        return _OnStream(images_and_targets, made, self.device)
 
-    def _planes(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 (m, h, w, 3) as float32 (m, 3, h, w), 0 to 255; new memory."""
-        layout = torch.channels_last if self._channels_last else torch.contiguous_format
-        return images.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout)
+    def _watched(self, make: Callable[[], Part]) -> Part:
+        with self.beside():
+            return make()
 
-    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
-        return pixels.mul_(self._scale).add_(self._offset)
-
-    def _to_device(self, array: NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-
-class AheadIterator:
-    """A ``TileIterator`` that hands the next batch to a feed early; all else is the source's."""
-
-    def __init__(self, feed: DeviceFeed, source: TileIterator) -> None:
-        self._feed = feed
-        self._source = source
-        self._next: Batch | None = None
-
-    @property
-    def wait_s(self) -> float:
-        return self._source.wait_s
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Batch:
-        batch, self._next = self._next, None
-        return next(self._source) if batch is None else batch
-
-    def look(self) -> None:
-        """Send the next batch when it can be had without waiting and is not on its way yet."""
-        if self._next is None and self._source.ready():
-            self._next = next(self._source)
-            self._feed.send(self._next)
-
-    def follow(self, batch: Batch, rows: Rows) -> None:
-        """As of ``TileIterator``, before the ``microbatches`` of ``batch`` are asked for."""
-        if self._source.follow(batch, rows):
-            self._feed.forget()  # the copy of this batch that was sent early has the targets as they were
-
-    def get_state(self) -> dict[str, Any]:
-        """As of ``TileIterator``: a batch that was sent early but not asked for yet does not count as given."""
-        state = self._source.get_state()
-        return state if self._next is None else {**state, "batch": state["batch"] - 1}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._drop()
-        self._source.set_state(state)
-
-    def close(self) -> None:
-        self._drop()
-        self._source.close()
-
-    def _drop(self) -> None:
-        if self._next is not None:
-            self._feed.forget()
-            self._next.release()
-            self._next = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _make(self, sent: _Sent, part: slice) -> Part:
+        return self._pixels.make(
+            _of_part(sent.images, sent.batch.has_image, part),
+            _of_part(sent.targets, sent.batch.has_target, part),
+            sent.batch.samples[part],
+        )
 
 
 def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], part: slice) -> torch.Tensor | None:
@@ -237,28 +248,3 @@ def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], part: slice) -> torch
     assert count in (0, part.stop - part.start), "a microbatch is wanted as a whole"
     start = int(np.count_nonzero(has[: part.start]))
     return stored[start : start + count] if count else None
-
-
-def _oriented(images: torch.Tensor, orientation: Sequence[tuple[int, bool]]) -> torch.Tensor:
-    """Turn counter-clockwise, then flip, each of uint8 (m, h, h, ...); quarter turns of oblong tiles become halves."""
-    turned = torch.empty_like(images)
-    for out, image, (turns, flip) in zip(turned, images, orientation, strict=True):
-        whole = torch.rot90(image, turns, (0, 1))
-        out.copy_(whole.flip(1) if flip else whole)
-    return turned
-
-
-def _jitter(pixels: torch.Tensor, matrix: torch.Tensor, shift: torch.Tensor) -> None:
-    """Jitter stains in place: float32 (m, 3, h, w), 0 to 255, with (m, 3, 3) and (m, 3) of ``stain.jitter``.
-
-    Plane by plane, not as a matrix product, whose rounding depends on the size of the microbatch.
-    """
-    density = pixels.add_(1).div_(256).log_().neg_()
-    planes = []
-    for k in range(3):
-        plane = shift[:, k, None, None].expand_as(density[:, 0]).clone()
-        for j in range(3):
-            plane.addcmul_(density[:, j], matrix[:, j, k, None, None])
-        planes.append(plane)
-    for k, plane in enumerate(planes):
-        pixels[:, k] = plane.neg_().exp_().mul_(256).sub_(1).clamp_(0, 255)

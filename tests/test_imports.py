@@ -50,7 +50,10 @@ def test_library_is_imported_only_where_it_belongs(library: str, allowed: tuple[
 
 
 def test_only_the_device_feed_lets_torch_into_the_data_side() -> None:
-    assert {path for path in importers("torch") if path.startswith("pipelines/")} == {"pipelines/device.py"}
+    assert {path for path in importers("torch") if path.startswith("pipelines/")} == {
+        "pipelines/device.py",
+        "pipelines/device_pixels.py",
+    }
 
 
 @pytest.mark.parametrize("name", PACKAGES)

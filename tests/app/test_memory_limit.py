@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from app.memory_limit import CHECKED, MemoryLimit, excess
 from parallel.comm.local import LocalCommunicator
 from parallel.data_parallel import DataParallelEngine
 from parallel.step import Microbatch
+from pipelines.augment import AugmentSettings
+from pipelines.device import DeviceFeed
+from pipelines.nodes.batch import Batch
 from tests.app.conftest import QUICK, Train, summary_of
 
 CPU = torch.device("cpu")
@@ -90,6 +94,31 @@ def test_an_engine_holds_parameters_gradients_and_state() -> None:
     # Weights, gradients, two moments; what the update works out takes two of them more.
     assert memory.device_bytes is not None
     assert 4 <= memory.device_bytes / MIB <= 6.1
+
+
+def test_microbatches_made_ahead_on_another_thread_count() -> None:
+    """Of the step they are made in, and of the next one, which finds them on the device."""
+    every, samples = np.ones(4, bool), np.arange(4)
+    batch = Batch(np.zeros((4, 64, 64, 3), np.uint8), samples, samples, samples, 0, lambda: None, every, every)
+    one = 3 * 64 * 64 * 4
+
+    def peaks(prefetch: int) -> list[int]:
+        memory, found = MemoryLimit(None, CPU), []
+        feed = DeviceFeed(CPU, AugmentSettings(augment="none"), seed=0, prefetch=prefetch)
+        feed.beside = memory.beside
+        feed.repeat(batch)
+        for _step in range(CHECKED):
+            with memory.watching(feed.held()):
+                for images, _targets in feed.microbatches(batch, [1] * 4):
+                    del images, _targets
+            assert memory.device_bytes is not None
+            found.append(memory.device_bytes)
+        return found
+
+    labels = 4 * 8
+    assert one <= peaks(0)[1] <= one + labels
+    # While one is used, its successors are there; how many of them at once depends on how fast they are made.
+    assert all(2 * one <= peak <= 3 * one + labels for peak in peaks(2)[1:])
 
 
 def test_who_took_more_is_named() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from parallel.live_bytes import LiveBytes, not_counted
 
@@ -134,3 +139,84 @@ def test_tensors_without_data_take_nothing() -> None:
         kept = torch.ones(1000) + 1
     assert kept.numel() == 1000
     assert live.peak_bytes == 0
+
+
+def test_another_thread_counts_where_it_says_so() -> None:
+    made: list[torch.Tensor] = []
+
+    def make(size: int, live: LiveBytes | None) -> None:
+        with live.beside() if live else contextlib.nullcontext():
+            made.append(torch.ones(size * NUMBERS).exp_())
+
+    def on_thread(size: int, live: LiveBytes | None) -> None:
+        thread = threading.Thread(target=make, args=(size, live))
+        thread.start()
+        thread.join()
+
+    with LiveBytes() as live:
+        on_thread(1, None)
+        assert live.bytes == 0
+        on_thread(2, live)
+        assert live.bytes == live.peak_bytes == 2 * MIB
+        own = made[1] + 1
+        own.add_(made[1])
+        assert live.bytes == 4 * MIB
+        del own
+        made.clear()
+        assert live.bytes == 0
+    on_thread(4, live)  # too late: the block has ended
+    assert (live.bytes, live.peak_bytes) == (0, 4 * MIB)
+
+
+def test_a_block_ends_after_the_threads_that_count_in_it() -> None:
+    entered, ended = threading.Event(), []
+
+    def make(live: LiveBytes) -> None:
+        with live.beside():
+            entered.set()
+            time.sleep(0.1)
+            ended.append(torch.ones(NUMBERS))
+
+    with LiveBytes() as live:
+        thread = threading.Thread(target=make, args=(live,))
+        thread.start()
+        entered.wait(20)
+    assert ended
+    assert live.peak_bytes == MIB
+    thread.join()
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_two_threads_count_at_once() -> None:
+    def make(live: LiveBytes) -> None:
+        with live.beside():
+            for _ in range(200):
+                torch.ones(10).add_(1)
+
+    with LiveBytes() as live:
+        threads = [threading.Thread(target=make, args=(live,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            torch.ones(10).add_(1)
+        for thread in threads:
+            thread.join()
+        assert live.bytes == 0
+    assert 40 <= live.peak_bytes <= 3 * 40
+
+
+def test_a_limit_holds_for_other_threads_too() -> None:
+    faults: list[BaseException] = []
+
+    def make(live: LiveBytes) -> None:
+        with live.beside():
+            try:
+                torch.ones(2 * NUMBERS)
+            except torch.OutOfMemoryError as fault:
+                faults.append(fault)
+
+    with LiveBytes(limit=MIB) as live:
+        thread = threading.Thread(target=make, args=(live,))
+        thread.start()
+        thread.join()
+    assert len(faults) == 1

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +15,8 @@ import torch
 
 from pipelines import stain
 from pipelines.augment import AugmentSettings, draw
-from pipelines.device import NORMALISATION, DeviceFeed, allocate_pinned
+from pipelines.device import DeviceFeed, allocate_pinned
+from pipelines.device_pixels import NORMALISATION
 from pipelines.nodes.batch import Batch
 from pipelines.stream import TileStream
 from tests.helpers.tiles import pool_of, tile_table
@@ -162,11 +167,119 @@ def test_the_iterator_ahead_gives_the_same_batches_and_state() -> None:
     assert early
 
 
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("prefetch", [1, 3, 9])
+def test_microbatches_made_ahead_are_the_same_to_the_last_bit(prefetch: int, masks: bool) -> None:
+    batches = [batch_of(5, 24, 100 * k, masks=masks) for k in range(3)]
+    plain, ahead = (DeviceFeed(CPU, AugmentSettings(), seed=4, prefetch=n) for n in (0, prefetch))
+    for number, batch in enumerate(batches):
+        found = []
+        for part in ahead.microbatches(batch, [2, 2, 1]):
+            found.append(part)
+            if not found[1:] and batches[number + 1 :]:
+                ahead.send(batches[number + 1])
+        for one, other in zip(plain.microbatches(batch, [2, 2, 1]), found, strict=True):
+            assert one[0] is not None
+            assert other[0] is not None
+            assert torch.equal(one[0], other[0])
+            assert other[0].stride() == one[0].stride()
+            assert torch.equal(one[1], other[1])  # type: ignore[arg-type]
+
+
+class Makers:
+    """Which threads made microbatches ahead, and how many: what a feed enters around each."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        yield
+        self.names.append(threading.current_thread().name)
+
+    def settled(self, number: int) -> list[str]:
+        """All of them, once there are ``number`` and no more come."""
+        for _ in range(500):
+            if len(self.names) >= number:
+                break
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.names
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+def test_as_many_are_made_ahead_as_asked_those_of_the_next_batch_too(prefetch: int) -> None:
+    feed, makers = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=prefetch), Makers()
+    feed.beside = makers
+    first, second = batch_of(3), batch_of(3, first=200)
+    parts = feed.microbatches(first, [1, 1, 1])
+    next(parts)
+    assert len(makers.settled(min(3, 1 + prefetch))) == (min(3, 1 + prefetch) if prefetch else 0)
+    feed.send(second)
+    given = 1
+    for given, _ in enumerate(parts, 2):
+        assert len(makers.settled(min(6, given + prefetch))) == (min(6, given + prefetch) if prefetch else 0)
+    assert given == 3
+    assert all(name.startswith("microbatch-maker") for name in makers.names)
+    assert len(list(feed.held())) == 2 * min(3, prefetch)
+    assert [len(targets) for _, targets in feed.microbatches(second, [1, 1, 1])] == [1, 1, 1]  # type: ignore[arg-type]
+    assert len(makers.names) == (6 if prefetch else 0)
+
+
+def test_one_batch_can_be_the_next_one_for_ever() -> None:
+    feed, makers = DeviceFeed(CPU, AugmentSettings(), seed=4, prefetch=1), Makers()
+    batch = batch_of(2)
+    expected = made(DeviceFeed(CPU, AugmentSettings(), seed=4), batch, [1, 1])[0]
+    feed.beside = makers
+    feed.repeat(batch)
+    for times in range(1, 4):
+        assert torch.equal(made(feed, batch, [1, 1])[0], expected)
+        assert len(makers.settled(2 * times + 1)) == 2 * times + 1  # the first of the next time
+
+
+def test_what_was_made_early_is_dropped_when_targets_or_sizes_change() -> None:
+    feed = DeviceFeed(CPU, NONE, seed=0, prefetch=2)
+    batch = batch_of(4)
+    list(feed.microbatches(batch_of(4), [2, 2]))
+    feed.send(batch)
+    feed.forget()
+    batch.targets[...] = 9  # as ``follow`` does
+    assert made(feed, batch, [2, 2])[1].tolist() == [9] * 4
+    feed.send(batch)
+    assert made(feed, batch, [3, 1])[1].tolist() == [9] * 4
+
+
+def test_nobody_here_holds_what_was_given() -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=1)
+    for images, _ in feed.microbatches(batch_of(3), [1, 1, 1]):
+        assert images is not None
+        given = weakref.ref(images)
+        del images, _
+        for _try in range(100):  # the thread that made it lets go of it a moment later
+            if given() is None:
+                break
+            time.sleep(0.01)
+        assert given() is None
+
+
+def test_a_fault_of_the_thread_that_makes_them_is_raised_where_they_are_asked_for() -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=1)
+
+    def fails() -> contextlib.AbstractContextManager[None]:
+        raise torch.OutOfMemoryError("tensors take too much")
+
+    feed.beside = fails
+    with pytest.raises(torch.OutOfMemoryError, match="take too much"):
+        next(feed.microbatches(batch_of(2), [1, 1]))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_cuda_device_is_fed_what_the_cpu_is_fed() -> None:
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_cuda_device_is_fed_what_the_cpu_is_fed(prefetch: int) -> None:
     table = tile_table([40])
     stream = TileStream.over(table, epochs=1).read(pool_of(table)).batch(8)
-    on_cpu, on_cuda = (DeviceFeed(torch.device(d), AugmentSettings(), seed=3) for d in ("cpu", "cuda"))
+    on_cpu = DeviceFeed(CPU, AugmentSettings(), seed=3)
+    on_cuda = DeviceFeed(torch.device("cuda"), AugmentSettings(), seed=3, prefetch=prefetch)
     plain = [made(on_cpu, batch, [3, 5])[0] for batch in iter(stream)]
     with on_cuda.ahead_of(iter(stream.prefetch(allocate=allocate_pinned))) as batches:
         for batch, expected in zip(batches, plain, strict=True):
