@@ -1,21 +1,28 @@
-"""Checkpoints that are whole or not there: a temporary file, flushed to the disk, then renamed.
+"""Checkpoints: what is in the file, and what is said when one cannot be written or read.
 
 Takes any state torch can save; gives it back. A run folder holds ``checkpoints/last.pt`` and ``checkpoints/best.pt``;
-whatever happens while one is written, the one before stays readable.
+whatever happens while one is written, the one before stays readable (``atomic_file.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 
+from app.atomic_file import link_file, write_file
 from app.cli import RunError
 
 FORMAT = 1
+
+
+class Sink(Protocol):
+    """What a checkpoint is written to, from its first byte to its last."""
+
+    def write(self, data: bytes, /) -> int: ...
+
+    def flush(self) -> None: ...
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -24,38 +31,37 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     Raises:
         RunError: the disk is full or the folder cannot be written; a checkpoint that was there before still is.
     """
-    temporary = path.with_suffix(".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            writer = _Writer(file)
-            try:
-                torch.save({"format": FORMAT, **state}, cast(IO[bytes], writer))
-            except RuntimeError as fault:  # what torch makes of a write that failed
-                raise writer.fault or fault from None
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
+        write_file(path, lambda file: write_state(state, file))
     except (OSError, RuntimeError) as fault:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        kept = f"the previous one is kept: {path}" if path.exists() else "there is none before it"
-        raise RunError(
-            f"checkpoint {path} could not be written ({_reason(fault)}); {kept}; free space, then --resume"
-        ) from fault
+        raise not_written(path, fault) from fault
+
+
+def write_state(state: dict[str, Any], sink: Sink) -> None:
+    """The bytes of a checkpoint of ``state``.
+
+    Raises:
+        OSError: as ``sink`` raised it.
+    """
+    writer = _Writer(sink)
+    try:
+        torch.save({"format": FORMAT, **state}, cast(IO[bytes], writer))
+    except RuntimeError as fault:  # what torch makes of a write that failed
+        raise writer.fault or fault from None
 
 
 def keep_as(source: Path, target: Path) -> None:
     """Give the checkpoint ``source`` a second name, atomically and without copying its bytes."""
-    temporary = target.with_suffix(".tmp")
     try:
-        temporary.unlink(missing_ok=True)
-        os.link(source, temporary)
-        temporary.replace(target)
-        _sync_folder(target.parent)
+        link_file(source, target)
     except OSError as fault:
         raise RunError(f"checkpoint {target} could not be written ({_reason(fault)})") from fault
+
+
+def not_written(path: Path, fault: BaseException) -> RunError:
+    """What a user is told about a checkpoint that could not be written, and what to do."""
+    kept = f"the previous one is kept: {path}" if path.exists() else "there is none before it"
+    return RunError(f"checkpoint {path} could not be written ({_reason(fault)}); {kept}; free space, then --resume")
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -76,30 +82,21 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class _Writer:
-    """A file that remembers why it could not be written: torch reports only where it stopped."""
+    """A sink that remembers why it could not be written to: torch reports only where it stopped."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
         self.fault: OSError | None = None
 
     def write(self, data: bytes) -> int:
         try:
-            return self._file.write(data)
+            return self._sink.write(data)
         except OSError as fault:
             self.fault = fault
             raise
 
     def flush(self) -> None:
-        self._file.flush()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        self._sink.flush()
 
 
 def _reason(fault: BaseException) -> str:
