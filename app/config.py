@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from app.checkpoint_settings import CheckpointSettings
 from app.sizes import bytes_of
 from app.strategy import StrategySettings
 from pipelines.augment import AugmentSettings
@@ -170,6 +171,7 @@ class RunConfig:
     optimization: OptimizerSettings = field(default_factory=OptimizerSettings)
     strategy: StrategySettings = field(default_factory=StrategySettings)
     score: ScoreSettings = field(default_factory=ScoreSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     out: Path = Path("runs/train")
     """Run folder: settings, log, metrics, checkpoints, report."""
     steps: int | None = None
@@ -178,8 +180,6 @@ class RunConfig:
     """Passes over the training tiles; default 10."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint."""
-    checkpoint_every: int = 100
-    """Steps between checkpoints; one is always written at each validation and at the end."""
     twin_steps: int = 5
     """Steps measured from memory after training, to tell reading from computing; 0: none."""
     seed: int = 0
@@ -195,6 +195,7 @@ class RunConfig:
             *self.optimization.validate(),
             *self.strategy.validate(),
             *self.score.validate(),
+            *self.checkpoint.validate(),
         ]
         if self.steps is not None and self.epochs is not None:
             found.append(f"give --steps or --epochs, not both; got {self.steps} and {self.epochs:g}")
@@ -202,8 +203,6 @@ class RunConfig:
             found.append(f"--steps must be at least 1; got {self.steps}")
         if self.epochs is not None and not self.epochs > 0:
             found.append(f"--epochs must be above 0; got {self.epochs:g}")
-        if self.checkpoint_every < 1:
-            found.append(f"--checkpoint-every must be at least 1; got {self.checkpoint_every}")
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
             found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
         if self.twin_steps < 0:

@@ -7,12 +7,14 @@ in where the session is built.
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from app.checkpoint import keep_as, load_checkpoint, save_checkpoint
+from app.checkpoint import keep_as, load_checkpoint
+from app.checkpoints import Checkpoints
 from app.cli import RunError
 from app.evaluation import evaluate
 from app.interrupt import Interrupt
@@ -78,6 +80,10 @@ class TrainingLoop:
         session.feed.beside = self.memory.beside
         if session.config.resume:
             self._restore()
+        self._checkpoints = Checkpoints(
+            session.config.checkpoint, folder, session.engine, session.placement.device, self.outcome.step
+        )
+        self._checkpoint_asked = False
         self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, writes=self._is_first)
 
     @property
@@ -91,7 +97,8 @@ class TrainingLoop:
             RunError: a loss that is not finite (names step, slide and tile), or a checkpoint that cannot be written.
         """
         outcome, total = self.outcome, self._session.total_steps
-        with self._batches, self._log, RunProgress(total, outcome.step, quiet=not self._is_first) as progress:
+        bar = RunProgress(total, outcome.step, quiet=not self._is_first)
+        with self._batches, self._log, self._checkpoints, bar as progress:
             stop, batch = False, None
             while outcome.step < total and not stop:
                 if batch is not None:
@@ -104,11 +111,13 @@ class TrainingLoop:
                 result = self._step(batch, outcome.step)
                 step_s = wait_s + watch.lap()
                 stop = self._finish_step(result, step_s, wait_s)
+                self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
                 if self._validation_due() and not stop:
                     progress.say(self._validate())
                 if stop or self._checkpoint_due():
                     self._save()
+            self._checkpoints.finish()
             if outcome.step < total:
                 outcome.status = "interrupted"
             elif batch is not None:
@@ -142,15 +151,17 @@ class TrainingLoop:
         )
 
     def _finish_step(self, result: StepResult, step_s: float, wait_s: float) -> bool:
-        """Count the step on all ranks; True when any of them was asked to stop."""
+        """Count the step on all ranks; True when any of them was asked to stop. The first says whether to save."""
         outcome = self.outcome
-        votes = torch.tensor([int(self._interrupt.requested), result.tiles])
+        due = self._is_first and self._checkpoints.due(outcome.step + 1)
+        votes = torch.tensor([int(self._interrupt.requested), result.tiles, int(due)])
         self._communicator.all_reduce(votes)
         self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result.loss, step_s, wait_s, self._session)
         outcome.step += 1
         outcome.images += int(votes[1])
         outcome.loss = result.loss
         outcome.throughput.add(step_s, wait_s)
+        self._checkpoint_asked = bool(votes[2])
         return bool(votes[0])
 
     def _validation_due(self) -> bool:
@@ -162,12 +173,7 @@ class TrainingLoop:
         return step == session.total_steps or (step % every == 0 if every else epoch_ends)
 
     def _checkpoint_due(self) -> bool:
-        step = self.outcome.step
-        return (
-            step == self._session.total_steps
-            or step % self._session.config.checkpoint_every == 0
-            or self._validation_due()
-        )
+        return self._checkpoint_asked or self.outcome.step == self._session.total_steps or self._validation_due()
 
     def _validate(self) -> str:
         """Score the validation tiles; a line about it."""
@@ -191,14 +197,10 @@ class TrainingLoop:
 
     def _save(self) -> None:
         """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds."""
+        begun_s, outcome = time.monotonic(), self.outcome
         state = self._session.engine.state_dict()
-        if not self._is_first:
-            return
-        outcome = self.outcome
-        save_checkpoint(
-            self._folder.last,
-            {
-                **state,
+        if self._is_first:
+            state |= {
                 "stream": self._batches.get_state(),
                 "random": _random_state(),
                 "step": outcome.step,
@@ -208,13 +210,12 @@ class TrainingLoop:
                 "best": outcome.best,
                 "classes": list(self._session.dataset.classes),
                 "settings": self._session.settings,
-            },
-        )
-        self._name_best()
+            }
+        self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best)
 
-    def _name_best(self) -> None:
-        if self.outcome.best and self.outcome.best["step"] == self.outcome.step:
-            keep_as(self._folder.last, self._folder.best)
+    @property
+    def _is_best(self) -> bool:
+        return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
 
     def _restore(self) -> None:
         state = load_checkpoint(self._folder.last)
@@ -225,8 +226,8 @@ class TrainingLoop:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
         for name in ("step", "images", "loss", "metrics", "best"):
             setattr(self.outcome, name, state[name])
-        if self._is_first:
-            self._name_best()  # the run may have been killed before it could
+        if self._is_first and self._is_best:
+            keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
 
     def _measure_twin(self, batch: Batch) -> None:
         """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""

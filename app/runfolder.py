@@ -43,7 +43,8 @@ FREE_TO_CHANGE = frozenset(
         "device_prefetch",
         "index_workers",
     }
-    | {"checkpoint_every", "validate_every", "twin_steps", "slides", "out"}
+    | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
+    | {"validate_every", "twin_steps", "slides", "out"}
 )
 """Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
 
