@@ -8,11 +8,12 @@ SETUP := $(VENV)/.installed
 
 setup: $(SETUP)
 
-# Installed again whenever the dependencies change.
-$(SETUP): pyproject.toml
+# Installed again whenever the dependencies change. System packages only where it may: see there.
+$(SETUP): pyproject.toml tools/system_packages.sh
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	tools/system_packages.sh
 	touch $@
 
 demo: setup

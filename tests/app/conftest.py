@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app import synth
+from tests.helpers.slurm import Slurm, missing_programs, running_slurm
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "256", "--batch", "4", "--microbatches", "2")
@@ -33,6 +34,15 @@ def segment_slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("segment")
     assert synth.main([str(folder), "--slides", "4", "--size", "1536", "--task", "segment"]) == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    """A Slurm of two nodes, both on this machine."""
+    if missing := missing_programs():
+        pytest.skip(f"no Slurm here: {', '.join(missing)} not found; tools/system_packages.sh installs it on Debian")
+    with running_slurm() as started:
+        yield started
 
 
 Train = Callable[..., subprocess.CompletedProcess[str]]
