@@ -157,7 +157,8 @@ def save(path: Path, page: str) -> Path:
 def format_bytes(count: float) -> str:
     """``1.5 GiB``."""
     power = min(len(UNIT_STEPS) - 1, int(math.log(max(count, 1), 1024)))
-    return f"{count / 1024**power:.3g} {UNIT_STEPS[power]}"
+    amount = count / 1024**power
+    return f"{amount:.0f} {UNIT_STEPS[power]}" if amount >= 999.5 else f"{amount:.3g} {UNIT_STEPS[power]}"
 
 
 def format_duration(seconds: float) -> str:

@@ -32,13 +32,15 @@ STYLE = """
 .bars path { fill: none; vector-effect: non-scaling-stroke; stroke: var(--ink); stroke-width: 1.5; }
 .bars path.line { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 5 3; }
 .bars path.limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: none; }
-.bars figcaption li.line::before, .bars figcaption li.limit::before { width: 0; height: 13px; border-radius: 0;
-  background: none; border-left: 1.5px dashed var(--ink); }
-.bars figcaption li.limit::before { border-left: 2px solid var(--bad); }
-.bars figcaption li.span::before { height: 9px; background: none; border: solid var(--ink); border-width: 0 1.5px;
+.legend { display: flex; flex-wrap: wrap; gap: 3px 18px; list-style: none; margin: 4px 0 12px; padding: 0;
+  font-size: 13.5px; color: var(--soft); }
+.legend li::before { content: ""; display: inline-block; width: 14px; height: 11px; margin-right: 7px;
+  vertical-align: -1px; border-radius: 2px; background: var(--series); print-color-adjust: exact; }
+.legend li.line::before, .legend li.limit::before { width: 0; height: 13px; border-radius: 0; background: none;
+  border-left: 1.5px dashed var(--ink); }
+.legend li.limit::before { border-left: 2px solid var(--bad); }
+.legend li.span::before { height: 9px; border-radius: 0; border: solid var(--ink); border-width: 0 1.5px;
   background: linear-gradient(var(--ink), var(--ink)) center / 100% 1.5px no-repeat; }
-.bars figcaption li.area::before { height: 11px; border-radius: 2px; }
-.bars figcaption li::before { print-color-adjust: exact; }
 @media (max-width: 600px) { .bars ol li { grid-template-columns: 1fr auto; gap: 0 10px; padding-top: 5px; }
   .bars ol .value { text-align: right; padding: 0; } .bars ol svg { grid-column: 1 / 3; grid-row: 2; min-height: 21px; }
   .bars ol .reason, .bars ol .below { grid-column: 1 / 3; } .bars ol .below { margin: 0; } }
@@ -100,26 +102,28 @@ class Key:
     colour: int = 0
 
 
-def bar_figure(
-    title: str, unit: str, blocks: Sequence[Block], keys: Sequence[Key] = (), *, line_look: str = "line"
-) -> str:
+def legend(keys: Sequence[Key]) -> str:
+    """What colours and lines mean, for all figures below it; empty without keys."""
+    entries = "".join(f'<li class="{key.look} c{key.colour}">{escape(key.text)}</li>' for key in keys)
+    return f'<ul class="legend">{entries}</ul>' if keys else ""
+
+
+def bar_figure(title: str, unit: str, blocks: Sequence[Block], *, line_look: str = "line") -> str:
     """Blocks of bars on one scale; empty without blocks.
 
     Args:
         title: of the figure.
         unit: what the bars measure.
         blocks: drawn below each other.
-        keys: what colours and lines mean.
         line_look: how the lines of the blocks look: ``line`` or ``limit``.
     """
     if not blocks:
         return ""
     most = max([bar.most for block in blocks for bar in block.bars] + [block.line or 0.0 for block in blocks])
     whole = (most or 1.0) * AIR
-    legend = "".join(f'<li class="{key.look} c{key.colour}">{escape(key.text)}</li>' for key in keys)
-    head = f"<figcaption><h3>{escape(title)}</h3><span>{escape(unit)}</span>" + (f"<ul>{legend}</ul>" if legend else "")
+    head = f"<figcaption><h3>{escape(title)}</h3><span>{escape(unit)}</span></figcaption>"
     body = "".join(_block(block, whole, line_look) for block in blocks)
-    return f'<figure class="bars">{head}</figcaption>{body}</figure>'
+    return f'<figure class="bars">{head}{body}</figure>'
 
 
 def _block(block: Block, whole: float, line_look: str) -> str:

@@ -1,4 +1,4 @@
-"""All rows of a benchmark in full: figures on one line, the claim that they support on the next.
+"""All rows of a benchmark in full: what was measured, and the claim that it supports.
 
 Takes rows in the order of the file; gives a table per model, tile side and number of ranks.
 """
@@ -9,21 +9,19 @@ from collections.abc import Sequence
 from html import escape
 
 from app.charts import format_value
-from app.page import format_bytes, format_percent
+from app.page import format_bytes
 from app.trials.bench_file import Bench, Result
 from app.trials.groups import range_text
 from app.trials.panels import WORDS
 
 STYLE = """
-.full { font-size: 13.5px; } .full th, .full td { padding: 5px 9px; } .full thead th { white-space: normal; }
-.full thead th { vertical-align: bottom; line-height: 1.25; }
-.full tbody tr.more td { border-top: 0; padding-top: 0; color: var(--soft); }
-.full tbody tr.more td.claim { max-width: 0; }
+.full { font-size: 13.5px; } .full th, .full td { padding: 5px 9px; }
+.full thead th { white-space: normal; vertical-align: bottom; line-height: 1.25; }
+.full td.claim { min-width: 150px; max-width: 240px; line-height: 1.35; }
 .full tbody.group th { background: var(--ground); font-weight: 600; }
-.full tbody { break-inside: avoid; }
 @media (max-width: 600px) { .full { min-width: 860px; } }
-@media print { .full { font-size: 9.5px; } .full th, .full td { padding: 3px 4px; }
-  .table:has(.full) { overflow: visible; } }
+@media print { .full { font-size: 9.5px; } .full th, .full td { padding: 3px 4px; } .full td.claim { min-width: 100px; }
+  .full tbody { break-inside: avoid; } .table:has(.full) { overflow: visible; } }
 """
 
 COLUMNS = (
@@ -31,16 +29,17 @@ COLUMNS = (
     "micro\u00adbatches",
     "images/s",
     "range",
-    "against baseline",
     "fed from memory",
-    "Mpx/s",
     "data wait",
-    "bubble (predicted)",
-    "fullest rank",
+    "bubble",
+    "predicted",
+    "tensors, fullest rank",
+    "resident, fullest rank",
     "sent a step",
     "loss",
+    "claim",
 )
-"""Of the figures; soft hyphens let narrow columns break."""
+"""Of the figures; a soft hyphen lets a narrow column break."""
 
 
 def full_table(bench: Bench) -> str:
@@ -69,45 +68,31 @@ def _title(one: Result) -> str:
 
 
 def _row(one: Result) -> str:
-    cells = "".join(f"<td{_kind(i)}>{escape(text)}</td>" for i, text in enumerate(_figures(one)) if i)
+    name = f"<th>{escape(one.strategy + (f' ({one.chosen})' if one.chosen else ''))}</th>"
+    m = "" if one.microbatches is None else str(one.microbatches)
     if not one.ran:
         word, why = WORDS.get(one.status, one.status), one.reason
-        cells = (
-            f'<td class="n">{_whole(one.microbatches)}</td><td colspan="{len(COLUMNS) - 2}">'
-            f'<b class="bad">{escape(word)}</b>{escape(": " + why if why else "")}</td>'
-        )
-    claim = f'<tr class="more"><td class="claim" colspan="{len(COLUMNS)}">{escape(one.claim)}</td></tr>'
-    name = one.strategy + (f" ({one.chosen})" if one.chosen else "")
-    return f"<tr><th>{escape(name)}</th>{cells}</tr>" + (claim if one.claim and one.ran else "")
-
-
-def _figures(one: Result) -> Sequence[str]:
-    pixels = None if one.images_per_second is None else one.images_per_second * one.tile_px**2 / 1e6
-    bubble = _share(one.bubble) + (f" ({_share(one.bubble_predicted)})" if one.bubble_predicted is not None else "")
-    fullest = one.counted or one.resident
-    times = "" if one.times_baseline is None else f"{format_value(one.times_baseline, 3)} × {one.baseline or ''}"
-    return (
-        one.strategy,
-        _whole(one.microbatches),
+        told = f'<b class="bad">{escape(word)}</b>{escape(": " + why if why else "")}'
+        return f'<tr>{name}<td class="n">{m}</td><td colspan="{len(COLUMNS) - 2}">{told}</td></tr>'
+    cells = (
+        m,
         _speed(one.images_per_second),
         range_text(one),
-        times,
         _speed(one.no_data),
-        _speed(pixels),
         _share(one.data_wait),
-        bubble,
-        format_bytes(max(fullest)) if fullest else "",
-        format_bytes(max(one.sent)) if one.sent else "",
+        _share(one.bubble),
+        _share(one.bubble_predicted),
+        _most(one.counted),
+        _most(one.resident),
+        _most(one.sent),
         {True: "same", False: "differs!", None: ""}[one.loss_matches],
     )
+    figures = "".join(f"<td{_kind(i)}>{escape(text)}</td>" for i, text in enumerate(cells, 1))
+    return f'<tr>{name}{figures}<td class="claim">{escape(one.claim)}</td></tr>'
 
 
 def _kind(column: int) -> str:
-    return ' class="n"' if 0 < column < len(COLUMNS) - 1 else ""
-
-
-def _whole(value: int | None) -> str:
-    return "" if value is None else str(value)
+    return ' class="n"' if 0 < column < len(COLUMNS) - 2 else ""
 
 
 def _speed(value: float | None) -> str:
@@ -115,4 +100,8 @@ def _speed(value: float | None) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "" if value is None else format_percent(value)
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _most(sizes: Sequence[float]) -> str:
+    return format_bytes(max(sizes)) if sizes else ""

@@ -12,7 +12,7 @@ from html import escape
 from typing import Literal
 
 from app.charts import format_value
-from app.page import card, format_bytes, format_duration
+from app.page import card, format_bytes, format_duration, table
 from app.trials.bench_file import Bench, Result
 from app.trials.groups import Group, apart, by_model, range_text
 from app.trials.panels import times_baseline
@@ -56,14 +56,15 @@ def lead(found: Sequence[Group]) -> str:
 
 
 def findings(found: Sequence[Group], limit: int | None) -> list[str]:
-    """For each model its name and its sentences, as HTML."""
-    blocks = []
-    for model, of_model in by_model(found).items():
-        items = [(f"{group.tile_px} px, {group.ranks_text}", sentence(group, limit)) for group in of_model]
-        items += [("Data parallelism", line) for line in data_parallel_limits(of_model)]
-        lines = "".join(f"<li><b>{escape(name)}:</b> {escape(text)}</li>" for name, text in items)
-        blocks.append(f"<h3>{escape(model)}</h3><ul>{lines}</ul>")
-    return [f'<div class="card findings">{block}</div>' for block in blocks]
+    """For each model a table of sentences and the limits of data parallelism, as HTML."""
+    parts = []
+    models = by_model(found)
+    for model, of_model in models.items():
+        rows = [(f"{group.tile_px} px", str(group.ranks), sentence(group, limit)) for group in of_model]
+        limits = "".join(f"<p>{escape(line)}</p>" for line in data_parallel_limits(of_model))
+        name = f"<h3>{escape(model)}</h3>" if len(models) > 1 else ""
+        parts.append(f'<div class="findings">{name}{table(("tile side", "ranks", "found"), rows)}{limits}</div>')
+    return parts
 
 
 def verdict(group: Group) -> tuple[Verdict, Result | None]:
@@ -107,15 +108,17 @@ def sentence(group: Group, limit: int | None) -> str:
 
 
 def data_parallel_limits(found: Sequence[Group]) -> Iterator[str]:
-    """For each whole-model strategy that ran out of memory: the largest tile that fits, and the first that does not."""
-    keys = dict.fromkeys((one.strategy, group.ranks) for group in found for one in group.unfit)
-    for strategy, ranks in keys:
-        rows = [one for group in found for one in group.results if one.strategy == strategy and group.ranks == ranks]
-        fits = [one.tile_px for one in rows if one.ran]
-        unfit = [one.tile_px for one in rows if one.status == "out-of-memory"]
-        largest = f"the largest tile that fits is {max(fits)} px" if fits else "no tile that was tried fits"
-        on = f"on {ranks} ranks" if ranks > 1 else "on 1 rank"
-        yield f"{strategy} {on}: {largest}; out of memory from {min(unfit)} px."
+    """For each number of ranks: how far each whole-model strategy gets that runs out of memory."""
+    for ranks in sorted({group.ranks for group in found}):
+        of_ranks = [group for group in found if group.ranks == ranks]
+        parts = []
+        for strategy in dict.fromkeys(one.strategy for group in of_ranks for one in group.unfit):
+            rows = [one for group in of_ranks for one in group.results if one.strategy == strategy]
+            fits = [one.tile_px for one in rows if one.ran]
+            first = min(one.tile_px for one in rows if one.status == "out-of-memory")
+            parts.append(f"{strategy} fits up to {max(fits)} px" if fits else f"{strategy} not even {first} px")
+        if parts:
+            yield f"Of the tiles tried, on {_count(ranks, 'rank')}: {', '.join(parts)}."
 
 
 def figures(bench: Bench, found: Sequence[Group]) -> list[str]:

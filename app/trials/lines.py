@@ -34,7 +34,7 @@ STEP = 15.0
 STYLE = """
 .lines path.mark { fill: var(--series); stroke: var(--card); stroke-width: 1; }
 .lines path.event { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 2 4; }
-.lines svg text.event { fill: var(--bad); }
+.lines svg text.event { fill: var(--bad); paint-order: stroke; stroke: var(--card); stroke-width: 5px; }
 .lines figcaption li::before { content: none; }
 .lines figcaption li svg { display: inline-block; width: 22px; height: 10px; margin-right: 6px;
   vertical-align: middle; }
@@ -91,8 +91,9 @@ def lines_figure(
     values = [y for line in drawn for _, y in line.points]
     y_axis = _log_axis(values, top) if log else _zero_axis(values, top)
     parts = [*_frame(x_axis, y_axis, x_label, top)]
-    for row, event in enumerate(events):
-        parts += _event(event, x_axis, TOP - 9 + STEP * row, top)
+    # The last one highest: no line then crosses the words of one that begins to the left of it.
+    for row, event in enumerate(sorted(events, key=lambda event: -event.x)):
+        parts += _event(event, x_axis, TOP - 9 + STEP * row)
     for line in drawn:
         parts += _line(line, x_axis, y_axis, x_label)
     legend = "".join(_key(line) for line in drawn)
@@ -150,7 +151,7 @@ def _frame(x_axis: Axis, y_axis: Axis, x_label: str, top: float) -> Iterator[str
     yield f'<text x="{WIDTH - RIGHT:g}" y="{HEIGHT - 6:g}" text-anchor="end">{escape(x_label)}</text>'
 
 
-def _event(event: Event, x_axis: Axis, text_y: float, top: float) -> Iterator[str]:
+def _event(event: Event, x_axis: Axis, text_y: float) -> Iterator[str]:
     x = x_axis.place_one(event.x)
     half = min(LETTER * len(event.text) / 2, WIDTH / 2)
     middle = min(max(x, half), WIDTH - half)

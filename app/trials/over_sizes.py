@@ -58,14 +58,14 @@ def over_ranks(results: Sequence[Result], looks: dict[str, int]) -> list[str]:
         looks: as above.
     """
     figures = []
-    keys = sorted({(one.tile_px, one.scaling) for one in results if one.scaling}, key=str)
+    keys = sorted({(one.tile_px, one.scaling) for one in results if one.scaling})
     for tile, kind in keys:
         rows = [one for one in results if one.tile_px == tile and one.scaling == kind]
         ran = [one for one in rows if one.ran and one.loss_matches is not False]
         if len({one.ranks for one in ran}) < 2:
             continue
-        what = {"weak": "as many tiles a rank", "strong": "the same tiles in all"}.get(kind or "", "")
-        title = f"{(kind or '').capitalize()} scaling, {tile} px tiles"
+        what = {"weak": "as many tiles a rank", "strong": "the same tiles in all"}.get(kind, "")
+        title = f"{kind.capitalize()} scaling, {tile} px tiles"
         lines = [_over_ranks(strategy, look, ran) for strategy, look in looks.items() if strategy != "single"]
         if "ddp" not in looks:
             lines.append(_over_ranks("single", looks.get("single", 0), ran))

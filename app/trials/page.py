@@ -17,11 +17,12 @@ from app.trials.bench_file import Bench, read_bench
 from app.trials.groups import by_model, groups
 from app.trials.headline import figures, findings, headline
 from app.trials.over_sizes import over_ranks, over_tiles
-from app.trials.panels import memory_panels, speed_panels, time_panels
+from app.trials.panels import memory_keys, memory_panels, speed_keys, speed_panels, time_keys, time_panels
 
 STYLE = """
 .lead { font-size: 18px; line-height: 1.45; margin: 14px 0 4px; max-width: 860px; }
-.findings { margin-top: 14px; } .findings ul { margin: 6px 0 0; padding-left: 20px; } .findings li { margin: 3px 0; }
+.findings { margin: 18px 0; } .findings:first-of-type { margin-top: 0; } .findings td:nth-child(-n + 2) {
+  white-space: nowrap; font-variant-numeric: tabular-nums; }
 .model { margin: 22px 0 10px; } .model:first-of-type { margin-top: 0; }
 .grid.panels { grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); align-items: start; }
 @media (max-width: 600px) { .lead { font-size: 16px; } }
@@ -54,10 +55,10 @@ def render(bench: Bench) -> str:
         headline(bench, found),
         f'<section class="grid cards">{"".join(cards)}</section>' if cards else "",
         section("What was found", *findings(found, bench.limit_bytes)),
-        section("Images per second", *_of_models(speeds, "panels")),
+        section("Images per second", *_keyed(speed_keys(found), _of_models(speeds, "panels"))),
         section("Where data parallelism stops fitting", *_of_models(sizes, "charts")),
-        section("Memory of each rank", *_of_models(memory, "panels")),
-        section("Where the time goes", *_of_models(times, "panels")),
+        section("Memory of each rank", *_keyed(memory_keys(found, bench.limit_bytes), _of_models(memory, "panels"))),
+        section("Where the time goes", *_keyed(time_keys(), _of_models(times, "panels"))),
         section("Over the number of ranks", *_of_models(scaling, "charts")),
         section("What each rank does in a step", timelines.timelines(found, bench.folder)),
         section("All rows", full_table.full_table(bench)),
@@ -78,6 +79,11 @@ def _of_models(drawn: dict[str, list[str]], kind: str) -> Sequence[str]:
         + f'<div class="grid {kind}">{"".join(parts)}</div>'
         for model, parts in shown.items()
     ]
+
+
+def _keyed(keys: Sequence[bars.Key], figures: Sequence[str]) -> Sequence[str]:
+    """Figures under their legend; nothing without figures."""
+    return [bars.legend(keys), *figures] if figures else []
 
 
 def _commands(bench: Bench) -> str:

@@ -7,6 +7,7 @@ there with their reason: that a strategy does not fit is a result.
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from app.charts import format_value
@@ -36,6 +37,9 @@ MANY_RANKS = 8
 FAR = 3.0
 """A limit this many times above all bars is told, not drawn: the bars would shrink to nothing."""
 
+SHORT = 110
+"""Characters of a reason beside the bars; the whole of it is in the table."""
+
 WORDS = {"out-of-memory": "out of memory", "cannot": "cannot run", "failed": "failed"}
 """Status of a row that was not measured, as a reader would say it."""
 
@@ -44,13 +48,19 @@ def speed_panels(found: Sequence[Group]) -> list[str]:
     """Images per second, with the range of the repeats and the data-parallel baseline as a line."""
     return [
         bar_figure(
-            f"{tile} px tiles",
-            f"images per second, {_repeats(of_tile)}",
-            [_speed_block(group) for group in of_tile],
-            [*_families(of_tile), *_ranges(of_tile), *_baselines(of_tile)],
+            f"{tile} px tiles", f"images per second, {_repeats(of_tile)}", [_speed_block(one) for one in of_tile]
         )
         for tile, of_tile in _by_tile(found)
     ]
+
+
+def speed_keys(found: Iterable[Group]) -> list[Key]:
+    """What the bars of ``speed_panels`` look like."""
+    groups = list(found)
+    keys = _families(groups)
+    if any(range_text(one) for group in groups for one in group.ran):
+        keys.append(Key("lowest to highest repeat", "span"))
+    return [*keys, Key("data-parallel baseline", "line")] if any(group.baseline for group in groups) else keys
 
 
 def memory_panels(found: Sequence[Group], limit: int | None) -> list[str]:
@@ -61,35 +71,40 @@ def memory_panels(found: Sequence[Group], limit: int | None) -> list[str]:
         if not any(one.counted or one.resident for one in results):
             continue
         counted = any(one.counted for one in results)
-        what = "tensors of each rank at most, counted" if counted else "growth of each rank's resident memory at most"
+        what = "tensors at most, counted" if counted else "growth of resident memory at most"
         most = max(max(one.counted or one.resident, default=0) for one in results)
         line = limit if limit is not None and limit <= FAR * most else None
-        keys = _families(of_tile)
-        if limit is not None:
-            beyond = "" if line is not None else ", far beyond these bars"
-            keys.append(
-                Key(f"limit of a rank, {format_bytes(limit)}{beyond}", "limit" if line is not None else "area", 5)
-            )
+        if limit is not None and line is None:
+            what += f"; the limit, {format_bytes(limit)}, is far beyond these bars"
         blocks = [
-            Block(group.ranks_text, group.batch_text, tuple(_memory_bar(one, counted) for one in group.results), line)
-            for group in of_tile
+            Block(group.ranks_text, group.batch_text, tuple(_memory_bars(group, counted)), line) for group in of_tile
         ]
-        figures.append(bar_figure(f"{tile} px tiles", what, blocks, keys, line_look="limit"))
+        figures.append(bar_figure(f"{tile} px tiles", what, blocks, line_look="limit"))
     return figures
 
 
+def memory_keys(found: Iterable[Group], limit: int | None) -> list[Key]:
+    """What the bars of ``memory_panels`` look like."""
+    keys = _families(found)
+    return keys if limit is None else [*keys, Key(f"limit of a rank, {format_bytes(limit)}", "limit")]
+
+
 def time_panels(found: Sequence[Group]) -> list[str]:
-    """A median step, cut into what its time goes into. Nothing for tiles of which it is not known."""
+    """A median step, cut into what its time goes into; nothing for tiles of which it is not known."""
     figures = []
     for tile, of_tile in _by_tile(found):
         blocks = [
             Block(group.ranks_text, group.batch_text, tuple(_time_bar(one) for one in group.results if one.time))
             for group in of_tile
         ]
-        keys = [Key(PART_NAMES[part], "area", PART_COLOURS[part]) for part in PARTS]
         known = [block for block in blocks if block.bars]
-        figures.append(bar_figure(f"{tile} px tiles", "seconds of a median step", known, keys))
+        figures.append(bar_figure(f"{tile} px tiles", "seconds of a median step", known))
     return [figure for figure in figures if figure]
+
+
+def time_keys() -> list[Key]:
+    """What the bars of ``time_panels`` look like."""
+    return [Key(PART_NAMES[part], "area", PART_COLOURS[part]) for part in PARTS]
 
 
 def _speed_block(group: Group) -> Block:
@@ -98,19 +113,15 @@ def _speed_block(group: Group) -> Block:
     if baseline is not None:
         line = f"line: {baseline.strategy}, {format_value(baseline.speed, 3)} images/s"
         note = f"{note} · {line}" if note else line
-    bars = tuple(_speed_bar(one, group) for one in group.results)
-    return Block(group.ranks_text, note, bars, baseline.speed if baseline else None)
+    ran = [_speed_bar(one, group) for one in group.results if one.ran]
+    return Block(group.ranks_text, note, (*ran, *_ended(group, reasons=True)), baseline.speed if baseline else None)
 
 
 def _speed_bar(one: Result, group: Group) -> Bar:
-    name = one.strategy + (f" ({one.chosen})" if one.chosen else "")
+    name = _name(one)
     if not group.batch_text and one.global_batch is not None:
         name += f", {one.global_batch} tiles a step"
-    if not one.ran:
-        return Bar(name, reason=(WORDS.get(one.status, one.status), one.reason))
-    notes = [range_text(one)]
-    if (times := times_text(one, group)) and one is not group.baseline:
-        notes.append(times)
+    notes = [] if one is group.baseline else [times_text(one, group)]
     if one.loss_matches is False:
         notes.append("another loss!")
     return Bar(
@@ -120,6 +131,17 @@ def _speed_bar(one: Result, group: Group) -> Bar:
         " · ".join(note for note in notes if note),
         one.range if range_text(one) else (),
     )
+
+
+def _ended(group: Group, *, reasons: bool) -> Iterator[Bar]:
+    """A line for all that ran out of memory, and one for each other row that did not run."""
+    unfit = [_name(one) for one in group.results if one.status == "out-of-memory"]
+    if unfit:
+        yield Bar("", reason=(WORDS["out-of-memory"], ", ".join(unfit)))
+    for one in group.results:
+        if not one.ran and one.status != "out-of-memory":
+            why = textwrap.shorten(one.reason, SHORT, placeholder=" …") if reasons else ""
+            yield Bar(_name(one), reason=(WORDS.get(one.status, one.status), why))
 
 
 def times_text(one: Result, group: Group) -> str:
@@ -137,30 +159,28 @@ def times_baseline(one: Result, group: Group) -> float | None:
     return one.speed / baseline.speed if one.ran and baseline is not None and baseline.speed > 0 else None
 
 
-def _memory_bar(one: Result, counted: bool) -> Bar:
-    if not one.ran:
-        return Bar(one.strategy, reason=(WORDS.get(one.status, one.status), one.reason))
-    sizes = one.counted or one.resident
-    if not sizes:
-        return Bar(one.strategy, reason=("not known", "its memory was not recorded"))
-    shown = sizes if len(sizes) <= MANY_RANKS else (max(sizes), min(sizes))
-    notes = []
-    if len(sizes) > 1:
-        texts = [format_bytes(size) for size in sizes]
-        notes.append("each rank" if len(set(texts)) == 1 else "fullest rank; all: " + ", ".join(_runs(texts)))
-    if counted:
-        told = format_bytes(max(one.resident)) if one.resident else ""
-        notes.append((f"resident {told}" if told else "") if one.counted else "resident, not counted")
-    colour = FAMILIES[one.family][0]
-    bars = tuple((Part(size, colour),) for size in shown)
-    return Bar(one.strategy, format_bytes(max(sizes)), bars, " · ".join(note for note in notes if note))
+def _memory_bars(group: Group, counted: bool) -> Iterator[Bar]:
+    for one in group.results:
+        if one.ran and (sizes := one.counted or one.resident):
+            shown = sizes if len(sizes) <= MANY_RANKS else (max(sizes), min(sizes))
+            notes = []
+            if len(sizes) > 1:
+                least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+                notes.append("each rank" if least == most else f"least {least}")
+            if counted and not one.counted:
+                notes.append("resident")
+            bars = tuple((Part(size, FAMILIES[one.family][0]),) for size in shown)
+            yield Bar(_name(one), format_bytes(max(sizes)), bars, " · ".join(notes))
+        elif one.ran:
+            yield Bar(_name(one), reason=("not known", "its memory was not recorded"))
+    yield from _ended(group, reasons=False)
 
 
 def _time_bar(one: Result) -> Bar:
     whole = sum(one.time.values())
     shares = [f"{part} {100 * seconds / whole:.0f} %" for part, seconds in one.time.items()] if whole else []
     parts = tuple(Part(seconds, PART_COLOURS[part]) for part, seconds in one.time.items())
-    return Bar(one.strategy, format_duration(whole), (parts,), below=", ".join(shares))
+    return Bar(_name(one), format_duration(whole), (parts,), below=", ".join(shares))
 
 
 def _by_tile(found: Iterable[Group]) -> Iterator[tuple[int, list[Group]]]:
@@ -173,23 +193,10 @@ def _families(found: Iterable[Group]) -> list[Key]:
     return [Key(text, "area", colour) for family, (colour, text) in FAMILIES.items() if family in there]
 
 
-def _ranges(found: Iterable[Group]) -> list[Key]:
-    there = any(range_text(one) for group in found for one in group.results if one.ran)
-    return [Key("lowest to highest repeat", "span")] if there else []
-
-
-def _baselines(found: Iterable[Group]) -> list[Key]:
-    there = any(group.baseline for group in found)
-    return [Key("data-parallel baseline", "line")] if there else []
-
-
 def _repeats(found: Iterable[Group]) -> str:
     counts = {len(one.repeats) for group in found for one in group.results if one.repeats}
     return f"median of {max(counts)} repeats" if counts and max(counts) > 1 else "one repeat"
 
 
-def _runs(texts: Sequence[str]) -> list[str]:
-    """Texts of many ranks, equal neighbours put together, no more than six."""
-    runs = [(text, len(list(equal))) for text, equal in itertools.groupby(texts)]
-    words = [text if n == 1 else f"{n} × {text}" for text, n in runs]
-    return words if len(words) <= 6 else [*words[:3], "…", *words[-2:]]
+def _name(one: Result) -> str:
+    return one.strategy + (f" ({one.chosen})" if one.chosen else "")

@@ -1,6 +1,6 @@
 """The schedule timelines that rows name: the step as simulated above the step as measured, drawn into the page.
 
-Takes rows and the folder of the benchmark; gives HTML. Of each model and number of ranks the largest tile is shown, the
+Takes rows and the folder of the benchmark; gives HTML. Of each model the largest tile on the most ranks is shown, the
 others can be opened. A picture that is missing, torn or outside the folder is left out with a word.
 """
 
@@ -24,12 +24,15 @@ STYLE = """
 
 def timelines(found: Sequence[Group], folder: Path) -> str:
     """All pictures; empty where no row has one."""
+    drawn = [(group, one) for group in found for one in group.results if one.schedule_svg]
+    largest: dict[str, tuple[int, int]] = {}
+    for group, _ in drawn:
+        largest[group.model] = max(largest.get(group.model, (0, 0)), (group.tile_px, group.ranks))
     shown: list[str] = []
     folded: list[str] = []
-    drawn = [(group, one) for group in found for one in group.results if one.schedule_svg]
     for number, (group, one) in enumerate(drawn):
-        alike = [other.tile_px for other, _ in drawn if (other.model, other.ranks) == (group.model, group.ranks)]
-        (shown if group.tile_px == max(alike) else folded).append(_timeline(one, group, folder, number))
+        first = largest[group.model] == (group.tile_px, group.ranks)
+        (shown if first else folded).append(_timeline(one, group, folder, number))
     if not drawn:
         return ""
     note = (
@@ -37,7 +40,9 @@ def timelines(found: Sequence[Group], folder: Path) -> str:
         "waiting. Above as simulated from the stage times of the same step, below as measured.</p>"
     )
     more = (
-        f"<details><summary>{len(folded)} more, of smaller tiles</summary>{''.join(folded)}</details>" if folded else ""
+        f"<details><summary>{len(folded)} more, of smaller tiles or fewer ranks</summary>{''.join(folded)}</details>"
+        if folded
+        else ""
     )
     return f'<div class="timelines">{note}{"".join(shown)}{more}</div>'
 
