@@ -180,6 +180,9 @@ class RunConfig:
     """Passes over the training tiles; default 10."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint."""
+    max_restarts: int = 0
+    """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
+    torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
     twin_steps: int = 5
     """Steps measured from memory after training, to tell reading from computing; 0: none."""
     seed: int = 0
@@ -203,6 +206,8 @@ class RunConfig:
             found.append(f"--steps must be at least 1; got {self.steps}")
         if self.epochs is not None and not self.epochs > 0:
             found.append(f"--epochs must be above 0; got {self.epochs:g}")
+        if self.max_restarts < 0:
+            found.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
             found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
         if self.twin_steps < 0:

@@ -44,12 +44,16 @@ def started_by_us() -> bool:
     return STARTED_BY_US in os.environ
 
 
-def start_ranks(ranks: int, module: str, argv: Sequence[str]) -> int:
-    """Run ``python -m module`` with ``argv`` in ``ranks`` processes; the exit code is the first failing rank's."""
+def start_ranks(ranks: int, module: str, argv: Sequence[str], max_restarts: int = 0) -> int:
+    """Run ``python -m module`` with ``argv`` in ``ranks`` processes; the exit code is the first failing rank's.
+
+    Args:
+        max_restarts: how often all of them are started again after one has failed.
+    """
     from parallel.comm.torch_launch import launch_ranks
 
     os.environ[STARTED_BY_US] = "1"
-    return launch_ranks(ranks, [sys.executable, "-m", module, *argv])
+    return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts)
 
 
 def place(settings: StrategySettings) -> Placement:

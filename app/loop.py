@@ -60,6 +60,7 @@ class TrainingLoop:
     Attributes:
         outcome: where the run stands.
         memory: what its tensors take, against the limit.
+        repeated: steps done before, after the checkpoint that this run continues; known to the first rank alone.
     """
 
     def __init__(self, session: Session, folder: RunFolder, interrupt: Interrupt) -> None:
@@ -85,6 +86,7 @@ class TrainingLoop:
         )
         self._checkpoint_asked = False
         self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, writes=self._is_first)
+        self.repeated = self._log.dropped
 
     @property
     def _is_first(self) -> bool:

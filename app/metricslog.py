@@ -38,17 +38,21 @@ class MetricsLog:
         step: steps done when the run starts; rows after it are dropped, they will be computed again.
         classes: names, for the columns of Dice.
         writes: whether this rank writes.
+
+    Attributes:
+        dropped: steps whose rows were dropped.
     """
 
     def __init__(self, folder: RunFolder, step: int, classes: Sequence[str], writes: bool) -> None:
         self._writes = writes
+        self.dropped = 0
         if not writes:
             return
         self._predictions = folder.predictions
         self._steps = CsvLog(folder.metrics, STEP_COLUMNS)
         self._validations = CsvLog(folder.validation, [*VALIDATION_COLUMNS, *(f"dice_{name}" for name in classes)])
-        for log in (self._steps, self._validations):
-            log.cut_after(step)
+        self.dropped = self._steps.cut_after(step)
+        self._validations.cut_after(step)
         # purge_step makes TensorBoard forget what an earlier start wrote beyond the checkpoint.
         self._events = SummaryWriter(folder.path / "tensorboard", purge_step=step + 1)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import traceback
+from pathlib import Path
 
 import torch
 
 from app.cli import RunError
 from app.interrupt import Interrupt
 from app.launch import Placement
-from app.runfolder import RunFolder
 from parallel.comm.communicator import CommunicationError
 from parallel.comm.torch_comm import is_lost_peer
 from parallel.engine import EngineFault
@@ -29,13 +29,14 @@ class RankGuard:
 
     Args:
         timeout_s: how long an action, or waiting for the other ranks, may take.
+        fault_file: the same for all ranks of this attempt, and not there yet.
         interrupt: told when the launcher asks this process to end.
     """
 
-    def __init__(self, placement: Placement, timeout_s: float, folder: RunFolder, interrupt: Interrupt) -> None:
+    def __init__(self, placement: Placement, timeout_s: float, fault_file: Path, interrupt: Interrupt) -> None:
         self._communicator = placement.communicator
         self._several = self._communicator.world > 1
-        self._file = folder.fault
+        self._file = fault_file
         self._interrupt = interrupt
         self._told_elsewhere = False
         self.guardian = Guardian(

@@ -1,13 +1,15 @@
 """The run folder: where everything a run leaves is, and how it is written so that a resumed run continues it.
 
-``config.yaml env.json plan.json run.log tissue/ tiles.parquet splits.csv metrics.csv validation.csv predictions.csv
-checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``, and ``fault.txt`` of a run that
-failed on several ranks. A model split into stages also leaves ``schedule.csv schedule.svg trace.json``.
+``config.yaml env.json attempts.json plan.json run.log tissue/ tiles.parquet splits.csv metrics.csv validation.csv
+predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``, and ``fault.txt``
+of a run that failed on several ranks (``fault-2.txt`` of its second attempt). A model split into stages also leaves
+``schedule.csv schedule.svg trace.json``.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import logging
 import os
@@ -19,10 +21,12 @@ import yaml
 
 from app.cli import RunError, flat
 from app.config import RunConfig
+from app.restart import Attempts
 
 FREE_TO_CHANGE = frozenset(
     {
         "resume",
+        "max_restarts",
         "steps",
         "epochs",
         "parallel",
@@ -41,6 +45,7 @@ FREE_TO_CHANGE = frozenset(
         "read_threads",
         "read_ahead",
         "device_prefetch",
+        "gradient_buckets",
         "index_workers",
     }
     | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
@@ -61,12 +66,20 @@ class RunFolder:
         self.predictions = path / "predictions.csv"
         self.summary = path / "summary.json"
         self.failed_slides = path / "failed_slides.csv"
-        self.fault = path / "fault.txt"
+        self._attempts = path / "attempts.json"
         self.last = path / "checkpoints" / "last.pt"
         self.best = path / "checkpoints" / "best.pt"
 
-    def open(self, config: RunConfig) -> None:
+    def fault_of(self, attempt: int) -> Path:
+        """Where the ranks say why attempt number ``attempt``, from 1, fails. What is left of the one before may still
+        be writing when the next begins."""
+        return self.path / ("fault.txt" if attempt == 1 else f"fault-{attempt}.txt")
+
+    def open(self, config: RunConfig, *, again: bool = False) -> None:
         """Make the folder for a new run, or check that it can be resumed with ``config``.
+
+        Args:
+            again: this is a further attempt of the start that opened it; what that wrote stays.
 
         Raises:
             RunError: the folder cannot be written.
@@ -77,7 +90,8 @@ class RunFolder:
             probe = self.path / ".write-test"
             probe.write_text("")
             probe.unlink()
-            self.fault.unlink(missing_ok=True)  # of a run before this one
+            for fault_file in [] if again else self.path.glob("fault*.txt"):  # of starts before this one
+                fault_file.unlink()
         except OSError as fault:
             raise RunError(
                 f"run folder {self.path} cannot be written ({fault.strerror}); name another with --out"
@@ -87,7 +101,16 @@ class RunFolder:
             if not config.resume:
                 raise ValueError(f"{self.path} already holds a run: continue it with --resume, or name another --out")
             self._check_settings(asked)
+            if again:
+                return
         self._write_settings(asked)
+
+    def attempts(self) -> Attempts | None:
+        """What earlier attempts have left of themselves."""
+        return Attempts(**json.loads(self._attempts.read_text())) if self._attempts.exists() else None
+
+    def keep_attempts(self, attempts: Attempts) -> None:
+        self.write_json(self._attempts.name, dataclasses.asdict(attempts))
 
     def keep_microbatches(self, m: int) -> None:
         """Remember a number of microbatches that was planned, not asked for: a resumed run goes on with it."""
@@ -157,12 +180,15 @@ class CsvLog:
         if not path.exists():
             self._rewrite([])
 
-    def cut_after(self, step: int) -> None:
-        """Drop the rows of steps after ``step``: a resumed run computes them again."""
+    def cut_after(self, step: int) -> int:
+        """Drop the rows of steps after ``step``: a resumed run computes them again. Their number."""
         with self._path.open(newline="") as file:
             rows = list(csv.reader(file))[1:]
         # A row cut short by a crash has too few cells and no step to trust.
-        self._rewrite([row for row in rows if len(row) == len(self._columns) and int(row[0]) <= step])
+        whole = [row for row in rows if len(row) == len(self._columns)]
+        kept = [row for row in whole if int(row[0]) <= step]
+        self._rewrite(kept)
+        return len(whole) - len(kept)
 
     def add(self, row: Mapping[str, float | int | None]) -> None:
         """Append one row; None is an empty cell."""

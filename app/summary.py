@@ -30,13 +30,17 @@ class RunSummary:
         folder: where it goes.
         outcome: kept up to date by the loop.
         memory: likewise.
+        restarts: attempts of the same start before this one.
     """
 
-    def __init__(self, session: Session, folder: RunFolder, outcome: Outcome, memory: MemoryLimit) -> None:
+    def __init__(
+        self, session: Session, folder: RunFolder, outcome: Outcome, memory: MemoryLimit, restarts: int
+    ) -> None:
         self._session = session
         self._folder = folder
         self._outcome = outcome
         self._memory = memory
+        self._restarts = restarts
         self._started_s = time.monotonic()
         self._communicator = session.placement.communicator
 
@@ -120,6 +124,7 @@ class RunSummary:
             "best": outcome.best,
             "checkpoint": str(self._folder.last) if self._folder.last.exists() else None,
             "wall_s": time.monotonic() - self._started_s,
+            "restarts": self._restarts,
         }
 
 

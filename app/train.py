@@ -1,10 +1,12 @@
 """``python -m app.train``: a folder of slides and labels in, a trained model, its scores and its speed out.
 
-One process, ``--ranks N`` on this machine, or under torchrun or mpirun. Everything a run leaves is in its run folder.
+One process, ``--ranks N`` on this machine, or under torchrun or mpirun. Everything a run leaves is in its run folder. A
+process that torchrun, ``--max-restarts`` or Slurm has started again goes on from the last checkpoint there.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import sys
@@ -17,6 +19,7 @@ from app.config import RunConfig
 from app.dataset import Dataset, prepare
 from app.environment import describe_environment
 from app.launcher import find_launch
+from app.restart import Attempts, attempts_before, describe_restart, find_starter
 from app.runfolder import RunFolder
 from pipelines.failures import FailedSlides
 
@@ -34,19 +37,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: RunConfig, arguments: Sequence[str]) -> int:
     """Train as ``config`` says; ``arguments`` are what further ranks are started with."""
+    folder = RunFolder(config.out)
+    if (config.strategy.ranks > 1 or config.max_restarts) and find_launch() is None:
+        return _start_ranks(config, folder, arguments)
+    return _train_rank(config, folder)
+
+
+def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str]) -> int:
     from app.launch import start_ranks  # torch is imported once the settings are known to be right
 
-    folder = RunFolder(config.out)
-    config = _with_microbatches(config, folder)
-    if config.strategy.ranks > 1 and find_launch() is None:
-        # Everything that can be wrong with the data is found here, once, before any rank starts.
-        _prepare(config, folder)
-        code = start_ranks(config.strategy.ranks, "app.train", arguments)
-        if code:
-            where = f"above and in {folder.fault}" if folder.fault.exists() else "above"
-            raise RunError(f"a rank ended with exit code {code}; its message stands {where}")
-        return 0
-    return _train_rank(config, folder)
+    starter = find_starter(is_agent=True)
+    before = attempts_before(folder.attempts(), starter)
+    # Everything that can be wrong with the data is found here, once, before any rank starts.
+    _prepare(_with_microbatches(_continued(config, folder, before), folder), folder, before)
+    folder.keep_attempts(Attempts(before, starter.agent, starter.job))
+    code = start_ranks(config.strategy.ranks, "app.train", arguments, config.max_restarts)
+    if code:
+        begun = folder.attempts()
+        fault_file = folder.fault_of(begun.begun if begun else 1)
+        where = f"above and in {fault_file}" if fault_file.exists() else "above"
+        raise RunError(f"a rank ended with exit code {code}; its message stands {where}")
+    return 0
+
+
+def _continued(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
+    """``config``, resumed without being asked where ``before`` attempts of the same start left a checkpoint."""
+    return dataclasses.replace(config, resume=config.resume or (before > 0 and folder.last.exists()))
 
 
 def _with_microbatches(config: RunConfig, folder: RunFolder) -> RunConfig:
@@ -77,9 +93,14 @@ def _train_rank(config: RunConfig, folder: RunFolder) -> int:
     interrupt = Interrupt()
     interrupt.listen()
     placement = place(config.strategy)
-    guard = RankGuard(placement, config.strategy.timeout_s, folder, interrupt)
     try:
-        return _train_guarded(config, folder, placement, guard, interrupt)
+        before, config = _agree_on_restart(config, folder, placement)
+    except CommunicationError as fault:
+        atexit.register(placement.communicator.abort)
+        raise RunError(str(fault)) from fault
+    guard = RankGuard(placement, config.strategy.timeout_s, folder.fault_of(before + 1), interrupt)
+    try:
+        return _train_guarded(_with_microbatches(config, folder), folder, placement, guard, interrupt, before)
     except Exception as fault:
         if not guard.tells(fault):
             return USAGE if isinstance(fault, ValueError) else FAILED
@@ -88,8 +109,22 @@ def _train_rank(config: RunConfig, folder: RunFolder) -> int:
         raise
 
 
+def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: Placement) -> tuple[int, RunConfig]:
+    """Attempts before this one, and the settings to go on with: as the first rank finds them. The others may see the
+    folder later, and torchrun may have told them another number."""
+    import torch
+
+    found = torch.zeros(2, dtype=torch.int64)
+    if placement.communicator.rank == 0:
+        before = attempts_before(folder.attempts(), find_starter())
+        found = torch.tensor([before, _continued(config, folder, before).resume])
+    placement.communicator.broadcast(found)
+    before, resume = found.tolist()
+    return before, dataclasses.replace(config, resume=bool(resume))
+
+
 def _train_guarded(
-    config: RunConfig, folder: RunFolder, placement: Placement, guard: RankGuard, interrupt: Interrupt
+    config: RunConfig, folder: RunFolder, placement: Placement, guard: RankGuard, interrupt: Interrupt, before: int
 ) -> int:
     import torch
 
@@ -99,11 +134,13 @@ def _train_guarded(
     from app.throughput import PeakMemory
 
     memory = PeakMemory(placement.device)
-    dataset = _prepare_once(config, folder, placement)
+    dataset = _prepare_once(config, folder, placement, before)
     config = planned(config, folder.path)
     session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
     loop = TrainingLoop(session, folder, interrupt)
-    summary = RunSummary(session, folder, loop.outcome, loop.memory)
+    if before and placement.communicator.rank == 0:
+        _say(describe_restart(before, loop.outcome.step, loop.repeated))
+    summary = RunSummary(session, folder, loop.outcome, loop.memory, before)
     for note in session.notes:
         summary.say(note)
     if loop.outcome.step >= session.total_steps:
@@ -130,9 +167,9 @@ def _train_guarded(
     return 0
 
 
-def _prepare(config: RunConfig, folder: RunFolder) -> Dataset:
+def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     """Open the run folder and make what it needs, telling the user."""
-    folder.open(config)
+    folder.open(config, again=before > 0)
     folder.log_to_file()
     folder.write_json("env.json", describe_environment())
     dataset = prepare(config, folder, _say)
@@ -142,19 +179,20 @@ def _prepare(config: RunConfig, folder: RunFolder) -> Dataset:
     return dataset
 
 
-def _prepare_once(config: RunConfig, folder: RunFolder, placement: Placement) -> Dataset:
+def _prepare_once(config: RunConfig, folder: RunFolder, placement: Placement, before: int) -> Dataset:
     """The dataset: made by the process that started the ranks, or by the first rank while the others wait."""
     from app.launch import started_by_us
 
-    first = placement.communicator.rank == 0
-    if first and not started_by_us():
-        dataset = _prepare(config, folder)
-        placement.communicator.barrier()
-        return dataset
+    dataset = None
+    if placement.communicator.rank == 0:
+        if started_by_us():
+            folder.log_to_file()
+        else:
+            dataset = _prepare(config, folder, before)
+        starter = find_starter()
+        folder.keep_attempts(Attempts(before + 1, starter.agent, starter.job))
     placement.communicator.barrier()
-    if first:
-        folder.log_to_file()
-    return prepare(config, folder, _say_nothing)
+    return dataset or prepare(config, folder, _say_nothing)
 
 
 def _say(line: str) -> None:
