@@ -182,15 +182,14 @@ def format_setting(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {format_setting(str(key), one)}" for key, one in value.items())
     if isinstance(value, int | float):
-        for end, form in (("_bytes", format_bytes), ("_s", format_duration), ("_fraction", format_percent)):
+        for end, form in (("_bytes", format_bytes), ("_s", format_duration), ("_fraction", _percent)):
             if name.endswith(end):
                 return form(value)
         return str(value) if isinstance(value, int) else format_value(value)
     return str(value)
 
 
-def format_percent(fraction: float) -> str:
-    """``12.34 %``."""
+def _percent(fraction: float) -> str:
     return f"{100 * fraction:.2f} %"
 
 

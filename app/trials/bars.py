@@ -20,14 +20,15 @@ STYLE = """
 .bars h4 { margin: 16px 0 4px; font-size: 14px; font-weight: 600; break-after: avoid; }
 .bars h4 span { font-weight: 400; color: var(--soft); margin-left: 8px; } .bars figcaption + h4 { margin-top: 6px; }
 .bars ol { list-style: none; margin: 0; padding: 0; font-size: 14px; }
-.bars ol li { display: grid; grid-template-columns: minmax(90px, 22%) 1fr minmax(120px, 27%); gap: 0 12px;
-  align-items: center; min-height: 27px; break-inside: avoid; }
+.bars ol li { display: grid; grid-template: minmax(27px, auto) / minmax(90px, 29%) 1fr minmax(140px, 27%); gap: 0 12px;
+  align-items: center; break-inside: avoid; }
 .bars ol .name { overflow-wrap: anywhere; line-height: 1.25; }
 .bars ol .value { font-variant-numeric: tabular-nums; line-height: 1.3; padding: 3px 0; }
 .bars ol .value b { font-weight: 600; } .bars ol small { color: var(--soft); font-size: 12.5px; }
 .bars ol .reason { grid-column: 2 / 4; font-size: 13px; line-height: 1.35; padding: 4px 0; overflow-wrap: anywhere; }
-.bars ol .reason b { font-weight: 600; } .bars ol .below { grid-column: 2 / 4; margin-top: -3px; padding-bottom: 6px; }
-.bars ol svg { height: 100%; min-height: 27px; overflow: hidden; }
+.bars ol .reason.alone { grid-column: 1 / 4; } .bars ol .reason b { font-weight: 600; }
+.bars ol .below { grid-column: 2 / 4; margin-top: -3px; padding-bottom: 6px; }
+.bars ol svg { height: 0; min-height: 100%; overflow: hidden; }
 .bars rect { fill: var(--series); } .bars rect.rest { fill: var(--line); }
 .bars path { fill: none; vector-effect: non-scaling-stroke; stroke: var(--ink); stroke-width: 1.5; }
 .bars path.line { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 5 3; }
@@ -41,9 +42,10 @@ STYLE = """
 .legend li.limit::before { border-left: 2px solid var(--bad); }
 .legend li.span::before { height: 9px; border-radius: 0; border: solid var(--ink); border-width: 0 1.5px;
   background: linear-gradient(var(--ink), var(--ink)) center / 100% 1.5px no-repeat; }
-@media (max-width: 600px) { .bars ol li { grid-template-columns: 1fr auto; gap: 0 10px; padding-top: 5px; }
-  .bars ol .value { text-align: right; padding: 0; } .bars ol svg { grid-column: 1 / 3; grid-row: 2; min-height: 21px; }
-  .bars ol .reason, .bars ol .below { grid-column: 1 / 3; } .bars ol .below { margin: 0; } }
+@media (max-width: 600px) { .bars ol li { grid-template: auto / 1fr auto; gap: 0 10px; padding-top: 5px; }
+  .bars ol .value { text-align: right; padding: 0; } .bars ol svg { grid-column: 1 / 3; grid-row: 2;
+  height: 21px; min-height: 0; }
+  .bars ol .reason, .bars ol .reason.alone, .bars ol .below { grid-column: 1 / 3; } .bars ol .below { margin: 0; } }
 """
 
 
@@ -60,7 +62,7 @@ class Bar:
     """One line.
 
     Args:
-        name: what it is of.
+        name: what it is of; empty where ``reason`` says it.
         value: its amount, as text with its unit.
         parts: of each bar of the line, from left to right; more bars than one lie above each other.
         note: small, behind the value.
@@ -134,10 +136,12 @@ def _block(block: Block, whole: float, line_look: str) -> str:
 
 
 def _line(bar: Bar, line: float | None, whole: float, line_look: str) -> Iterator[str]:
-    yield f'<span class="name">{escape(bar.name)}</span>'
+    if bar.name:
+        yield f'<span class="name">{escape(bar.name)}</span>'
     if bar.reason is not None:
         word, why = bar.reason
-        yield f'<span class="reason"><b class="bad">{escape(word)}</b>{escape(": " + why if why else "")}</span>'
+        alone = "" if bar.name else " alone"
+        yield f'<span class="reason{alone}"><b class="bad">{escape(word)}</b>{escape(": " + why if why else "")}</span>'
         return
     yield _drawing(bar, line, whole, line_look)
     note = f" <small>{escape(bar.note)}</small>" if bar.note else ""

@@ -15,9 +15,9 @@ from app.trials.groups import range_text
 from app.trials.panels import WORDS
 
 STYLE = """
-.full { font-size: 13.5px; } .full th, .full td { padding: 5px 9px; }
+.full { font-size: 13px; } .full th, .full td { padding: 5px 7px; }
 .full thead th { white-space: normal; vertical-align: bottom; line-height: 1.25; }
-.full td.claim { min-width: 150px; max-width: 240px; line-height: 1.35; }
+.full td.claim { min-width: 190px; line-height: 1.35; }
 .full tbody.group th { background: var(--ground); font-weight: 600; }
 @media (max-width: 600px) { .full { min-width: 860px; } }
 @media print { .full { font-size: 9.5px; } .full th, .full td { padding: 3px 4px; } .full td.claim { min-width: 100px; }
@@ -26,7 +26,6 @@ STYLE = """
 
 COLUMNS = (
     "strategy",
-    "micro\u00adbatches",
     "images/s",
     "range",
     "fed from memory",
@@ -39,7 +38,6 @@ COLUMNS = (
     "loss",
     "claim",
 )
-"""Of the figures; a soft hyphen lets a narrow column break."""
 
 
 def full_table(bench: Bench) -> str:
@@ -62,6 +60,8 @@ def _title(one: Result) -> str:
     parts = [one.model, f"{one.tile_px} px", f"{one.ranks} {'rank' if one.ranks == 1 else 'ranks'}"]
     if one.global_batch is not None:
         parts.append(f"{one.global_batch} {'tile' if one.global_batch == 1 else 'tiles'} a step")
+    if one.microbatches is not None:
+        parts.append(f"{one.microbatches} microbatch{'' if one.microbatches == 1 else 'es'}")
     if one.scaling:
         parts.append(f"{one.scaling} scaling")
     return " · ".join(parts)
@@ -69,13 +69,11 @@ def _title(one: Result) -> str:
 
 def _row(one: Result) -> str:
     name = f"<th>{escape(one.strategy + (f' ({one.chosen})' if one.chosen else ''))}</th>"
-    m = "" if one.microbatches is None else str(one.microbatches)
     if not one.ran:
         word, why = WORDS.get(one.status, one.status), one.reason
         told = f'<b class="bad">{escape(word)}</b>{escape(": " + why if why else "")}'
-        return f'<tr>{name}<td class="n">{m}</td><td colspan="{len(COLUMNS) - 2}">{told}</td></tr>'
+        return f'<tr>{name}<td colspan="{len(COLUMNS) - 1}">{told}</td></tr>'
     cells = (
-        m,
         _speed(one.images_per_second),
         range_text(one),
         _speed(one.no_data),

@@ -98,25 +98,28 @@ def sentence(group: Group, limit: int | None) -> str:
         return f"{lost}{best.strategy} is the fastest that ran, {_speed(best)}."
     times = times_baseline(best, group)
     ratio = f"{format_value(times, 3)} × {baseline.strategy}" if times is not None else ""
-    held = f"{baseline.strategy} ({_speed(baseline)})"
     if kind == "faster":
-        return f"{best.strategy} is the fastest, {_speed(best)}, {ratio} ({_speed(baseline)})."
+        return f"{best.strategy} is the fastest: {_speed(best)}, {ratio} with {_speed(baseline)}."
     if kind == "slower":
-        return f"{held} is the fastest; the best other strategy is {best.strategy}, {_speed(best)}, {ratio}."
+        return (
+            f"{baseline.strategy} is the fastest: {_speed(baseline)}; next is {best.strategy}, {_speed(best)}, {ratio}."
+        )
     why = "their ranges overlap" if apart(best, baseline) is False else "without repeats no difference can be told"
-    return f"{best.strategy} at {_speed(best)} is {ratio} ({_speed(baseline)}); {why}."
+    return f"{best.strategy}: {_speed(best)}, {ratio} with {_speed(baseline)}; {why}."
 
 
 def data_parallel_limits(found: Sequence[Group]) -> Iterator[str]:
     """For each number of ranks: how far each whole-model strategy gets that runs out of memory."""
     for ranks in sorted({group.ranks for group in found}):
         of_ranks = [group for group in found if group.ranks == ranks]
-        parts = []
+        largest: dict[int, list[str]] = {}
         for strategy in dict.fromkeys(one.strategy for group in of_ranks for one in group.unfit):
-            rows = [one for group in of_ranks for one in group.results if one.strategy == strategy]
-            fits = [one.tile_px for one in rows if one.ran]
-            first = min(one.tile_px for one in rows if one.status == "out-of-memory")
-            parts.append(f"{strategy} fits up to {max(fits)} px" if fits else f"{strategy} not even {first} px")
+            fits = [group.tile_px for group in of_ranks for one in group.ran if one.strategy == strategy]
+            largest.setdefault(max(fits, default=0), []).append(strategy)
+        parts = [
+            f"{' and '.join(names)} {'fits' if len(names) == 1 else 'fit'} " + (f"up to {tile} px" if tile else "none")
+            for tile, names in sorted(largest.items())
+        ]
         if parts:
             yield f"Of the tiles tried, on {_count(ranks, 'rank')}: {', '.join(parts)}."
 
@@ -153,8 +156,7 @@ def figures(bench: Bench, found: Sequence[Group]) -> list[str]:
             card("Rows measured", str(ends["measured"]), f"of {len(bench.results)}", rest or "all of them ran")
         )
     if bench.wall_s is not None:
-        value, _, unit = format_duration(bench.wall_s).partition(" ")
-        cards.append(card("The whole benchmark took", value, unit))
+        cards.append(card("The whole benchmark took", format_duration(bench.wall_s)))
     return cards
 
 

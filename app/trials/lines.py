@@ -28,7 +28,7 @@ COLOURS = 6
 LETTER = 7.4
 """Width to allow for a letter, in units of the view box, at the larger letters that phones get."""
 
-STEP = 15.0
+STEP = 17.0
 """Height of a line of text."""
 
 STYLE = """

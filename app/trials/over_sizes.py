@@ -44,6 +44,8 @@ def over_tiles(found: Sequence[Group], looks: dict[str, int]) -> list[str]:
                 )
                 for strategy, look in looks.items()
             ]
+            if all(len(line.points) < 2 for line in lines):
+                continue  # the bars say as much
             figures.append(
                 lines_figure(title, unit, lines, x_label="tile side, px", sizes=sizes, events=events, log=log)
             )

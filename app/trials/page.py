@@ -26,7 +26,8 @@ STYLE = """
 .model { margin: 22px 0 10px; } .model:first-of-type { margin-top: 0; }
 .grid.panels { grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); align-items: start; }
 @media (max-width: 600px) { .lead { font-size: 16px; } }
-@media print { .grid.panels { display: block; } .grid.panels figure { margin-bottom: 12px; break-inside: auto; } }
+@media print { .grid.panels { display: block; } .grid.panels figure { margin-bottom: 12px; break-inside: auto; }
+  .bars ol { break-inside: avoid; } .chart svg text { font-size: 13.5px; } }
 """
 
 

@@ -1,23 +1,23 @@
 """The schedule timelines that rows name: the step as simulated above the step as measured, drawn into the page.
 
-Takes rows and the folder of the benchmark; gives HTML. Of each model the largest tile on the most ranks is shown, the
-others can be opened. A picture that is missing, torn or outside the folder is left out with a word.
+Takes rows and the folder of the benchmark; gives HTML. Of each model the tile and ranks with most of them are
+shown, the others can be opened. A picture that is missing, torn or outside the folder is left out with a word.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
-from app.page import format_percent
 from app.trials.bench_file import Result
 from app.trials.groups import Group
 
 STYLE = """
-.timelines h3 { margin: 18px 0 2px; } .timelines details { margin: 12px 0; } .timelines summary { cursor: pointer; }
+.timelines section { break-inside: avoid; } .timelines h3 { margin: 18px 0 2px; } .timelines details { margin: 12px 0; } .timelines summary { cursor: pointer; }
 .timelines .timeline { border-radius: 10px; }
 """
 
@@ -25,13 +25,12 @@ STYLE = """
 def timelines(found: Sequence[Group], folder: Path) -> str:
     """All pictures; empty where no row has one."""
     drawn = [(group, one) for group in found for one in group.results if one.schedule_svg]
-    largest: dict[str, tuple[int, int]] = {}
-    for group, _ in drawn:
-        largest[group.model] = max(largest.get(group.model, (0, 0)), (group.tile_px, group.ranks))
+    counts = Counter((group.model, group.tile_px, group.ranks) for group, _ in drawn)
+    fullest = {key[0]: key for key, _ in sorted(counts.items(), key=lambda entry: (entry[1], entry[0][1:]))}
     shown: list[str] = []
     folded: list[str] = []
     for number, (group, one) in enumerate(drawn):
-        first = largest[group.model] == (group.tile_px, group.ranks)
+        first = fullest[group.model] == (group.model, group.tile_px, group.ranks)
         (shown if first else folded).append(_timeline(one, group, folder, number))
     if not drawn:
         return ""
@@ -40,7 +39,7 @@ def timelines(found: Sequence[Group], folder: Path) -> str:
         "waiting. Above as simulated from the stage times of the same step, below as measured.</p>"
     )
     more = (
-        f"<details><summary>{len(folded)} more, of smaller tiles or fewer ranks</summary>{''.join(folded)}</details>"
+        f"<details><summary>{len(folded)} more, of other tiles and ranks</summary>{''.join(folded)}</details>"
         if folded
         else ""
     )
@@ -52,14 +51,14 @@ def _timeline(one: Result, group: Group, folder: Path, number: int) -> str:
     title = f"<h3>{escape(f'{one.model}, {one.tile_px} px, {group.ranks_text}: {one.strategy}')}</h3>"
     picture = _picture(folder, one.schedule_svg or "", f"p{number}")
     if picture is None:
-        return f'{title}<p class="none">Its picture, {escape(one.schedule_svg or "")}, cannot be read.</p>'
+        return f'<section>{title}<p class="none">Its picture, {escape(one.schedule_svg or "")}, cannot be read.</p></section>'
     told = [
-        f"{what} {format_percent(value)}"
+        f"{what} {100 * value:.1f} %"
         for what, value in (("bubble measured", one.bubble), ("predicted before the run", one.bubble_predicted))
         if value is not None
     ]
     line = f'<p class="soft">{escape(", ".join(told))}</p>' if told else ""
-    return f'{title}{line}<div class="timeline">{picture}</div>'
+    return f'<section>{title}{line}<div class="timeline">{picture}</div></section>'
 
 
 def _picture(folder: Path, name: str, prefix: str) -> str | None:
