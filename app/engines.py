@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from app.config import OptimizerSettings
 from app.sizes import bytes_of
-from app.strategy import StrategySettings
+from app.strategy import TORCH_PIPELINES, StrategySettings
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.data_parallel import DataParallelEngine
@@ -29,6 +29,7 @@ from parallel.keeping.rule import SMALLEST, Keeping
 from parallel.keeping.whole import in_segments
 from parallel.step import Loss
 from parallel.strategy import Strategy
+from parallel.torch_pipeline import assemble_torch_pipeline
 from parallel.update import MakeOptimizer
 
 AHEAD = {"cuda": 256 << 20, "cpu": 0}
@@ -78,7 +79,8 @@ def build_engine(
     shape = (-(-asked.batch // asked.m), 3, tile, tile)
     if not asked.splits:
         return _whole(asked, model, loss, make_optimizer, communicator, shape, seed, device, autocast, smallest)
-    engine = assemble(
+    start = assemble_torch_pipeline if asked.name in TORCH_PIPELINES else assemble
+    engine = start(
         model,
         loss,
         make_optimizer,
@@ -139,7 +141,7 @@ def _whole(
 def stages_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> Strategy:
     """The settings as the engine's own; of a strategy that splits the model."""
     return Strategy(
-        asked.name,
+        asked.schedule_name,
         ranks=asked.world,
         depth=asked.depth,
         m=asked.m,

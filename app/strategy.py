@@ -13,11 +13,15 @@ from typing import Literal
 from app.keeping_faults import keeping_faults
 from app.launcher import find_launch
 from app.sizes import bytes_of
+from app.torch_pipeline_faults import torch_division_faults, torch_option_faults
 from parallel.keeping.rule import Offload
 from parallel.schedules.registry import SCHEDULES, default_microbatches
 
 WHOLE = ("single", "ddp", "fsdp")
 """Strategies that do not split the model into stages: each rank computes all of it."""
+
+TORCH_PIPELINES = {"torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
+"""Pipelines of torch.distributed.pipelining -> the schedule of ours that has the same stages and order."""
 
 Parallel = Literal[
     "auto",
@@ -32,6 +36,8 @@ Parallel = Literal[
     "mast",
     "master",
     "bidirectional",
+    "torch-gpipe",
+    "torch-1f1b",
 ]
 
 
@@ -43,8 +49,9 @@ class StrategySettings:
     """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch; fsdp: the
     same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block. The others
     split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model;
-    mast, master, bidirectional with two, the second in inverse order. auto: the fastest that fits the memory, as
-    app.plan finds it; among what --stages and --microbatches leave open."""
+    mast, master, bidirectional with two, the second in inverse order. torch-gpipe, torch-1f1b: torch's own pipelines,
+    to compare with. auto: the fastest that fits the memory, as app.plan finds it; among what --stages and
+    --microbatches leave open."""
     memory: str | None = None
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
     and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
@@ -129,6 +136,16 @@ class StrategySettings:
         return ("ddp" if self.world > 1 else "single") if self.parallel == "auto" else self.parallel
 
     @property
+    def schedule_name(self) -> str:
+        """The schedule of ours that a strategy with stages follows."""
+        return TORCH_PIPELINES.get(self.name, self.name)
+
+    @property
+    def over_torch(self) -> bool:
+        """The strategy is torch's own, and its ranks are processes that talk over torch.distributed."""
+        return self.name == "fsdp" or self.name in TORCH_PIPELINES
+
+    @property
     def splits(self) -> bool:
         """The model is split into stages."""
         return self.name not in WHOLE
@@ -150,7 +167,7 @@ class StrategySettings:
             return self.microbatches
         if not self.splits:
             return self.world
-        usual = self.groups * default_microbatches(self.name, self.depth)
+        usual = self.groups * default_microbatches(self.schedule_name, self.depth)
         return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
 
     def validate(self) -> list[str]:
@@ -181,8 +198,8 @@ class StrategySettings:
         found = []
         if self.name == "single" and self.world > 1:
             found.append(f"--parallel single uses one process; got {self.world} ranks")
-        if self.name == "fsdp":
-            found += self._sharding_faults()
+        if self.name == "fsdp" and self.world < 2:
+            found.append(f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {self.world}")
         if self.splits and self.world < 2:
             found.append(f"--parallel {self.name} splits the model over 2 ranks or more; got --ranks {self.world}")
         elif self.splits and not 2 <= self.depth <= self.world:
@@ -194,18 +211,14 @@ class StrategySettings:
             )
         if self.chunks is not None and self.chunks < 2:
             found.append(f"--chunks must be at least 2; got {self.chunks}")
-        return found
-
-    def _sharding_faults(self) -> list[str]:
         launch = find_launch()
-        if self.world < 2:
-            return [f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {self.world}"]
-        if launch and launch.mpi:
-            return [
-                "--parallel fsdp is torch's own and talks over torch.distributed, not MPI; these ranks were started by "
-                "an MPI launcher: start them with torchrun or --ranks, or use --parallel ddp"
-            ]
-        return []
+        if self.over_torch and launch and launch.mpi:
+            found.append(
+                f"--parallel {self.name} is torch's own and talks over torch.distributed, not MPI; these ranks were "
+                "started by an MPI launcher: start them with torchrun or --ranks, or use --parallel "
+                f"{TORCH_PIPELINES.get(self.name, 'ddp')}"
+            )
+        return found
 
     def _microbatch_faults(self) -> list[str]:
         """On a mesh that is right."""
@@ -220,7 +233,7 @@ class StrategySettings:
                 f"--parallel mast computes 2 microbatches per group, {2 * self.groups} in all; "
                 f"got --microbatches {self.m}: leave it out, or use master"
             ]
-        return []
+        return torch_division_faults(self) if self.name in TORCH_PIPELINES else []
 
     def _option_faults(self) -> list[str]:
         """Options that mean nothing under the strategy asked for."""
@@ -244,11 +257,11 @@ class StrategySettings:
             ]
         if self.chunks is not None and self.name != "interleaved":
             found.append(f"--chunks is for --parallel interleaved; got --parallel {self.parallel}")
-        if self.shard_optimizer == "pair" and not (self.splits and SCHEDULES[self.name].replicas == 2):
+        if self.shard_optimizer == "pair" and not (self.splits and SCHEDULES[self.schedule_name].replicas == 2):
             pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
             found.append(
                 f"--shard-optimizer pair needs two copies of the model ({pairs}); got --parallel {self.parallel}"
             )
         if self.schedule is not None and not self.schedule.is_file():
             found.append(f"--schedule {self.schedule} is not a file")
-        return found
+        return found + (torch_option_faults(self) if self.name in TORCH_PIPELINES else [])

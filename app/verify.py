@@ -60,7 +60,7 @@ class VerifyCommand:
             return self.communicator
         launch = find_launch()
         if launch is None:
-            return "gloo" if self.strategy.name == "fsdp" else "threads"
+            return "gloo" if self.strategy.over_torch else "threads"
         return "mpi" if launch.mpi else "gloo"
 
     def validate(self) -> list[str]:
@@ -79,8 +79,11 @@ class VerifyCommand:
             found.append("--precision bf16 rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
             found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.norm}")
-        if self.strategy.name == "fsdp" and self.communicator == "threads":
-            found.append("--parallel fsdp talks over torch.distributed: leave --communicator threads out, or use gloo")
+        if self.strategy.over_torch and self.communicator == "threads":
+            found.append(
+                f"--parallel {self.strategy.name} talks over torch.distributed: leave --communicator threads out, or "
+                "use gloo"
+            )
         launch = find_launch()
         started = "nothing" if launch is None else "mpirun" if launch.mpi else "torchrun"
         if self.communicator != "auto" and (

@@ -39,6 +39,7 @@ from parallel.stage_cost import nominal_costs
 from parallel.stage_module import StageModule
 from parallel.step import Loss
 from parallel.strategy import Strategy
+from parallel.trace import Traced
 from parallel.trace_alone import trace_alone
 from parallel.update import Copy, MakeOptimizer, Update
 
@@ -73,9 +74,41 @@ def assemble(
         ValueError: a strategy, cut or schedule that does not fit the ranks, the model or each other.
     """
     assert strategy.ranks == communicator.world
-    placement, rank = strategy.placement, communicator.rank
     traced = trace_alone(module, shape, communicator)
-    partition = strategy.partition(traced.graph)
+    work = put_to_work(
+        traced,
+        strategy.partition(traced.graph),
+        loss,
+        make_optimizer,
+        communicator,
+        strategy,
+        batch=batch,
+        device=device,
+        autocast=autocast,
+        meter=meter,
+    )
+    return Engine(work, communicator, seed=seed, observer=observer)
+
+
+def put_to_work(
+    traced: Traced,
+    partition: Partition,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    communicator: Communicator,
+    strategy: Strategy,
+    *,
+    batch: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    meter: ActivationMeter | None = None,
+) -> RankWork:
+    """What this rank of a traced model computes, and with what; for the rest see ``assemble``.
+
+    Args:
+        partition: of ``traced``, into the stages of ``strategy``.
+    """
+    placement, rank = strategy.placement, communicator.rank
     keeping = strategy.keeping
     schedule = strategy.schedule(partition.links, nominal_costs(partition) if keeping.offload == "overlap" else None)
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
@@ -93,7 +126,7 @@ def assemble(
             for number, stage in stages.items()
             if holders.of_stage[number].world > 1
         }
-    names = [name for name, _ in module.named_parameters()]
+    names = [name for name, _ in traced.model.named_parameters()]
     offload = Copies.for_device(device) if keeping.optimizer or keeping.parameters else None
     update = _update(
         make_optimizer, names, stages, exchanges, holders, placement, rank, offload, resident=keeping.parameters
@@ -104,7 +137,7 @@ def assemble(
         for way in partition.links
     }
     inputs = partition.inputs_of(0)[0]
-    work = RankWork(
+    return RankWork(
         schedule=schedule,
         placement=placement,
         stages=stages,
@@ -113,13 +146,12 @@ def assemble(
         update=update,
         messenger=messenger,
         prediction=Prediction(stages, routes, placement, messenger, rank, inputs),
-        canonical=CanonicalState(tuple(module.state_dict()), names, stages, update, placement, communicator),
+        canonical=CanonicalState(tuple(traced.model.state_dict()), names, stages, update, placement, communicator),
         inputs=inputs,
         share=share_of(placement.group_of(rank), placement.groups, strategy.m),
         batch=batch,
         m=strategy.m,
     )
-    return Engine(work, communicator, seed=seed, observer=observer)
 
 
 def _stage(

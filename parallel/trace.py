@@ -64,12 +64,12 @@ def trace(
     Raises:
         ValueError: the module's own forward cannot be traced, or does not run on ``shape``.
     """
-    with _untouched(module):
+    with left_as_it_was(module):
         module.train()
         modes_in_training = _modes(module)
         training = _graph(module)
         facts = fake_run(training, shape, dtype, torch.device(device), autocast)
-    with _untouched(module):
+    with left_as_it_was(module):
         module.eval()
         modes_in_evaluation = _modes(module)
         evaluation = _graph(module)
@@ -120,7 +120,7 @@ def _where(error: BaseException) -> str:
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
+def left_as_it_was(module: nn.Module) -> Iterator[None]:
     """Whatever tracing or the model's forward sets on modules and buffers is taken back."""
     parts = list(module.modules())
     registries = ("_parameters", "_buffers", "_modules")

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.averaged import AveragedModule
-from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work, cannot_shard
+from parallel.comm.communicator import (
+    CommunicationError,
+    Communicator,
+    Pipeline,
+    PipelinePart,
+    Shards,
+    Work,
+    cannot_pipeline,
+    cannot_shard,
+)
 from parallel.comm.objects import in_memory_order
 
 try:
@@ -220,6 +229,9 @@ class MpiCommunicator:
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
         raise cannot_shard("ranks that talk over MPI")
+
+    def pipeline(self, schedule: str, part: PipelinePart, m: int, device: torch.device) -> Pipeline:
+        raise cannot_pipeline("ranks that talk over MPI")
 
     def abort(self) -> None:
         """Ends all ranks and this process, once what they printed has had time to leave."""

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.averaged import AveragedModule
-from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work, cannot_shard
+from parallel.comm.communicator import (
+    CommunicationError,
+    Communicator,
+    Pipeline,
+    PipelinePart,
+    Shards,
+    Work,
+    cannot_pipeline,
+    cannot_shard,
+)
 from parallel.comm.objects import in_memory_order
 
 Result = TypeVar("Result")
@@ -171,6 +180,9 @@ class ThreadCommunicator:
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
         raise cannot_shard("ranks that are threads of one process")
+
+    def pipeline(self, schedule: str, part: PipelinePart, m: int, device: torch.device) -> Pipeline:
+        raise cannot_pipeline("ranks that are threads of one process")
 
     def abort(self) -> None:
         self._group.fail(f"rank {self.local_rank} asked all to stop")

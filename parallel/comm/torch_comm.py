@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work
+from parallel.comm.communicator import CommunicationError, Communicator, Pipeline, PipelinePart, Shards, Work
 from parallel.comm.objects import in_memory_order
 from parallel.comm.sent import Departures
+from parallel.comm.torch_join import join_attempt
 
 PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 NO_SYNC: dict[str, Any] = {
@@ -91,7 +92,14 @@ class TorchCommunicator:
         self._directions: dict[tuple[int, int], Any] = {}
         self._departures = Departures()
         with _named(f"rank {self.rank} of {self.world}: joining the group"):
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self._nccl else "gloo", timeout=self._timeout)
+            store, *_ = next(dist.rendezvous("env://", self.rank, self.world, timeout=self._timeout))
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
+                store=join_attempt(store, self.rank, self.world, timeout_s),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=self._timeout,
+            )
             if self._nccl:
                 # All now, as every rank must take part in making each; connections are made when first used.
                 self._directions = {
@@ -167,6 +175,16 @@ class TorchCommunicator:
         from parallel.comm.torch_shard import TorchShards  # half a second that other strategies need not wait
 
         return TorchShards(module, units, self._group or dist.group.WORLD, device)
+
+    def pipeline(self, schedule: str, part: PipelinePart, m: int, device: torch.device) -> Pipeline:
+        if device.type == "cuda" and not self._nccl:
+            raise ValueError(
+                "--parallel torch-gpipe and torch-1f1b send over NCCL, which refuses ranks that share a GPU: use one "
+                "rank per GPU, or --device cpu, or --parallel gpipe or 1f1b"
+            )
+        from parallel.comm.torch_pipeline import TorchPipeline  # time that other strategies need not wait
+
+        return TorchPipeline(schedule, part, m, self.rank, self.world, self._group or dist.group.WORLD, device)
 
     def abort(self) -> None:
         """Ends this process, upon which torchrun ends the others. Left to the interpreter, the group would first wait

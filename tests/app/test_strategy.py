@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from app.launcher import find_launch
-from app.strategy import WHOLE, Parallel, StrategySettings
+from app.strategy import TORCH_PIPELINES, WHOLE, Parallel, StrategySettings
 from parallel.schedules.registry import SCHEDULES
 
 LAUNCHERS = {
@@ -57,7 +57,8 @@ def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_schedule_can_be_asked_for() -> None:
-    assert set(get_args(Parallel)) == {"auto", *WHOLE, *SCHEDULES}
+    assert set(get_args(Parallel)) == {"auto", *WHOLE, *SCHEDULES, *TORCH_PIPELINES}
+    assert set(TORCH_PIPELINES.values()) <= set(SCHEDULES)
 
 
 @pytest.mark.parametrize(
