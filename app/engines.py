@@ -135,6 +135,7 @@ def _whole(
         keeper=keeper,
         host=host,
         device=device,
+        bucket_bytes=asked.bucket_bytes,
     )
 
 
@@ -152,6 +153,7 @@ def stages_of(asked: StrategySettings, device: torch.device, smallest: int = SMA
         shard_optimizer=asked.shard_optimizer == "pair",
         statistics=asked.norm_statistics,
         compile=asked.compile,
+        gradient_bytes=asked.bucket_bytes,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from app.gradient_faults import gradient_faults
 from app.keeping_faults import keeping_faults
 from app.launcher import find_launch
 from app.sizes import bytes_of
@@ -96,6 +97,9 @@ class StrategySettings:
     these too, and they come to the device layer by layer. Plans do not count on it."""
     shard_optimizer: Literal["none", "pair"] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
+    gradient_buckets: str | None = None
+    """Gradients that ranks sum at once, such as 4MiB, beside what their last backward passes compute; 0: all, once
+    everything is computed. Default: 25MiB, and a first 1MiB with ddp over torch.distributed; plans count on that."""
     norm_statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     """When batch norm updates its running statistics: with each microbatch, or once a step over the whole batch."""
     compile: bool = False
@@ -129,6 +133,11 @@ class StrategySettings:
     def memory_bytes(self) -> int | None:
         """``memory`` in bytes."""
         return None if self.memory is None else bytes_of(self.memory)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """``gradient_buckets`` in bytes."""
+        return 0 if self.gradient_buckets == "0" else bytes_of(self.gradient_buckets or "")
 
     @property
     def name(self) -> str:
@@ -174,7 +183,7 @@ class StrategySettings:
         if self.ranks < 1:
             return [f"--ranks must be at least 1; got {self.ranks}"]
         found = self._open_faults() if self.undecided else self._mesh_faults() or self._microbatch_faults()
-        found += self._option_faults() + keeping_faults(self)
+        found += self._option_faults() + keeping_faults(self) + gradient_faults(self)
         if self.memory is not None and self.memory_bytes is None:
             found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
         if self.memory_excess == "stop" and self.memory is None:

@@ -122,7 +122,12 @@ def put_to_work(
     }
     with not_counted() if keeping.parameters else contextlib.nullcontext():
         exchanges = {
-            number: GradientExchange(stage.module.parameters(), holders.of_stage[number], overlap=not splits)
+            number: GradientExchange(
+                stage.module.parameters(),
+                holders.of_stage[number],
+                overlap=not splits and strategy.gradient_bytes != 0,
+                bucket_bytes=strategy.gradient_bytes,
+            )
             for number, stage in stages.items()
             if holders.of_stage[number].world > 1
         }

@@ -47,6 +47,8 @@ class DataParallelEngine:
         keeper: says what becomes of what forward passes keep. By default autograd keeps it.
         host: ``optimizer`` is the one it has.
         device: that computes, where the parameters are on the host.
+        bucket_bytes: of gradients averaged at once beside the last backward pass; 0: all, at its end; None: as the
+            communicator does.
 
     Raises:
         ValueError: ``batch``, ``m`` and the number of ranks do not fit together.
@@ -67,6 +69,7 @@ class DataParallelEngine:
         keeper: Keeper | None = None,
         host: HostOptimizer | None = None,
         device: torch.device | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         if batch < m:
             raise ValueError(
@@ -86,6 +89,7 @@ class DataParallelEngine:
         self._host = host
         self._learning_rate = 0.0
         self._before_update = nothing
+        self._bucket_bytes = bucket_bytes
         self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
         self._keeper = keeper or Keeper(Keeping(), self._device)
@@ -95,7 +99,7 @@ class DataParallelEngine:
 
     def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
         """What forward passes of training go through."""
-        return self._communicator.replicate(module)
+        return self._communicator.replicate(module, self._bucket_bytes)
 
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)

@@ -18,6 +18,7 @@ from parallel.comm.communicator import Communicator, Work
 from parallel.sent_bytes import sum_bytes
 
 BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed at once, unless asked otherwise."""
 
 
 class Bucket:
@@ -59,11 +60,20 @@ class GradientExchange:
         parameters: of the stage; all dense.
         communicator: the ranks that hold a copy, this one among them.
         overlap: sum while the last backward pass still runs; not where gradients of parameters come after it.
+        bucket_bytes: of gradients summed at once; 0: all of one dtype; None: ``BUCKET_BYTES``.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], communicator: Communicator, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        communicator: Communicator,
+        *,
+        overlap: bool,
+        bucket_bytes: int | None = None,
+    ) -> None:
         self._communicator = communicator
-        self.buckets = [Bucket(group) for group in bucketed([p for p in parameters if p.requires_grad])]
+        needed = [p for p in parameters if p.requires_grad]
+        self.buckets = [Bucket(group) for group in bucketed(needed, bucket_bytes)]
         self._works: list[Work] = []
         self._armed = False
         self._overlap = overlap
@@ -151,13 +161,18 @@ def last_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
     yield from sorted({stage: position for stage, position in whole if stage not in split}.values())
 
 
-def bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """``parameters`` from the last to the first, in runs of one dtype of about ``BUCKET_BYTES``."""
+def bucketed(parameters: Sequence[nn.Parameter], bucket_bytes: int | None = None) -> list[list[nn.Parameter]]:
+    """``parameters`` from the last to the first, in runs of one dtype of at most ``bucket_bytes``, or one parameter.
+
+    Args:
+        bucket_bytes: 0: as long as the dtype is the same; None: ``BUCKET_BYTES``.
+    """
+    most = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     runs: list[list[nn.Parameter]] = []
     size = 0
     for parameter in reversed(parameters):
         own = parameter.numel() * parameter.element_size()
-        if not runs or runs[-1][0].dtype != parameter.dtype or size + own > BUCKET_BYTES:
+        if not runs or runs[-1][0].dtype != parameter.dtype or (most and size + own > most):
             runs.append([])
             size = 0
         runs[-1].append(parameter)

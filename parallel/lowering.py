@@ -34,6 +34,7 @@ def lower(
     recompute: bool = False,
     offload: bool = False,
     costs: Sequence[StageCost] | None = None,
+    reduce_at_end: bool = False,
 ) -> Schedule:
     """Everything that each rank does in a step.
 
@@ -42,10 +43,11 @@ def lower(
         recompute: keep no activations between the forward pass of a microbatch and its backward pass.
         offload: move them to the host meanwhile.
         costs: of the stages, for ``offload``.
+        reduce_at_end: sum no gradients before everything is computed.
     """
     if recompute:
         schedule = add_recompute(schedule)
-    lowered = add_reduction(add_communication(schedule, placement, links), placement)
+    lowered = add_reduction(add_communication(schedule, placement, links), placement, at_end=reduce_at_end)
     return add_offload(lowered, costs) if offload else lowered
 
 
@@ -200,8 +202,9 @@ def _needed_by(receive: Action, positions: Mapping[Action, int]) -> int:
     return next(positions[action] for action in actions if action in positions)
 
 
-def add_reduction(schedule: Schedule, placement: Placement) -> Schedule:
-    """A REDUCE of each stage that several ranks hold, on each of them, as early as its last B or W allows.
+def add_reduction(schedule: Schedule, placement: Placement, *, at_end: bool = False) -> Schedule:
+    """A REDUCE of each stage that several ranks hold, on each of them, as early as its last B or W allows, or ``at_end``
+    of everything.
 
     Sums are collective: ranks that hold the same stages begin them in the same order, which is that of the number of
     compute actions that the slowest of them has done by then. A rank with both replicas of a stage sums them once.
@@ -222,7 +225,8 @@ def add_reduction(schedule: Schedule, placement: Placement) -> Schedule:
         for stage, replica in placement.held_by(rank):
             replicas.setdefault(stage, replica)
         after: dict[int, list[Action]] = defaultdict(list)
-        position = -1  # a copy that no microbatch went through is summed all the same
+        # A copy that no microbatch went through is summed all the same.
+        position = len(actions) - 1 if at_end else -1
         for stage in order:
             if stage in replicas:
                 if (rank, stage) in last:

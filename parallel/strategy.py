@@ -38,6 +38,8 @@ class Strategy:
         shard_optimizer: each rank of a pair of inverted replicas keeps half of their optimizer state.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
         compile: run the stages through ``torch.compile``.
+        gradient_bytes: of a stage's gradients summed at once over the ranks that hold it, from its last backward pass
+            on; 0: all, once this rank has computed everything; None: as the exchange does.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Strategy:
     shard_optimizer: bool = False
     statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     compile: bool = False
+    gradient_bytes: int | None = None
 
     @property
     def placement(self) -> Placement:
@@ -124,6 +127,7 @@ class Strategy:
             recompute=keeping.stagewise,
             offload=keeping.offload == "overlap",
             costs=costs,
+            reduce_at_end=self.gradient_bytes == 0,
         )
         check(lowered, placement, links)
         return lowered

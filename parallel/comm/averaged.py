@@ -29,16 +29,18 @@ class AveragedModule(nn.Module):
     Args:
         module: dense parameters; those that need gradients now are averaged.
         communicator: the ranks that hold a replica.
+        bucket_bytes: of gradients summed at once; 0: all of one dtype; None: ``exchange.BUCKET_BYTES``.
     """
 
-    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
+    def __init__(self, module: nn.Module, communicator: Communicator, bucket_bytes: int | None = None) -> None:
         super().__init__()
         self.module = module
         self._communicator = communicator
         self._sync = True
         self._running = False
         self._works: list[Work] = []
-        self._buckets = [Bucket(run) for run in bucketed([p for p in module.parameters() if p.requires_grad])]
+        needed = [p for p in module.parameters() if p.requires_grad]
+        self._buckets = [Bucket(run) for run in bucketed(needed, bucket_bytes)]
         broadcast_tensors(communicator, [*module.parameters(), *module.buffers()], 0)
         for bucket in self._buckets:
             for parameter in bucket.parameters:

@@ -150,10 +150,14 @@ class Communicator(Protocol):
         """
         ...
 
-    def replicate(self, module: nn.Module) -> nn.Module:
+    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         """``module`` with its gradients averaged over the ranks during backward, or itself when there is one rank.
 
         The replica has ``no_sync()``, a context in which gradients only add up locally.
+
+        Args:
+            bucket_bytes: gradients summed at once, as soon as a backward pass has made them; 0: all, at its end; None:
+                as the library underneath does.
         """
         ...
 

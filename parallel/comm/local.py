@@ -48,7 +48,7 @@ class LocalCommunicator:
     def subgroup(self, ranks: Sequence[int]) -> LocalCommunicator | None:
         return self if list(ranks) == [0] else None
 
-    def replicate(self, module: nn.Module) -> nn.Module:
+    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         return module
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:

@@ -224,8 +224,8 @@ class MpiCommunicator:
         part._take(comm)
         return part
 
-    def replicate(self, module: nn.Module) -> nn.Module:
-        return AveragedModule(module, self) if self.world > 1 else module
+    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
+        return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
         raise cannot_shard("ranks that talk over MPI")

@@ -175,8 +175,8 @@ class ThreadCommunicator:
         path = (*self._path, self._subgroups)
         return ThreadCommunicator(self._group, path, list(ranks).index(self.rank), len(ranks), self.local_rank)
 
-    def replicate(self, module: nn.Module) -> nn.Module:
-        return AveragedModule(module, self) if self.world > 1 else module
+    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
+        return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
         raise cannot_shard("ranks that are threads of one process")

@@ -160,10 +160,17 @@ class TorchCommunicator:
         part._group, part._ranks = group, chosen
         return part
 
-    def replicate(self, module: nn.Module) -> nn.Module:
+    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         device_ids = [self._device] if self._device.type == "cuda" else None
+        if bucket_bytes == 0:
+            bucket_bytes = 1 + sum(p.numel() * p.element_size() for p in module.parameters())  # all in one
         return DistributedDataParallel(
-            module, device_ids=device_ids, process_group=self._group, gradient_as_bucket_view=True, **NO_SYNC
+            module,
+            device_ids=device_ids,
+            process_group=self._group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / (1 << 20),
+            **NO_SYNC,
         )
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:

@@ -165,12 +165,18 @@ def subgroups(communicator: Communicator) -> None:
 
 
 def averages(communicator: Communicator) -> None:
-    """Replicas: means of gradients when backward returns, local sums within no_sync, and no more once let go."""
+    """Replicas: means of gradients when backward returns, local sums within no_sync, and no more once let go; whatever
+    the size of buckets."""
+    for bucket_bytes in (None, 0, 4):
+        averages_in_buckets(communicator, bucket_bytes)
+
+
+def averages_in_buckets(communicator: Communicator, bucket_bytes: int | None) -> None:
     rank, world = communicator.rank, communicator.world
     layer = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
     for parameter in layer.parameters():
         nn.init.constant_(parameter, 0.5)
-    replica = communicator.replicate(layer)
+    replica = communicator.replicate(layer, bucket_bytes)
     weight = layer[0].weight
     mean = (world + 1) / 2
     assert isinstance(weight, Tensor)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -44,3 +48,21 @@ class Overflowing(nn.Module):
 
 def overflowing(classes: int) -> nn.Module:
     return Overflowing(classes)
+
+
+class Telling(nn.Module):
+    """A classifier that leaves the names of its process's threads in the folder ``$TOLD``."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.inner = classifier(classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        names = sorted(thread.name for thread in threading.enumerate())
+        (Path(os.environ["TOLD"]) / f"{os.getpid()}.txt").write_text("\n".join(names))
+        output: Tensor = self.inner(images)
+        return output
+
+
+def telling(classes: int) -> nn.Module:
+    return Telling(classes)

@@ -83,7 +83,9 @@ def engine_run(communicator: Communicator, argument: dict[str, Any]) -> dict[str
     dtype, momentum = getattr(torch, argument["dtype"]), argument["momentum"]
     model = small_model(momentum).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = DataParallelEngine(model, F.cross_entropy, optimizer, communicator, batch=BATCH, m=M, seed=SEED)
+    engine = DataParallelEngine(
+        model, F.cross_entropy, optimizer, communicator, batch=BATCH, m=M, seed=SEED, bucket_bytes=argument["buckets"]
+    )
     losses = []
     for step in range(STEPS):
         images, labels = data(dtype, step)
@@ -92,16 +94,31 @@ def engine_run(communicator: Communicator, argument: dict[str, Any]) -> dict[str
         losses.append(result.loss)
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     assert bool(engine.state_dict()) == (communicator.rank == 0)
-    return {"losses": losses, "gradients": gradients, "state": model.state_dict()}
+    return {"losses": losses, "gradients": gradients, "state": model.state_dict(), "sums": sums_of(engine)}
+
+
+def sums_of(engine: DataParallelEngine) -> list[int] | None:
+    """Bytes of each of the sums that torch makes of gradients, once it knows their order; None with one rank."""
+    told = getattr(engine._replica, "_get_ddp_logging_data", None)
+    return [int(size) for size in told()["rebuilt_bucket_sizes"].split(", ")] if told else None
+
+
+BUCKETS = {"0": 0, "1 KiB": 1 << 10, "default": None}
 
 
 def all_runs(communicator: Communicator, argument: Any) -> dict[str, Any]:
     """Every case in one start of the ranks, because importing torch is what a start costs."""
     return {
-        f"{dtype}-{momentum}": engine_run(communicator, {"dtype": dtype, "momentum": momentum})
+        f"{dtype}-{momentum}": engine_run(communicator, {"dtype": dtype, "momentum": momentum, "buckets": None})
         for dtype in ("float64", "float32")
         for momentum in (0.1, None)
-    } | {"nan": nan_step(communicator)}
+    } | {
+        "nan": nan_step(communicator),
+        "buckets": {
+            name: engine_run(communicator, {"dtype": "float64", "momentum": 0.1, "buckets": size})
+            for name, size in BUCKETS.items()
+        },
+    }
 
 
 def nan_step(communicator: Communicator) -> dict[str, Any]:
@@ -145,6 +162,22 @@ def test_ranks_equal_the_plain_step(
         for name, expected in plain["state"].items():
             difference = (expected - ours["state"][name]).abs().max()
             assert difference <= tolerance * max(1, expected.abs().max()), name
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("size", BUCKETS)
+def test_gradients_summed_in_buckets_of_any_size(runs: dict[int, list[dict[str, Any]]], size: str, world: int) -> None:
+    plain = plain_run(torch.float64, 0.1)
+    for rank in runs[world]:
+        ours = rank["buckets"][size]
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-10)
+        for expected, found in zip(plain["gradients"], ours["gradients"], strict=True):
+            assert (expected - found).abs().max() <= 1e-10 * expected.abs().max()
+        if world > 1:
+            whole = sum(gradient.nbytes for gradient in plain["gradients"])
+            assert sum(ours["sums"]) == whole
+            # The second convolution is 3456 bytes by itself; a bucket is closed once it is full.
+            assert len(ours["sums"]) == (2 if size == "1 KiB" else 1)
 
 
 @pytest.mark.parametrize("world", [2, 3])

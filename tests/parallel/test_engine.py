@@ -53,6 +53,14 @@ def test_two_groups_of_two_ranks(schedule: str) -> None:
     assert_equal(ranks, plain("skips", strategy.m), torch.float64)
 
 
+@pytest.mark.parametrize("size", [0, 256, 1 << 30])
+@pytest.mark.parametrize(("schedule", "groups"), [("master", 1), ("master", 2), ("1f1b", 2), ("zero-bubble", 2)])
+def test_gradients_in_buckets_of_any_size(schedule: str, groups: int, size: int) -> None:
+    strategy = strategy_for(schedule, 2, groups=groups, m=3, gradient_bytes=size)
+    ranks = on_threads("skips", strategy, steps_of(strategy.m))
+    assert_equal(ranks, plain("skips", strategy.m), torch.float64)
+
+
 def test_single_precision() -> None:
     strategy = strategy_for("bidirectional", 3)
     ranks = on_threads("skips", strategy, steps_of(strategy.m, torch.float32))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel import exchange
 from parallel.action import Action
 from parallel.comm.communicator import Communicator, Work
 from parallel.comm.thread_comm import run_on_threads
@@ -35,11 +34,6 @@ class Counting:
         return self.inner.iall_reduce(tensor)
 
 
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "BUCKET_BYTES", 200)
-
-
 def copy_of_model() -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
     net.load_state_dict(INITIAL)
@@ -50,10 +44,14 @@ def inputs(rank: int, i: int) -> Tensor:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * rank + i), dtype=torch.float64)
 
 
-@pytest.mark.usefixtures("small_buckets")
+SUMS = {None: 1, 0: 1, 200: 4, 400: 3, 1: 6}
+"""Size of buckets -> how many there are of weights of 288, 288 and 96 bytes and biases of 48, 48 and 16."""
+
+
+@pytest.mark.parametrize("size", SUMS)
 @pytest.mark.parametrize("armed", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_sums_are_those_of_all_ranks(armed: bool, overlap: bool) -> None:
+def test_sums_are_those_of_all_ranks(armed: bool, overlap: bool, size: int | None) -> None:
     plain = copy_of_model()
     for rank in range(3):
         for i in range(2):
@@ -61,8 +59,8 @@ def test_sums_are_those_of_all_ranks(armed: bool, overlap: bool) -> None:
 
     def step(communicator: Communicator, _: Any) -> list[Tensor]:
         net, counting = copy_of_model(), Counting(communicator)
-        sums = GradientExchange(net.parameters(), counting, overlap=overlap)  # type: ignore[arg-type]
-        assert len(sums.buckets) > 2
+        sums = GradientExchange(net.parameters(), counting, overlap=overlap, bucket_bytes=size)  # type: ignore[arg-type]
+        assert len(sums.buckets) == SUMS[size]
         for _step in range(2):
             counting.begun = 0
             sums.begin_step()
@@ -81,6 +79,29 @@ def test_sums_are_those_of_all_ranks(armed: bool, overlap: bool) -> None:
         for gradient, other, parameter in zip(found, ranks[0], plain.parameters(), strict=True):
             assert torch.equal(gradient, other)
             assert torch.allclose(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bucket_has_one_dtype_whatever_its_size() -> None:
+    several = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float64)]
+    sums = GradientExchange(several, None, overlap=True, bucket_bytes=0)  # type: ignore[arg-type]
+    assert [bucket.flat.dtype for bucket in sums.buckets] == [torch.float64, torch.float32]
+
+
+def test_the_size_of_buckets_changes_no_bit_where_sums_are_in_order_of_rank() -> None:
+    def step(communicator: Communicator, size: int | None) -> list[Tensor]:
+        net = copy_of_model().float()
+        sums = GradientExchange(net.parameters(), communicator, overlap=True, bucket_bytes=size)
+        sums.begin_step()
+        sums.arm()
+        net(inputs(communicator.rank, 0).float()).square().sum().backward()
+        sums.begin()
+        sums.finish()
+        return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+    first, *others = (run_on_threads(3, step, size, timeout_s=30)[0] for size in SUMS)
+    assert len(first) == 6
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def test_a_gradient_that_one_rank_has_is_everybodys_and_one_that_nobody_has_stays_none() -> None:

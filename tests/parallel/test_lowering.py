@@ -63,6 +63,22 @@ def test_sums_of_a_pair() -> None:
     ]
 
 
+def test_sums_at_the_end_of_everything() -> None:
+    schedule = rows("0F0 0B0 1:1F1 1:1B1", "1F0 1B0 1:0F1 1:0B1")
+    assert texts(add_reduction(schedule, PAIR, at_end=True)) == [
+        "0F0 0B0 1:1F1 1:1B1 0REDUCE 1:1REDUCE",
+        "1F0 1B0 1:0F1 1:0B1 1:0REDUCE 1REDUCE",
+    ]
+    sent = lower(schedule, PAIR, chain(PAIR), reduce_at_end=True)
+    assert [row.split()[-2:] for row in texts(sent)] == [["0REDUCE", "1:1REDUCE"], ["1:0REDUCE", "1REDUCE"]]
+    assert [[a for a in row.split() if "REDUCE" not in a] for row in texts(sent)] == [
+        [a for a in row.split() if "REDUCE" not in a] for row in texts(lower(schedule, PAIR, chain(PAIR)))
+    ]
+    # One that no microbatch went through is summed, too.
+    without = add_reduction(rows("0F0 0B0", "1F0 1B0"), PAIR, at_end=True)
+    assert texts(without) == ["0F0 0B0 0REDUCE 1:1REDUCE", "1F0 1B0 1:0REDUCE 1REDUCE"]
+
+
 def test_stage_that_is_complete_first_is_summed_first() -> None:
     schedule = rows("0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1")
     assert texts(add_reduction(schedule, Placement(groups=2, depth=1, stages=2))) == [
