@@ -16,7 +16,9 @@ from parallel.data_parallel import DataParallelEngine
 from parallel.keeping.keeper import Keeper
 from parallel.keeping.rule import Keeping
 from parallel.keeping.whole import in_segments
+from parallel.live_bytes import LiveBytes
 from parallel.stage_module import StageModule
+from parallel.step import Microbatch
 from tests.helpers.engine_runs import CPU, SEED, SGD, net, plain, steps_of, train
 from tests.helpers.small_nets import NETS
 
@@ -69,7 +71,8 @@ def test_less_is_kept_on_the_device() -> None:
 
 def test_a_model_that_keeps_everything_stays_as_it_is() -> None:
     model = net("skips", torch.float64)
-    assert in_segments(model, Keeping(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()) is model
+    assert in_segments(model, Keeping(), (2, 3, 12, 12), LocalCommunicator()) is model
+    assert isinstance(in_segments(model, Keeping(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
     assert isinstance(in_segments(model, Keeping("block"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
 
 
@@ -83,6 +86,51 @@ class _Restless(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x.sin() if not x.isnan().any() and self.calls % 2 else x * x.sigmoid()
+
+
+def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None:
+    """As a user's forward pass would hold what it gave to a module, for as long as that computes."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.body(torch.cat((x, x, x), 2) * 2)
+            return out.mean()
+
+    shape, peaks = (1, 3, 64, 64), []
+    keeping = Keeping(offload="overlap", smallest=0)
+    for cut in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = Deep()
+        if cut:
+            model = in_segments(model, keeping, shape, LocalCommunicator())
+        made = DataParallelEngine(
+            model,
+            lambda output, target: output,
+            SGD(model.parameters()),
+            LocalCommunicator(),
+            batch=1,
+            m=1,
+            keeper=Keeper(keeping, CPU),
+        )
+        with LiveBytes() as live:
+            made.step([Microbatch(torch.ones(shape), torch.zeros(1), shape)], 0, 0.0)
+        peaks.append(live.peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
+def test_a_model_that_cannot_be_traced_is_offloaded_as_it_is() -> None:
+    class Untraceable(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    model = Untraceable(12, 12)
+    assert in_segments(model, Keeping(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()) is model
+    with pytest.raises(ValueError, match="traced"):
+        in_segments(model, Keeping("block"), (2, 3, 12, 12), LocalCommunicator())
 
 
 def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
