@@ -1,7 +1,7 @@
 """Ranks, device and communicator of this process, from the command line and from what started it.
 
-Under torchrun or mpirun the environment says which rank this is. Without a launcher ``--ranks N`` starts the ranks
-itself.
+Under torchrun, mpirun or srun the environment says which rank this is. Without a launcher ``--ranks N`` starts the
+ranks itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from app.cli import RunError
 from app.launcher import find_launch
 from app.machine import usable_cores
+from app.slurm import find_task
 from app.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
@@ -97,6 +98,8 @@ def connect(settings: StrategySettings, device: torch.device) -> Communicator:
             return MpiCommunicator(settings.timeout_s)
         from parallel.comm.torch_comm import TorchCommunicator
 
+        if "RANK" not in os.environ and (task := find_task()):
+            os.environ.update(task.variables)
         return TorchCommunicator(device, settings.timeout_s)
     except CommunicationError as fault:
         raise RunError(str(fault)) from fault
