@@ -90,9 +90,9 @@ def _train_rank(config: RunConfig, folder: RunFolder) -> int:
     from app.rank_guard import RankGuard
     from parallel.comm.communicator import CommunicationError
 
-    interrupt = Interrupt()
-    interrupt.listen()
     placement = place(config.strategy)
+    interrupt = Interrupt()
+    interrupt.listen()  # there was nothing to save before, and who waits for ranks that do not come is to end at once
     try:
         before, config = _agree_on_restart(config, folder, placement)
     except CommunicationError as fault:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comm.communicator import CommunicationError, Communicator, Pipeline, PipelinePart, Shards, Work
@@ -92,7 +93,7 @@ class TorchCommunicator:
         self._directions: dict[tuple[int, int], Any] = {}
         self._departures = Departures()
         with _named(f"rank {self.rank} of {self.world}: joining the group"):
-            store, *_ = next(dist.rendezvous("env://", self.rank, self.world, timeout=self._timeout))
+            store, *_ = next(rendezvous("env://", self.rank, self.world, timeout=self._timeout))
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
                 store=join_attempt(store, self.rank, self.world, timeout_s),
