@@ -50,7 +50,9 @@ figcaption ul { display: flex; flex-wrap: wrap; gap: 2px 14px; list-style: none;
   width: 100%; color: var(--soft); }
 figcaption li::before { content: ""; display: inline-block; width: 14px; height: 3px; margin-right: 6px;
   vertical-align: middle; border-radius: 2px; background: var(--series); }
-figcaption li.faint::before { opacity: .4; } figcaption li b { color: var(--ink); font-variant-numeric: tabular-nums; }
+figcaption li.faint::before { opacity: .4; } figcaption li.dashed::before { width: 20px;
+  background: linear-gradient(90deg, var(--series) 40%, transparent 40% 60%, var(--series) 60%); }
+figcaption li b { color: var(--ink); font-variant-numeric: tabular-nums; }
 .c0 { --series: var(--c0); } .c1 { --series: var(--c1); } .c2 { --series: var(--c2); }
 .c3 { --series: var(--c3); } .c4 { --series: var(--c4); } .c5 { --series: var(--c5); }
 svg { display: block; width: 100%; height: auto; overflow: visible; }

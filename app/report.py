@@ -1,12 +1,12 @@
 """The report of a run: one self-contained HTML page made from the files of the run folder and nothing else.
 
 Takes a run folder, finished or not; writes ``report.html`` into it: figures, curves, scores by class and slide, tissue
-overlays, settings, environment, and how to run it again. ``python -m app.report RUN`` writes it anew.
+overlays, settings, environment, and how to run it again. ``python -m app.report RUN`` writes it anew, and that of a
+benchmark; of several runs it writes a page that compares them.
 """
 
 from __future__ import annotations
 
-import base64
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
-import cv2
-import numpy as np
 import tyro
 
 from app.charts import format_value
 from app.cli import run_command
+from app.comparison import write_comparison
 from app.curves import SCORES, curves, score_name
+from app.overlays import overlays
 from app.page import (
     card,
     document,
@@ -37,6 +37,8 @@ from app.page import (
 )
 from app.results import class_table, slide_table, split_table
 from app.run_files import RunFiles, read_run
+from app.trials.bench_file import NAME
+from app.trials.page import write_page
 
 FIGURES = {
     "parameters": ("Parameters of the model", ""),
@@ -62,10 +64,6 @@ FIGURES = {
 }
 """Figures of ``summary.json``, or derived from them, by their key: name and unit."""
 
-OVERLAYS = 12
-OVERLAY_PX = 320
-"""Pictures of tissue on the page, and their longer side: twelve of them stay under half a megabyte."""
-
 
 def write_report(run: Path) -> Path:
     """Write ``report.html`` into the run folder ``run`` and give its path.
@@ -86,7 +84,7 @@ def render(files: RunFiles) -> str:
         section("Curves", _grid(curves(files.metrics, files.validation))),
         section("One step, by rank", f'<div class="timeline">{files.schedule}</div>' if files.schedule else ""),
         section("Classes and slides", class_table(files.predictions), slide_table(files.predictions)),
-        section("Data", split_table(files.splits, files.summary.get("classes") or []), _overlays(files)),
+        section("Data", split_table(files.splits, files.summary.get("classes") or []), overlays(files.overlays)),
         section("Failed slides", _failed(files)),
         section("Figures", pair(_figures(files), _score_facts(files))),
         section("Run it again", f"<pre>{escape(_command(files))}</pre>"),
@@ -185,33 +183,6 @@ def _failed(files: RunFiles) -> str:
     return table(("slide", "step", "error"), rows)
 
 
-def _overlays(files: RunFiles) -> str:
-    figures = []
-    shown = min(OVERLAYS, len(files.overlays))
-    for path in (files.overlays[i * len(files.overlays) // shown] for i in range(shown)):
-        encoded = _thumbnail(path)
-        if encoded:
-            figures.append(
-                f'<figure><img alt="tissue of {escape(path.stem, quote=True)}" src="data:image/jpeg;base64,{encoded}"/>'
-                f"<figcaption>{escape(path.stem)}</figcaption></figure>"
-            )
-    if not figures:
-        return ""
-    note = f"Tissue and tiles of {len(figures)} of {len(files.overlays)} slides; all are in the folder tissue."
-    return f'<p class="soft">{note}</p><div class="grid pictures">{"".join(figures)}</div>'
-
-
-def _thumbnail(path: Path) -> str:
-    """The picture as a small base64 JPEG; empty when it cannot be decoded: a report is not where that should fail."""
-    picture: Any = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR) if path.stat().st_size else None
-    if picture is None:
-        return ""
-    scale = min(1.0, OVERLAY_PX / max(picture.shape[:2]))
-    size = (max(1, round(picture.shape[1] * scale)), max(1, round(picture.shape[0] * scale)))
-    small = cv2.resize(picture, size, interpolation=cv2.INTER_AREA)
-    return base64.b64encode(cv2.imencode(".jpg", small, [cv2.IMWRITE_JPEG_QUALITY, 80])[1].tobytes()).decode()
-
-
 def _command(files: RunFiles) -> str:
     """How to make this run once more, and how to go on with one that was broken off."""
     out = str(files.config.get("out") or files.folder.name)
@@ -228,14 +199,31 @@ def _command(files: RunFiles) -> str:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Write report.html of a run folder anew, from the files in it."""
+    """Write the report of a run or of a benchmark anew, from the files in its folder; of several runs, a page that
+    compares them."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Run folder of app.train."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folder of app.train, or folder of app.bench: its report.html is written. Several run folders: they are
+    compared."""
+    out: Path = Path("compare.html")
+    """Page that compares several runs; the report of one stays in its folder."""
+
+    def validate(self) -> list[str]:
+        benches = [run for run in self.runs if (run / NAME).is_file()]
+        if not self.runs:
+            return ["a report needs a run folder; none was given. Give the --out folder of app.train or app.bench"]
+        if benches and len(self.runs) > 1:
+            return [f"a benchmark is reported alone; {benches[0]} was given with {len(self.runs) - 1} more folders"]
+        return []
 
 
 def report(command: ReportCommand) -> None:
-    print(write_report(command.run))
+    if len(command.runs) > 1:
+        print(write_comparison(command.runs, command.out))
+    elif (command.runs[0] / NAME).is_file():
+        print(write_page(command.runs[0]))
+    else:
+        print(write_report(command.runs[0]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,8 @@ from app.trials.bench_file import Result
 from app.trials.groups import Group
 
 STYLE = """
-.timelines section { break-inside: avoid; } .timelines h3 { margin: 18px 0 2px; } .timelines details { margin: 12px 0; } .timelines summary { cursor: pointer; }
+.timelines section { break-inside: avoid; } .timelines h3 { margin: 18px 0 2px; }
+.timelines details { margin: 12px 0; } .timelines summary { cursor: pointer; }
 .timelines .timeline { border-radius: 10px; }
 """
 
@@ -51,7 +52,8 @@ def _timeline(one: Result, group: Group, folder: Path, number: int) -> str:
     title = f"<h3>{escape(f'{one.model}, {one.tile_px} px, {group.ranks_text}: {one.strategy}')}</h3>"
     picture = _picture(folder, one.schedule_svg or "", f"p{number}")
     if picture is None:
-        return f'<section>{title}<p class="none">Its picture, {escape(one.schedule_svg or "")}, cannot be read.</p></section>'
+        missing = f"Its picture, {one.schedule_svg}, cannot be read."
+        return f'<section>{title}<p class="none">{escape(missing)}</p></section>'
     told = [
         f"{what} {100 * value:.1f} %"
         for what, value in (("bubble measured", one.bubble), ("predicted before the run", one.bubble_predicted))
