@@ -15,7 +15,7 @@ from typing import Literal
 
 from app.cli import run_command
 from app.sizes import bytes_of
-from app.strategy import Parallel
+from app.strategy import Planned
 from parallel.savings import RECOMPUTE, Savings
 
 
@@ -37,7 +37,7 @@ class PlanCommand:
     """Ranks to plan for; they need not be there."""
     batch: int | None = None
     """Tiles of one optimiser step over all ranks; default: 8, or one per rank if there are more."""
-    parallel: Parallel = "auto"
+    parallel: Planned = "auto"
     """Only this strategy; auto: all of them."""
     stages: int | None = None
     """Only splits of the model over this many ranks."""

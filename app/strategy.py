@@ -24,7 +24,7 @@ WHOLE = ("single", "ddp", "fsdp")
 TORCH_PIPELINES = {"torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
 """Pipelines of torch.distributed.pipelining -> the schedule of ours that has the same stages and order."""
 
-Parallel = Literal[
+Planned = Literal[
     "auto",
     "single",
     "ddp",
@@ -37,9 +37,10 @@ Parallel = Literal[
     "mast",
     "master",
     "bidirectional",
-    "torch-gpipe",
-    "torch-1f1b",
 ]
+"""Strategies that a plan may choose."""
+
+Parallel = Literal[Planned, "torch-gpipe", "torch-1f1b"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from app.launcher import find_launch
-from app.strategy import TORCH_PIPELINES, WHOLE, Parallel, StrategySettings
+from app.strategy import TORCH_PIPELINES, WHOLE, Parallel, Planned, StrategySettings
 from parallel.schedules.registry import SCHEDULES
 
 LAUNCHERS = {
@@ -41,13 +41,13 @@ def test_launchers_are_recognised(launcher: str, monkeypatch: pytest.MonkeyPatch
     assert StrategySettings(ranks=1).world == 4
 
 
-def test_ranks_that_talk_over_mpi_cannot_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in LAUNCHERS["mpich"].items():
-        monkeypatch.setenv(name, value)
-    (fault,) = StrategySettings(parallel="fsdp").validate()
-    assert "not MPI" in fault
-    assert "torchrun" in fault
-    assert "--parallel ddp" in fault
+@pytest.mark.parametrize(("name", "instead"), [("fsdp", "ddp"), ("torch-gpipe", "gpipe"), ("torch-1f1b", "1f1b")])
+def test_what_is_torchs_own_does_not_talk_over_mpi(name: Any, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in LAUNCHERS["mpich"].items():
+        monkeypatch.setenv(variable, value)
+    (fault,) = StrategySettings(parallel=name).validate()
+    assert f"--parallel {name} is torch's own and talks over torch.distributed, not MPI" in fault
+    assert f"start them with torchrun or --ranks, or use --parallel {instead}" in fault
 
 
 def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,8 @@ def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_schedule_can_be_asked_for() -> None:
-    assert set(get_args(Parallel)) == {"auto", *WHOLE, *SCHEDULES, *TORCH_PIPELINES}
+    assert set(get_args(Planned)) == {"auto", *WHOLE, *SCHEDULES}
+    assert set(get_args(Parallel)) == {*get_args(Planned), *TORCH_PIPELINES}
     assert set(TORCH_PIPELINES.values()) <= set(SCHEDULES)
 
 
@@ -69,6 +70,7 @@ def test_every_schedule_can_be_asked_for() -> None:
         ({"parallel": "fsdp", "ranks": 3}, ("fsdp", 1, 3, 3)),
         ({"parallel": "mp-basic", "ranks": 2}, ("mp-basic", 2, 1, 1)),
         ({"parallel": "gpipe", "ranks": 2}, ("gpipe", 2, 1, 4)),
+        ({"parallel": "torch-gpipe", "ranks": 2}, ("torch-gpipe", 2, 1, 4)),
         ({"parallel": "gpipe", "ranks": 4, "stages": 2}, ("gpipe", 2, 2, 8)),
         ({"parallel": "1f1b", "ranks": 3, "batch": 5}, ("1f1b", 3, 1, 5)),
         ({"parallel": "mast", "ranks": 8, "stages": 4}, ("mast", 4, 2, 4)),
@@ -109,6 +111,39 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         (
             {"parallel": "ddp", "ranks": 2, "stages": 2, "cuts": "fc"},
             ["--stages is about a model split into stages; --parallel ddp does not split it", "--cuts is about"],
+        ),
+        ({"parallel": "torch-1f1b"}, ["--parallel torch-1f1b splits the model over 2 ranks or more; got --ranks 1"]),
+        (
+            {"parallel": "torch-gpipe", "ranks": 4, "stages": 2, "batch": 6, "microbatches": 4},
+            [
+                "--parallel torch-gpipe is one pipeline over all ranks; got --stages 2 for 4 ranks: leave --stages "
+                "out, or use --parallel gpipe, which makes groups of ranks",
+                "--parallel torch-gpipe takes microbatches of one size, as torch's pipelines fix the shapes of what "
+                "they send; got --batch 6 in --microbatches 4: use one of 1, 2, 3, 6, another --batch, or use",
+            ],
+        ),
+        (
+            {"parallel": "torch-1f1b", "ranks": 4, "microbatches": 2},
+            ["torch-1f1b needs as many microbatches as stages; got --microbatches 2 for 4 stages"],
+        ),
+        (
+            {
+                "parallel": "torch-1f1b",
+                "ranks": 2,
+                "recompute": "stage",
+                "offload": "pinned",
+                "offload_state": "optimizer",
+                "shard_optimizer": "pair",
+                "compile": True,
+            },
+            [
+                "--shard-optimizer pair needs two copies of the model",
+                "--recompute stage is not for --parallel torch-1f1b, which is torch's pipeline as it is: leave it out, "
+                "or use --parallel 1f1b",
+                "--offload pinned is not for --parallel torch-1f1b",
+                "--offload-state optimizer is not for --parallel torch-1f1b",
+                "--compile is not for --parallel torch-1f1b",
+            ],
         ),
         ({"ranks": 4, "stages": 3}, ["--stages must be 2 or more and divide the number of ranks, 4; got 3"]),
         ({"batch": 4, "microbatches": 5}, ["--microbatches must be 1 to --batch 4; got 5"]),

@@ -90,7 +90,10 @@ def test_a_tensor_that_comes_back_wrong_is_found(
 @pytest.mark.slow
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "app.verify", *TINY, "--ranks", "2", "--out", str(tmp_path)]
-    for more in (("1f1b", "--communicator", "gloo"), ("fsdp", "--dtype", "float32", "--microbatches", "3")):
+    for more in (
+        ("torch-1f1b", "--batch", "8", "--communicator", "gloo"),
+        ("fsdp", "--dtype", "float32", "--microbatches", "3"),
+    ):
         done = subprocess.run(
             [*command, "--parallel", *more],
             cwd=ROOT,
@@ -112,6 +115,10 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
         (("--parallel", "gpipe", "--ranks", "2", "--cuts", "nowhere"), "nowhere"),
         (("--ranks", "2"), "name the strategy to verify"),
         (("--parallel", "fsdp", "--ranks", "2", "--communicator", "threads"), "fsdp talks over torch.distributed"),
+        (
+            ("--parallel", "torch-gpipe", "--ranks", "2", "--communicator", "threads"),
+            "--parallel torch-gpipe talks over torch.distributed: leave --communicator threads out",
+        ),
         (
             ("--recompute", "optimal"),
             "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got",
