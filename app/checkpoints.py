@@ -134,7 +134,9 @@ class Checkpoints:
         if kind is KeyboardInterrupt:  # asked for twice: at once
             return
         # What the run failed with is told, not what came of its last checkpoint.
-        with contextlib.suppress(RunError) if kind is not None else contextlib.nullcontext():
-            self.finish()
-        if self._two_phase is not None:
-            self._two_phase.close()
+        try:
+            with contextlib.suppress(RunError) if kind is not None else contextlib.nullcontext():
+                self.finish()
+        finally:
+            if self._two_phase is not None:
+                self._two_phase.close()

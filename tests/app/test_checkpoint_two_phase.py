@@ -1,0 +1,339 @@
+"""Checkpoints in two phases: the same files as written at once, and nothing in them that came after."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app import snapshot as snapshot_module
+from app import two_phase
+from app.checkpoint import load_checkpoint, save_checkpoint
+from app.checkpoint_settings import CheckpointSettings
+from app.checkpoints import Checkpoints
+from app.cli import RunError
+from app.runfolder import RunFolder
+from app.shared_buffer import SharedBuffer
+from app.snapshot import Snapshot, tensors_in
+from app.two_phase import TwoPhaseCheckpoints
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.data_parallel import DataParallelEngine
+from parallel.keeping.copies import Copies
+from parallel.keeping.host_optimizer import HostOptimizer
+from parallel.keeping.rule import Keeping
+from parallel.step import TrainingEngine, nothing
+from tests.helpers.engine_runs import build, net, steps_of, strategy_for, train
+from tests.helpers.small_nets import NETS
+
+CPU = torch.device("cpu")
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+M = 5
+
+
+@pytest.fixture
+def checkpoints() -> Iterator[TwoPhaseCheckpoints]:
+    made = TwoPhaseCheckpoints(CPU)
+    yield made
+    made.close()
+
+
+def whole(on_host: bool = False, resident: bool = False) -> Callable[[Communicator], TrainingEngine]:
+    def make(communicator: Communicator) -> TrainingEngine:
+        model = net("skips", torch.float32)
+        host = HostOptimizer(ADAMW, dict(model.named_parameters()), Copies(), resident=resident) if on_host else None
+        rule = host.optimizer if host else ADAMW(model.parameters())
+        return DataParallelEngine(model, NETS["skips"][1], rule, communicator, batch=2 * M, m=M, host=host)
+
+    return make
+
+
+def split(schedule: str, **more: Any) -> Callable[[Communicator], TrainingEngine]:
+    strategy = strategy_for(schedule, 2, **more)
+    return lambda communicator: build(communicator, "skips", strategy, steps_of(M, torch.float32), make_optimizer=ADAMW)
+
+
+ENGINES: dict[str, tuple[int, Callable[[Communicator], TrainingEngine]]] = {
+    "whole": (1, whole()),
+    "whole, optimizer on the host": (1, whole(on_host=True)),
+    "whole, parameters on the host": (1, whole(on_host=True, resident=True)),
+    "stages": (2, split("gpipe")),
+    "stages, optimizer on the host": (2, split("gpipe", keeping=Keeping(optimizer=True))),
+    "replicas, optimizer shared": (2, split("master", m=4, shard_optimizer=True)),
+}
+
+
+class SlowCopy:
+    """Lets the copy on the other thread begin only when an update stands before it, and gives the update time to be
+    done: all of it where nothing makes it wait."""
+
+    def __init__(self, waits: bool) -> None:
+        self.before_update, self.updated = threading.Event(), threading.Event()
+        self.patience_s = 0.3 if waits else 60
+        self._plain = snapshot_module.copy_bytes
+
+    def copy_bytes(self, source: Tensor, target: Tensor) -> None:
+        if threading.current_thread().name == "checkpoint":
+            assert self.before_update.wait(60)
+            if self.patience_s:
+                self.updated.wait(self.patience_s)
+                self.patience_s = 0
+        self._plain(source, target)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "waits not"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_update_waits_for_the_copy(name: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, make = ENGINES[name]
+    slow = SlowCopy(waits)
+    monkeypatch.setattr(snapshot_module, "copy_bytes", slow.copy_bytes)
+    steps = steps_of(4 if "replicas" in name else M, torch.float32)
+    path = tmp_path / "last.pt"
+
+    def rank(communicator: Communicator, _: None) -> Any:
+        engine = make(communicator)
+        train(engine, steps[:1])
+        state = engine.state_dict()
+        expected = copy.deepcopy(state)
+        checkpoints = TwoPhaseCheckpoints(CPU)
+
+        def before_update() -> None:
+            slow.before_update.set()
+            if waits:
+                checkpoints.await_copy()
+
+        if communicator.rank == 0:
+            engine.before_update(before_update)
+            checkpoints.begin(state, engine.parameter_names, path, None)
+        train(engine, steps[1:], first=1)
+        if communicator.rank == 0:
+            slow.updated.set()
+        checkpoints.finish()
+        checkpoints.close()
+        later = engine.state_dict()
+        return expected, later
+
+    expected, later = rank(LocalCommunicator(), None) if world == 1 else run_on_threads(world, rank, timeout_s=100)[0]
+    found = load_checkpoint(path)
+    names = list(expected["model"])
+    assert not all(torch.equal(expected["model"][name], later["model"][name]) for name in names)
+    # Running statistics, which the forward pass changes, are taken before it whoever waits.
+    buffers = [name for name in names if "running" in name or "tracked" in name]
+    assert len(buffers) > 3
+    assert all(torch.equal(found["model"][name], expected["model"][name]) for name in buffers)
+    assert same(found, expected) == waits
+    if waits:
+        save_checkpoint(tmp_path / "blocking.pt", expected)
+        assert (tmp_path / "blocking.pt").read_bytes() == path.read_bytes()
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    ours, theirs = ([*tensors_in([state["model"], state["optimizer"]])] for state in (found, expected))
+    assert len(ours) == len(theirs) > 20
+    return all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True))
+
+
+def awkward_state() -> dict[str, Any]:
+    """Views, tied weights, odd strides, empty tensors, all kinds of numbers, and what is no tensor."""
+    base = torch.arange(60, dtype=torch.float32)
+    tied = nn.Linear(3, 3)
+    model = nn.ModuleDict({"first": tied, "second": tied, "norm": nn.BatchNorm1d(3)})
+    return {
+        "model": model.state_dict(),
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": base[7:19].view(3, 4).t()}}, "lr": 0.1},
+        "more": {
+            "rest of the same storage": base[30:],
+            "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            "empty": torch.empty(0, 3),
+            "half": torch.randn(7).half(),
+            "bfloat16": torch.randn(7, dtype=torch.bfloat16),
+            "bool": torch.tensor([True, False]),
+            "bytes": torch.get_rng_state(),
+        },
+        "step": 5,
+        "best": {"step": 5, "value": None},
+        "classes": ["a", "b"],
+    }
+
+
+def test_file_is_that_of_a_blocking_write_to_the_last_bit(tmp_path: Path, checkpoints: TwoPhaseCheckpoints) -> None:
+    state = awkward_state()
+    save_checkpoint(tmp_path / "blocking.pt", state)
+    names = frozenset(name for name in state["model"] if "running" not in name)
+    checkpoints.begin(state, names, tmp_path / "last.pt", tmp_path / "best.pt")
+    state["classes"].append("changed later")
+    state["best"]["value"] = 1.0
+    checkpoints.finish()
+    expected = (tmp_path / "blocking.pt").read_bytes()
+    assert (tmp_path / "last.pt").read_bytes() == expected
+    assert (tmp_path / "best.pt").samefile(tmp_path / "last.pt")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["best.pt", "blocking.pt", "last.pt"]
+
+
+def test_buffer_is_reused_and_grows(tmp_path: Path, checkpoints: TwoPhaseCheckpoints) -> None:
+    for size in (1000, 500, 200_000):
+        state = {"model": {"w": torch.randn(size)}, "optimizer": {}, "step": size}
+        checkpoints.begin(state, frozenset("w"), tmp_path / "last.pt", None)
+        written = checkpoints.finish()
+        assert written is not None
+        assert torch.equal(load_checkpoint(tmp_path / "last.pt")["model"]["w"], state["model"]["w"])
+    assert checkpoints.finish() is None
+
+
+def test_storages_are_copied_once_and_apart_from_the_original() -> None:
+    buffer, base = SharedBuffer(), torch.arange(6.0)
+    snapshot = Snapshot(buffer, Copies())
+    snapshot.begin({"model": {"a": base, "b": base[2:]}, "optimizer": {}}, frozenset({"a", "b"}))
+    assert buffer.size < 2 * base.nbytes + 64
+    base += 1  # not copied yet: it may be waited for
+    snapshot.complete()
+    base += 1
+    found = snapshot.state["model"]
+    assert found["a"].tolist() == [1, 2, 3, 4, 5, 6]
+    found["a"][2] = 0
+    assert found["b"].tolist() == [0, 4, 5, 6]
+    buffer.close()
+
+
+def test_run_goes_on_when_the_writer_is_killed(
+    tmp_path: Path, checkpoints: TwoPhaseCheckpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def begin(step: int) -> None:
+        state = {"model": {"w": torch.full((9,), float(step))}, "optimizer": {}, "step": step}
+        checkpoints.begin(state, frozenset("w"), tmp_path / "last.pt", None)
+
+    begin(1)
+    checkpoints.finish()
+    assert checkpoints.writer is not None
+    pid = checkpoints.writer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # so that it is killed in the middle of a checkpoint
+    begin(2)
+    time.sleep(0.1)
+    assert checkpoints.busy
+    assert load_checkpoint(tmp_path / "last.pt")["step"] == 1
+    os.kill(pid, signal.SIGKILL)
+    with caplog.at_level(logging.WARNING):
+        checkpoints.finish()
+    assert load_checkpoint(tmp_path / "last.pt")["step"] == 2
+    assert not psutil.pid_exists(pid)
+    (record,) = caplog.records
+    assert "the process that writes checkpoints was killed (signal 9); the run goes on" in record.getMessage()
+    begin(3)
+    checkpoints.finish()
+    assert load_checkpoint(tmp_path / "last.pt")["model"]["w"].tolist() == [3.0] * 9
+    assert len(caplog.records) == 1
+
+
+class Still:
+    """An engine of which only its names are asked."""
+
+    parameter_names = frozenset({"w"})
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+
+def checkpoints_of(folder: Path, **settings: Any) -> Checkpoints:
+    return Checkpoints(CheckpointSettings(**settings), RunFolder(folder), Still(), CPU, 0)  # type: ignore[arg-type]
+
+
+def save(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 9) -> None:
+    state = {"model": {"w": torch.full((size,), float(step))}, "optimizer": {}, "step": step}
+    checkpoints.save(state, step, time.monotonic(), best)
+
+
+@pytest.mark.parametrize("write", ["two-phase", "blocking"])
+def test_unwritable_folder_ends_the_run_and_keeps_what_was(write: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+
+    def run() -> None:
+        with checkpoints_of(tmp_path, checkpoint_write=write) as checkpoints:
+            save(checkpoints, 1)
+            checkpoints.finish()
+            folder.last.with_suffix(".tmp").mkdir()  # what a file is to be written to is a folder
+            save(checkpoints, 2)
+
+    with pytest.raises(RunError) as told:
+        run()
+    kept = f"the previous one is kept: {folder.last}; free space, then --resume"
+    assert str(told.value) == f"checkpoint {folder.last} could not be written (Is a directory); {kept}"
+    assert load_checkpoint(folder.last)["step"] == 1
+
+
+def test_every_checkpoint_is_on_the_disk_when_the_run_is_left(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+
+    def run() -> None:
+        with checkpoints_of(tmp_path) as checkpoints:
+            for step in range(1, 4):
+                save(checkpoints, step, best=step == 2)  # each waits for the one before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert (load_checkpoint(folder.last)["step"], load_checkpoint(folder.best)["step"]) == (3, 2)
+
+
+def test_without_memory_to_copy_to_it_is_written_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with checkpoints_of(tmp_path) as checkpoints, caplog.at_level(logging.WARNING):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            for step in (1, 2):
+                with pytest.raises(RunError, match="File too large"):
+                    save(checkpoints, step, size=1 << 20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        save(checkpoints, 3)
+        assert load_checkpoint(RunFolder(tmp_path).last)["step"] == 3
+    (record,) = caplog.records
+    assert "written between two steps: they cannot be copied first (File too large)" in record.getMessage()
+
+
+def test_tuned_checkpoints_are_due_by_what_they_cost_and_never_while_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    plain = two_phase.image_of
+
+    def held_image(*arguments: Any) -> Any:
+        assert written.wait(60)
+        return plain(*arguments)
+
+    monkeypatch.setattr(two_phase, "image_of", held_image)
+    with checkpoints_of(tmp_path, checkpoint_every=0) as checkpoints:
+        for step in range(1, 10):
+            checkpoints.add_step(100.0)
+            assert checkpoints.due(step) == (step == 10)
+        checkpoints.add_step(100.0)
+        assert checkpoints.due(10)
+        save(checkpoints, 10)
+        assert not checkpoints.due(1000)
+        written.set()
+        while not checkpoints.due(12):  # it took far less than a step of 100 s: one step beside it, one without
+            time.sleep(0.01)
+            checkpoints.add_step(100.0)
+        assert not checkpoints.due(11)
+
+
+def test_engines_wait_for_nothing_when_nothing_is_written_beside_them(tmp_path: Path) -> None:
+    engine = Still()
+    engine.call = nothing
+    settings = CheckpointSettings(checkpoint_write="blocking")
+    Checkpoints(settings, RunFolder(tmp_path), engine, CPU, 0)  # type: ignore[arg-type]
+    assert engine.call is nothing

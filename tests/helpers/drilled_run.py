@@ -1,0 +1,93 @@
+"""A run of a small model with checkpoints that can be held up at a chosen point, to be killed there.
+
+    python -m tests.helpers.drilled_run FOLDER copying|writing|renamed|nowhere
+
+Touches FOLDER/held when it is there, and stays. Imported, ``train`` is the same run undisturbed, or resumed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app import checkpoint_writer, snapshot
+from app.checkpoint import load_checkpoint
+from app.checkpoint_settings import CheckpointSettings
+from app.checkpoints import Checkpoints
+from app.runfolder import RunFolder
+from parallel.comm.local import LocalCommunicator
+from parallel.data_parallel import DataParallelEngine
+from parallel.step import Microbatch
+from tests.helpers.tiny_models import classifier
+
+STEPS, EVERY = 6, 2
+HELD_AT = 2
+"""Number of the checkpoint that is held up, from 1."""
+
+
+def train(path: Path) -> dict[str, Any]:
+    """The state after ``STEPS`` steps, from the last checkpoint in ``path`` if there is one."""
+    torch.manual_seed(3)
+    net: nn.Module = classifier(2)
+    rule = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    engine = DataParallelEngine(net, F.cross_entropy, rule, LocalCommunicator(), batch=4, m=2)
+    folder, first = RunFolder(path), 0
+    if folder.last.exists():
+        state = load_checkpoint(folder.last)
+        engine.load_state_dict(state)
+        first = state["step"]
+    settings = CheckpointSettings(checkpoint_every=EVERY)
+    with Checkpoints(settings, folder, engine, torch.device("cpu"), first) as checkpoints:
+        for step in range(first, STEPS):
+            engine.step([microbatch(2 * step), microbatch(2 * step + 1)], step, 1e-2)
+            checkpoints.add_step(0.01)
+            if checkpoints.due(step + 1):
+                checkpoints.save({**engine.state_dict(), "step": step + 1}, step + 1, time.monotonic(), best=False)
+    return engine.state_dict()
+
+
+def microbatch(seed: int) -> Microbatch:
+    images: Tensor = torch.randn(2, 3, 40, 40, generator=torch.Generator().manual_seed(seed))
+    return Microbatch(images, torch.tensor([0, 1]), tuple(images.shape))
+
+
+def hold(marker: Path) -> None:
+    """Say so and stay until killed."""
+    marker.touch()
+    time.sleep(600)
+
+
+def hold_copies(marker: Path) -> None:
+    copied, plain = [0], snapshot.copy_bytes
+    copies = len(list(classifier(2).parameters())) * 4  # each with three tensors of AdamW's
+
+    def copy_bytes(source: Tensor, target: Tensor) -> None:
+        if threading.current_thread().name == "checkpoint":
+            copied[0] += 1
+            if copied[0] == (HELD_AT - 1) * copies + copies // 2:
+                hold(marker)
+        plain(source, target)
+
+    snapshot.copy_bytes = copy_bytes
+
+
+def main() -> None:
+    path, where = Path(sys.argv[1]), sys.argv[2]
+    if where == "copying":
+        hold_copies(path / "held")
+    elif where != "nowhere":
+        os.environ |= {"HELD_MARKER": str(path / "held"), "HELD_WHERE": where}
+        checkpoint_writer.MODULE = "tests.helpers.drilled_writer"
+    train(path)
+
+
+if __name__ == "__main__":
+    main()
