@@ -1,7 +1,8 @@
 """``python -m app.index --slides DIR``: the tissue tiles of every slide, with overlay pictures.
 
 Takes a folder of slides; leaves ``tiles.parquet``, ``tissue/<slide>.png`` and, if slides failed, ``failed_slides.csv``
-in ``--out``. A second run reuses what is there and tries failed slides again. No slide library runs in this process.
+in ``--out``. A second run, or ``app.train`` in that folder, reuses what is there; the former tries failed slides again.
+No slide library runs in this process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pipelines.catalog import find_slides
 from pipelines.failures import FailedSlides
 from pipelines.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.index import IndexSettings, build_index
+from pipelines.index_parts import WHOLE_FILE, IndexPart
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,14 @@ class IndexCommand:
     """Slide reader; auto takes the fastest that reads the file exactly."""
     workers: int = 0
     """Processes, a slide each at a time; 0: one per core."""
+    part: str | None = None
+    """Index only this part of the slides, such as 2/8, into a file of its own in --out; parts may run at the same time,
+    and a run without --part, or app.train in that folder, takes over what they found."""
+
+    @property
+    def chosen_part(self) -> IndexPart | None:
+        """``part``, read."""
+        return None if self.part is None else IndexPart.parse(self.part)
 
     def validate(self) -> list[str]:
         faults = self.index.validate()
@@ -46,6 +56,10 @@ class IndexCommand:
             faults.append(f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp:g}")
         if self.workers < 0:
             faults.append(f"--workers is at least 0; got {self.workers}")
+        try:
+            _ = self.chosen_part
+        except ValueError as fault:
+            faults.append(str(fault))
         return faults
 
 
@@ -53,13 +67,19 @@ def index(command: IndexCommand) -> None:
     """Build the index and say what it holds."""
     started_s = time.perf_counter()
     specs = find_slides(command.slides, mpp=command.slide_mpp, backend=command.backend)
-    print(f"{len(specs)} slides in {command.slides}", flush=True)
+    part = command.chosen_part
+    of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"
+    print(f"{len(specs)} slides in {command.slides}{of_part}", flush=True)
+    if part and specs and not part.specs(specs):
+        return  # more tasks than slides: nothing is wrong
     with _lines() as say:
-        table = build_index(specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True)
+        table = build_index(
+            specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
+        )
     print(
         f"{len(table)} tiles of {command.index.tile} px at {command.index.mpp:g} um/px on {len(table.slides)} slides, "
         f"{time.perf_counter() - started_s:.1f} s\n"
-        f"index     {command.out / 'tiles.parquet'}\n"
+        f"index     {command.out / (part.file_name if part else WHOLE_FILE)}\n"
         f"pictures  {command.out / 'tissue'}{os.sep}"
     )
     failed = FailedSlides(command.out / "failed_slides.csv")

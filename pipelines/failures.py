@@ -56,18 +56,28 @@ class FailedSlides:
             os.lseek(descriptor, 0, os.SEEK_SET)
             if kept:
                 _write(descriptor, [COLUMNS, *kept])
-        if not kept:
-            self.path.unlink(missing_ok=True)
+            else:
+                self.path.unlink()  # whoever waits for the lock of this file looks for another
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
         # One descriptor per use: flock excludes other descriptors, those of threads of this process included.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if self._is_at_path(descriptor):
+                    yield descriptor
+                    return
+            finally:
+                os.close(descriptor)
+
+    def _is_at_path(self, descriptor: int) -> bool:
+        """False when ``forget`` has taken the file away while its lock was waited for."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield descriptor
-        finally:
-            os.close(descriptor)
+            return os.path.samestat(os.fstat(descriptor), self.path.stat())
+        except FileNotFoundError:
+            return False
 
 
 def _write(descriptor: int, rows: Sequence[Sequence[str]]) -> None:

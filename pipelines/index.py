@@ -2,7 +2,8 @@
 
 Takes slides and ``IndexSettings``; gives a ``TileTable`` and leaves it as Parquet beside a picture of each slide.
 Slides are indexed in processes of their own (``slide_index``); one that fails, or kills its process, is named in
-``failed_slides.csv`` and the others go on. An index made with other settings is refused, the differing key named.
+``failed_slides.csv`` and the others go on. An index made with other settings is refused, the differing key named. Parts
+of the slides can be indexed by processes that know nothing of each other (``index_parts``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import numpy as np
 
 from pipelines.catalog import SlideSpec
 from pipelines.failures import FailedSlides
+from pipelines.index_parts import WHOLE_FILE, IndexPart, merge, take_over
 from pipelines.processes import ProcessDied, each_in_process
 from pipelines.slide import SlideError
 from pipelines.slide_index import SlideResult, SlideTiles, default_threads, file_bytes, index_slide
-from pipelines.tile_table import IndexSettings, SlideFault, TileTable, check_settings
+from pipelines.tile_table import IndexedSlide, IndexSettings, SlideFault, TileTable, check_settings
 
 __all__ = ["IndexSettings", "TileTable", "build_index"]  # the three names that go together outside this folder
 
@@ -42,8 +44,9 @@ def build_index(
     workers: int = 0,
     progress: Callable[[str], None] = lambda line: None,
     retry_failed: bool = False,
+    part: IndexPart | None = None,
 ) -> TileTable:
-    """The tissue tiles of ``specs``: those of ``out/tiles.parquet`` where it has them, the others found now.
+    """The tissue tiles of ``specs``: those that ``out`` has in its index, or in parts of one, and the others found now.
 
     Writes ``out/tiles.parquet``, ``out/tissue/<slide>.png`` and, for slides that fail, ``out/failed_slides.csv``. A
     slide whose file has changed in size is indexed anew; one that is in the index and not in ``specs`` stays there and
@@ -56,6 +59,7 @@ def build_index(
         workers: processes; 0: one per core.
         progress: told one line per slide as it is done.
         retry_failed: try slides again that failed before; otherwise only when their file has changed.
+        part: only this part of ``specs``, in a file of its own.
 
     Raises:
         ValueError: no slides, settings that contradict themselves, or an index in ``out`` made with other settings.
@@ -66,22 +70,30 @@ def build_index(
         raise ValueError("an index is of at least one slide; got none: check --slides and the labels")
     if faults := settings.validate():
         raise ValueError("; ".join(faults))
-    path = out / "tiles.parquet"
+    if part:
+        specs = part.specs(specs)
+    path = out / (part.file_name if part else WHOLE_FILE)
     (out / "tissue").mkdir(parents=True, exist_ok=True)
     table = TileTable.load(path) if path.exists() else TileTable.joined(settings, [])
     check_settings(table.settings, settings, path)
-    # A slide that failed may be given the mpp it lacked: that is another try, not another index.
-    tried = {fault.slide_id: (fault.file_bytes, fault.asked_mpp) for fault in table.faults if not retry_failed}
     _check_overrides(table, specs, path)
-    tried |= {source.slide_id: (source.file_bytes, source.asked_mpp) for source in table.sources}
-    todo = [spec for spec in specs if tried.get(spec.slide_id) != (file_bytes(spec.path), spec.mpp)]
+    # A slide that failed may be given the mpp it lacked: that is another try, not another index.
+    wanted = {spec.slide_id: (file_bytes(spec.path), spec.mpp) for spec in specs}
+    known = _tried(table, retry_failed)
+    others = {slide_id: what for slide_id, what in wanted.items() if known.get(slide_id) != what}
+    taken = take_over(table, others, path, faults=not retry_failed)
+    if taken is not table:
+        table = taken
+        table.save(path)
+        known = _tried(table, retry_failed)
+    todo = [spec for spec in specs if known.get(spec.slide_id) != wanted[spec.slide_id]]
     if len(todo) < len(specs):
         progress(f"{len(specs) - len(todo)} slides are in {path} already")
     absent = set(table.slides) - {spec.slide_id for spec in specs}
     if absent:
         log.info("%s also holds %d slides that are not asked for, e.g. %s", path, len(absent), min(absent))
     if todo:
-        table = _index_slides(table, todo, out, workers or default_threads(1), progress)
+        table = _index_slides(table, todo, path, workers or default_threads(1), progress)
     asked = table.of_slides(spec.slide_id for spec in specs)
     if not len(asked):
         lines = [f"{fault.slide_id}: {fault.step}: {_first_line(fault.error)}" for fault in asked.faults]
@@ -91,14 +103,21 @@ def build_index(
     return asked
 
 
+def _tried(table: TileTable, retry_failed: bool) -> dict[str, tuple[int, float | None]]:
+    """Slides that need no other try, as they were then."""
+    slides: list[IndexedSlide | SlideFault] = [*([] if retry_failed else table.faults), *table.sources]
+    return {slide.slide_id: (slide.file_bytes, slide.asked_mpp) for slide in slides}
+
+
 def _index_slides(
     table: TileTable,
     specs: Sequence[SlideSpec],
-    out: Path,
+    path: Path,
     workers: int,
     progress: Callable[[str], None],
 ) -> TileTable:
-    """``table`` with the tiles or faults of ``specs``, saved."""
+    """``table`` with the tiles or faults of ``specs``, saved as ``path``."""
+    out = path.parent
     workers = min(workers, len(specs))
     failed = FailedSlides(out / "failed_slides.csv")
     failed.forget([spec.slide_id for spec in specs])
@@ -121,20 +140,17 @@ def _index_slides(
                 failed.add(spec.slide_id, "tissue", share)
             progress(f"{done}/{len(specs)}  {spec.slide_id}: {_told(result.found)}")
             if time.monotonic() - saved_s > SAVE_EVERY_S:
-                _merged(table, found).save(out / "tiles.parquet")
+                _merged(table, found).save(path)
                 saved_s = time.monotonic()
     finally:
         table = _merged(table, found)
-        table.save(out / "tiles.parquet")
+        table.save(path)
     return table
 
 
 def _merged(table: TileTable, found: Mapping[str, SlideTiles | SlideFault]) -> TileTable:
-    """``table`` with what was found added, in place of what it had; slides sorted by id, as if indexed in one go."""
-    ids = [*table.slides, *(fault.slide_id for fault in table.faults)]
-    before = table.of_slides(slide_id for slide_id in ids if slide_id not in found)
-    joined = TileTable.joined(table.settings, [before, *(_one_slide(table.settings, one) for one in found.values())])
-    return joined.of_slides(sorted([*joined.slides, *(fault.slide_id for fault in joined.faults)]))
+    """``table`` with what was found added, in place of what it had."""
+    return merge(table.settings, [table, *(_one_slide(table.settings, one) for one in found.values())])
 
 
 def _one_slide(settings: IndexSettings, found: SlideTiles | SlideFault) -> TileTable:

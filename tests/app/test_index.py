@@ -63,3 +63,15 @@ def test_no_deep_learning_library_is_loaded(slides, tmp_path):
 
     code = "import sys, app.index, pipelines.slide_index; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_part_is_indexed_and_one_too_many_is_not_wrong(slides, tmp_path, capsys):
+    arguments = ["--slides", str(slides), "--out", str(tmp_path / "out"), "--tile", "512", "--workers", "1"]
+    assert main([*arguments, "--part", "1/2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"2 slides in {slides}, 1 of them in part 1/2\n1/1  a: ")
+    assert f"index     {tmp_path / 'out' / 'tiles.part-1-of-2.parquet'}\n" in printed
+    assert main([*arguments, "--part", "3/3"]) == 0
+    assert capsys.readouterr().out == f"2 slides in {slides}, 0 of them in part 3/3\n"
+    assert main([*arguments, "--part", "3/2"]) == 2
+    assert "--part is one of several parts" in capsys.readouterr().err

@@ -1,7 +1,10 @@
 import csv
+import fcntl
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from pipelines.failures import FailedSlides
 
@@ -53,3 +56,18 @@ def test_forgotten_slides_are_gone_and_others_stay(tmp_path):
     assert [slide for slide, _, _ in failed.rows()] == ["b", "c"]
     failed.forget(["b", "c"])
     assert not failed.path.exists()
+
+
+def test_a_row_is_not_written_to_a_file_that_was_taken_away_meanwhile(tmp_path):
+    path = tmp_path / "failed_slides.csv"
+    failed = FailedSlides(path)
+    failed.add("a", "open", "bad")
+    with path.open("rb+") as file, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = pool.submit(failed.add, "b", "open", "bad")
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        path.unlink()  # as forget does, which holds the lock
+        fcntl.flock(file, fcntl.LOCK_UN)
+        waiting.result(20)
+    assert [slide for slide, _, _ in failed.rows()] == ["b"]

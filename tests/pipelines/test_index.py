@@ -11,6 +11,7 @@ import pytest
 from pipelines.catalog import SlideSpec, find_slides
 from pipelines.failures import FailedSlides
 from pipelines.index import IndexSettings, TileTable, build_index
+from pipelines.index_parts import IndexPart
 from pipelines.processes import ProcessDied
 from pipelines.slide import SlideError
 from tests.helpers.real import DICOM, NDPI, SVS
@@ -213,3 +214,45 @@ def test_every_shipped_slide_is_indexed_or_named(tmp_path):
     named = {slide for slide, _, _ in FailedSlides(tmp_path / "failed_slides.csv").rows()}
     assert named == {"highdicom_sm_image"}
     assert set(table.slides) | named == {spec.slide_id for spec in specs}
+
+
+def test_parts_are_taken_over_by_the_whole(tmp_path, monkeypatch):
+    settings = replace(SETTINGS, min_tissue=0)
+    specs = [blank(tmp_path / f"{name}.png") for name in "abc"]
+    (tmp_path / "text.svs").write_text("not a slide")
+    specs += specs_of(text=tmp_path / "text.svs")
+    out = tmp_path / "out"
+    expected = contents(build_index(specs, settings, tmp_path / "at_once", workers=1))
+    first, second = (build_index(specs, settings, out, workers=1, part=IndexPart(k, 2)) for k in (1, 2))
+    assert (first.slides, second.slides) == (("a", "c"), ("b",))
+    assert {path.name for path in out.glob("*.parquet")} == {"tiles.part-1-of-2.parquet", "tiles.part-2-of-2.parquet"}
+    from pipelines import index as module
+
+    each = module.each_in_process
+    monkeypatch.setattr(module, "each_in_process", None)  # nothing is left to be found
+    lines = []
+    whole = build_index(specs, settings, out, workers=1, progress=lines.append)
+    assert contents(whole) == expected
+    assert contents(TileTable.load(out / "tiles.parquet")) == expected
+    assert [fault.slide_id for fault in whole.faults] == ["text"]
+    assert lines == [f"4 slides are in {out / 'tiles.parquet'} already"]
+    assert contents(build_index(specs, settings, out, part=IndexPart(1, 3))) == expected[:9], "other parts, the same"
+    for name in ("tiles.parquet", "tiles.part-1-of-3.parquet"):
+        (out / name).unlink()
+    with pytest.raises(ValueError, match=r"part-1-of-2\.parquet was made with other settings: tile is 512 there"):
+        build_index(specs, replace(settings, tile=256), out, part=IndexPart(1, 9))
+
+    # A slide that failed is tried again by a user, one whose file has changed by everybody.
+    tried = []
+    monkeypatch.setattr(
+        module, "each_in_process", lambda t, s, w: (tried.extend(i.slide_id for i in s), each(t, s, w))[1]
+    )
+    cv2.imwrite(str(tmp_path / "b.png"), np.full((1700, 1700, 3), 200, np.uint8))
+    build_index(specs, settings, out, workers=1, retry_failed=True)
+    assert tried == ["b", "text"]
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "1/2/3", "-1/2"])
+def test_parts_that_are_none(text):
+    with pytest.raises(ValueError, match=r"--part is one of several parts, such as 2/8, from 1/8 to 8/8; got "):
+        IndexPart.parse(text)
