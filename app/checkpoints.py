@@ -83,10 +83,10 @@ class Checkpoints:
         Raises:
             RunError: it, or the one before it, could not be written; the last that was is still there.
         """
+        self.finish()
         self._last_step = step
         if not state:
             return
-        self.finish()
         begun = self._begin(state, best)
         if not begun:
             save_checkpoint(self._folder.last, state)
@@ -106,6 +106,15 @@ class Checkpoints:
         written = self._two_phase.finish() if self._two_phase is not None else None
         if written is not None:
             self._interval.add_checkpoint(self._between_s, written.held_s, written.persist_s)
+            log.info(
+                "checkpoint of step %d: %.3f s between two steps, an update waited %.3f s, on the disk after %.3f s; "
+                "steps beside them included, checkpoints cost %.3f s each",
+                self._last_step,
+                self._between_s,
+                written.held_s,
+                written.persist_s,
+                self._interval.cost_s,
+            )
 
     @property
     def _busy(self) -> bool:

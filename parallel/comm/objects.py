@@ -24,7 +24,7 @@ def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
     if communicator.rank:
         stream = io.BytesIO()
         torch.save(value, stream)
-        data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+        data = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)  # as large as the model: not copied once more
         for tensor in (torch.tensor([data.numel()]), data):
             communicator.isend(tensor, 0, TAG).wait()
         return None
@@ -52,4 +52,4 @@ def _receive(communicator: Communicator, rank: int) -> Any:
     communicator.irecv(length, rank, TAG).wait()
     data = torch.empty(int(length), dtype=torch.uint8)
     communicator.irecv(data, rank, TAG).wait()
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
