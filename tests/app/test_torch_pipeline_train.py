@@ -19,12 +19,8 @@ def test_torchs_own_pipeline_trains_as_one_process(classify_slides: Path, train:
         done = train(*common, "--parallel", name, *more, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(tmp_path / "torch-1f1b")
-    assert (summary["strategy"], summary["ranks"], summary["stages"], summary["microbatches"]) == (
-        "torch-1f1b",
-        2,
-        2,
-        2,
-    )
+    assert summary["strategy"] == "torch-1f1b"
+    assert (summary["ranks"], summary["stages"], summary["microbatches"]) == (2, 2, 2)
     assert (summary["steps"], summary["images"], summary["status"]) == (3, 12, "completed")
     assert summary["images_per_second_no_data"] > 0
     assert 0 < summary["bubble"] < 1
