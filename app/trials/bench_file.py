@@ -19,6 +19,9 @@ from app.sizes import bytes_of
 
 NAME = "bench.json"
 
+WORDS = {"out-of-memory": "out of memory", "cannot": "cannot run"}
+"""Status of a row that was not measured, as a reader would say it."""
+
 PARTS = ("compute", "transfer", "bubble", "data")
 """What the time of a step goes into."""
 
@@ -63,6 +66,11 @@ class Result:
     def ran(self) -> bool:
         """It was measured."""
         return self.status == "ok" and self.images_per_second is not None
+
+    @property
+    def end(self) -> str:
+        """Why it was not measured, in words."""
+        return "not measured" if self.status == "ok" else WORDS.get(self.status, self.status)
 
     @property
     def speed(self) -> float:

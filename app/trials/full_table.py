@@ -12,7 +12,6 @@ from app.charts import format_value
 from app.page import format_bytes
 from app.trials.bench_file import Bench, Result
 from app.trials.groups import range_text
-from app.trials.panels import WORDS
 
 STYLE = """
 .full { font-size: 13px; } .full th, .full td { padding: 5px 7px; }
@@ -70,7 +69,7 @@ def _title(one: Result) -> str:
 def _row(one: Result) -> str:
     name = f"<th>{escape(one.strategy + (f' ({one.chosen})' if one.chosen else ''))}</th>"
     if not one.ran:
-        word, why = WORDS.get(one.status, one.status), one.reason
+        word, why = one.end, one.reason
         told = f'<b class="bad">{escape(word)}</b>{escape(": " + why if why else "")}'
         return f'<tr>{name}<td colspan="{len(COLUMNS) - 1}">{told}</td></tr>'
     cells = (

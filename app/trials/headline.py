@@ -149,7 +149,7 @@ def figures(bench: Bench, found: Sequence[Group]) -> list[str]:
         tile, best = max(alone, key=lambda found: found[0])
         note = f"{best.strategy}, {best.model}, {format_value(best.speed, 3)} images/s"
         cards.append(card("Largest tile beyond data parallelism", str(tile), "px", note))
-    ends = Counter("measured" if one.ran else one.status.replace("-", " ") for one in bench.results)
+    ends = Counter("measured" if one.ran else one.end for one in bench.results)
     rest = ", ".join(f"{count} {end}" for end, count in ends.items() if end != "measured")
     if bench.results:
         cards.append(

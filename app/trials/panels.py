@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from app.charts import format_value
 from app.page import format_bytes, format_duration
 from app.trials.bars import Bar, Block, Key, Part, bar_figure
-from app.trials.bench_file import PARTS, Result
+from app.trials.bench_file import PARTS, WORDS, Result
 from app.trials.groups import Group, range_text
 
 FAMILIES = {
@@ -39,9 +39,6 @@ FAR = 3.0
 
 SHORT = 110
 """Characters of a reason beside the bars; the whole of it is in the table."""
-
-WORDS = {"out-of-memory": "out of memory", "cannot": "cannot run", "failed": "failed"}
-"""Status of a row that was not measured, as a reader would say it."""
 
 
 def speed_panels(found: Sequence[Group]) -> list[str]:
@@ -141,7 +138,7 @@ def _ended(group: Group, *, reasons: bool) -> Iterator[Bar]:
     for one in group.results:
         if not one.ran and one.status != "out-of-memory":
             why = textwrap.shorten(one.reason, SHORT, placeholder=" …") if reasons else ""
-            yield Bar(_name(one), reason=(WORDS.get(one.status, one.status), why))
+            yield Bar(_name(one), reason=(one.end, why))
 
 
 def times_text(one: Result, group: Group) -> str:

@@ -47,7 +47,7 @@ class Browser:
 
     Attributes:
         told: what pages said on the console, exceptions, and entries of the browser's own log.
-        requested: addresses of all requests.
+        requested: addresses of all requests, other than data that pages themselves hold.
     """
 
     def __init__(self, program: str, profile: Path) -> None:
@@ -90,9 +90,11 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def picture(self) -> bytes:
-        """PNG of the whole page, to its end."""
-        shown = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+    def picture(self, most_px: int = 3000) -> bytes:
+        """PNG of the page, to its end or ``most_px`` down: drawing without a GPU takes its time."""
+        width, height = (self.run(f"document.documentElement.{side}") for side in ("clientWidth", "scrollHeight"))
+        clip = {"x": 0, "y": 0, "width": width, "height": min(height, most_px), "scale": 1}
+        shown = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return base64.b64decode(shown["data"])
 
     def pdf(self) -> bytes:
@@ -138,7 +140,7 @@ class Browser:
         method, params = event.get("method"), event.get("params", {})
         if method == "Page.loadEventFired":
             self._loaded = True
-        elif method == "Network.requestWillBeSent":
+        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith("data:"):
             self.requested.append(params["request"]["url"])
         elif method in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
             self.told.append(json.dumps(params))
