@@ -119,6 +119,7 @@ class TrainingLoop:
                     progress.say(self._validate())
                 if stop or self._checkpoint_due():
                     self._save()
+                outcome.throughput.rest_s.append(watch.lap())
             self._checkpoints.finish()
             if outcome.step < total:
                 outcome.status = "interrupted"

@@ -111,6 +111,7 @@ class RunSummary:
             "steps": outcome.step,
             "images": outcome.images,
             "images_per_second": speed,
+            "images_per_second_sustained": outcome.throughput.images_per_second_sustained,
             "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,
             "pixels_per_second": None if speed is None else speed * config.index.tile**2,
             "data_wait_fraction": outcome.throughput.data_wait_fraction,

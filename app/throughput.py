@@ -24,6 +24,8 @@ class Throughput:
     batch: int
     step_s: list[float] = field(default_factory=list)
     wait_s: list[float] = field(default_factory=list)
+    rest_s: list[float] = field(default_factory=list)
+    """After each step, what passed until the next one could begin: checkpoints, validation."""
 
     def add(self, step_s: float, wait_s: float) -> None:
         """One finished step: its whole duration, waiting for data included, and that wait alone."""
@@ -35,6 +37,13 @@ class Throughput:
         """Global batch over the median step, warm-up dropped; None before any step."""
         counted = settled(self.step_s)
         return self.batch / statistics.median(counted) if counted else None
+
+    @property
+    def images_per_second_sustained(self) -> float | None:
+        """Images of all steps over all the time they took, with what came between them, warm-up dropped; None before
+        any step."""
+        counted = settled(self.step_s)
+        return self.batch * len(counted) / (sum(counted) + sum(settled(self.rest_s))) if counted else None
 
     @property
     def data_wait_fraction(self) -> float | None:

@@ -54,6 +54,7 @@ def test_run_leaves_everything_it_promises(reference: Path) -> None:
     assert summary["strategy"] == "single"
     assert (summary["steps"], summary["images"]) == (12, 48)
     assert summary["images_per_second"] > 0
+    assert summary["images_per_second_sustained"] > 0
     assert summary["images_per_second_no_data"] > 0
     assert 0 <= summary["data_wait_fraction"] <= 1
     assert summary["metrics"]["loss"] > 0
