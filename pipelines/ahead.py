@@ -36,6 +36,19 @@ class Pending(Protocol[Made]):
         ...
 
 
+class WhenAsked(Generic[Part]):
+    """A part that is made when it is taken, and so only once."""
+
+    def __init__(self, make: Callable[[], Part]) -> None:
+        self._make = make
+
+    def take(self) -> Part:
+        return self._make()
+
+    def drop(self) -> None:
+        """Nothing was begun."""
+
+
 class OnThread(Generic[Part]):
     """A part that another thread makes."""
 

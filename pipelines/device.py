@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.ahead import AheadIterator, Line, OnThread, Pending
+from pipelines.ahead import AheadIterator, Line, OnThread, Pending, WhenAsked
 from pipelines.augment import AugmentSettings
 from pipelines.device_pixels import Part, PixelMaker
 from pipelines.iterator import TileIterator
@@ -44,21 +44,8 @@ class _Sent:
 
 
 @dataclass(frozen=True, eq=False)
-class _WhenAsked:
-    """A part that is made when it is taken, and so only once."""
-
-    make: Callable[[], Part]
-
-    def take(self) -> Part:
-        return self.make()
-
-    def drop(self) -> None:
-        """Nothing was begun."""
-
-
-@dataclass(frozen=True, eq=False)
 class _OnStream:
-    """A part that the side stream makes; ``made`` is when it has."""
+    """A part that a stream of its own makes; ``made`` is when it has."""
 
     part: Part
     made: torch.cuda.Event
@@ -69,7 +56,7 @@ class _OnStream:
         computing.wait_event(self.made)
         for tensor in self.part:
             if tensor is not None:
-                tensor.record_stream(computing)  # of the side stream's memory: not to be reused before this one is done
+                tensor.record_stream(computing)  # made on the other: not to be reused before this one is done
         return self.part
 
     def drop(self) -> None:
@@ -86,8 +73,8 @@ class DeviceFeed:
         normalisation: which mean and standard deviation, a key of ``NORMALISATION``.
         channels_last: memory format of the images, what convolutions are usually fastest with.
         prefetch: microbatches made ahead of the one that was given last, those of the next batch among them once that
-            has been sent. Each takes its float32 images on the device from then on, and as much
-            again while its stains are jittered; its numbers are the same as without.
+            has been sent. Each takes its float32 images on the device from then on, and as much again while its stains
+            are jittered; its numbers are the same as without.
 
     Attributes:
         beside: entered by the thread that makes microbatches ahead, around each: who counts memory by thread counts
@@ -107,12 +94,18 @@ class DeviceFeed:
         self.device = device
         self.beside: Callable[[], AbstractContextManager[object]] = nullcontext
         self._pixels = PixelMaker(device, augment, seed, normalisation, channels_last)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(device))  # what the maker holds is used there
         self._prefetch = prefetch
-        threaded = prefetch and self._side is None
-        self._thread = ThreadPoolExecutor(1, "microbatch-maker") if threaded else None
+        self._side: torch.cuda.Stream | None = None
+        self._making: torch.cuda.Stream | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if prefetch and self._side is None:
+            self._thread = ThreadPoolExecutor(1, "microbatch-maker")
+        elif prefetch:
+            # Not the side stream: the next microbatch would wait for the next batch to be copied.
+            self._making = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._making.wait_stream(torch.cuda.current_stream(device))  # for the normalisation's numbers
         self._sizes: tuple[int, ...] = ()
         self._early: tuple[_Sent, Line[Part]] | None = None
         self._look: Callable[[], None] = lambda: None
@@ -176,11 +169,8 @@ class DeviceFeed:
             raise ValueError(f"microbatches of {list(sizes)} tiles do not make up a batch of {len(batch)}")
         sent, line = self._taken(batch, tuple(sizes))
         self._sizes = tuple(sizes)
-        if sent.copied is not None:
-            computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(sent.copied)
-            for tensor in (sent.images, sent.targets):
-                tensor.record_stream(computing)  # made on the side stream: not to be reused before this one is done
+        if sent.copied is not None and self._making is None:
+            self._enter(sent, torch.cuda.current_stream(self.device))
         try:
             for number in range(len(sizes)):
                 self._look()
@@ -214,21 +204,25 @@ class DeviceFeed:
         with torch.cuda.stream(self._side):
             images = images.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._side)
-        return _Sent(batch, images, targets, copied)
+        return _Sent(batch, images, targets, self._side.record_event())
+
+    def _enter(self, sent: _Sent, stream: torch.cuda.Stream) -> None:
+        """Let ``stream`` use what the side stream has brought."""
+        assert sent.copied is not None
+        stream.wait_event(sent.copied)
+        for tensor in (sent.images, sent.targets):
+            tensor.record_stream(stream)  # of the side stream's memory: not to be reused before this one is done
 
     def _begin(self, sent: _Sent, part: slice) -> Pending[Part]:
         make = functools.partial(self._make, sent, part)
-        if not self._prefetch:
-            return _WhenAsked(make)
         if self._thread is not None:
             return OnThread(self._thread.submit(self._watched, make))
-        with torch.cuda.stream(self._side):
-            images_and_targets = make()
-            made = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            made.record(self._side)
-        return _OnStream(images_and_targets, made, self.device)
+        if self._making is None:
+            return WhenAsked(make)
+        self._enter(sent, self._making)
+        with torch.cuda.stream(self._making):
+            made = make()
+        return _OnStream(made, self._making.record_event(), self.device)
 
     def _watched(self, make: Callable[[], Part]) -> Part:
         with self.beside():

@@ -273,6 +273,47 @@ def test_a_fault_of_the_thread_that_makes_them_is_raised_where_they_are_asked_fo
         next(feed.microbatches(batch_of(2), [1, 1]))
 
 
+class Stream:
+    """Stands in for a stream of a GPU on a CPU, where everything is done at once: notes who waits for whom."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes, self.recorded = name, notes, 0
+
+    def record_event(self) -> Stream:
+        self.recorded += 1
+        self.notes.append(f"{self.name} records {self.recorded}")
+        return self
+
+    def wait_event(self, event: Stream) -> None:
+        self.notes.append(f"{self.name} waits for {event.name}")
+
+    def synchronize(self) -> None:
+        self.notes.append(f"host waits for {self.name}")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_streams_wait_for_each_other_and_memory_is_kept_for_them(
+    prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    computing, side, making = (Stream(name, notes) for name in ("computing", "side", "making"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: notes.append(f"kept for {stream.name}"))
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
+    feed._prefetch, feed._side = prefetch, side  # type: ignore[assignment]
+    feed._making = making if prefetch else None  # type: ignore[assignment]
+    expected = made(DeviceFeed(CPU, AugmentSettings(), seed=4), batch_of(2), [1, 1])[0]
+    assert torch.equal(made(feed, batch_of(2), [1, 1])[0], expected)
+    ahead = ["making waits for side", "kept for making", "kept for making", "making records"]
+    taken = ["computing waits for making", "kept for computing", "kept for computing"]
+    assert [note.rstrip(" 123") for note in notes] == (
+        ["side records", *ahead, *ahead, *taken, "host waits for side", *taken]
+        if prefetch
+        else ["side records", "computing waits for side", *taken[1:], "host waits for side"]
+    )
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_a_cuda_device_is_fed_what_the_cpu_is_fed(prefetch: int) -> None:
