@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,10 @@ from app.dataset import prepare
 from app.environment import describe_environment
 from app.runfolder import RunFolder
 from app.trials.case import Case
+from app.trials.knobs import fitting, settings_of
 from app.trials.page import write_page
 from app.trials.row import Row, compare, row_of
+from app.trials.sweep import Measured, sweep_findings, sweep_rows, sweep_table
 from app.trials.table import print_bench
 from app.trials.trial import Trial, run_trial
 from pipelines.index import IndexSettings
@@ -33,6 +36,10 @@ if TYPE_CHECKING:
 
 MAY_GROW = ("tiles", "ranks", "strategies", "repeats", "resume", "out", "trial_timeout_s", "index_workers")
 """Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made."""
+
+
+NEVER = 10**9
+"""Steps between checkpoints of runs that write none but the last."""
 
 
 class Campaign:
@@ -51,7 +58,9 @@ class Campaign:
         self._arguments = arguments
         self._folder = command.out
         self._trials = command.out / "trials"
-        self._cases = command.cases()
+        bases = [(case, fitting(command.knobs(), case.settings)) for case in command.cases()]
+        self._swept = bases if command.sweep is not None else []
+        self._cases = [replace(case, knobs=setting) for case, knobs in bases for setting in settings_of(knobs)]
         self._unusable: dict[int, str] = {}
         self._environment = describe_environment()
         self._open()
@@ -70,9 +79,14 @@ class Campaign:
                 print(f"{told}: {case.tile} px, {case.ranks}x {case.label}: {_outcome(trial)}", flush=True)
                 rows = self._write()
         rows = rows or self._write()
-        print_bench(rows)
-        print(f"\n{len(rows)} rows in {_minutes(self._wall_s())}; report {write_page(self._folder)}")
-        return OK if any(row["status"] == "ok" for row in rows) else FAILED
+        if self._swept:
+            for sweep in self._sweeps():
+                print(f"\n{sweep['tile_px']} px, {sweep['ranks']}x {sweep['strategy']}")
+                print("\n".join("  " + line for line in sweep_table(sweep["rows"])))
+        else:
+            print_bench(rows)
+        print(f"\n{len(self._cases)} cases in {_minutes(self._wall_s())}; report {write_page(self._folder)}")
+        return OK if any(trial.status == "ok" for case in self._cases for trial in self._results(case)) else FAILED
 
     def _open(self) -> None:
         path = self._folder / "settings.yaml"
@@ -140,7 +154,7 @@ class Campaign:
         command = self._command
         scaling = command.scaling if len(command.ranks) > 1 else None
         rows: list[Row] = []
-        for case in self._cases:
+        for case in [] if self._swept else self._cases:
             if trials := list(self._results(case)):
                 row = row_of(case, command.net.model, trials, scaling)
                 picture = self._path(case, 0) / "schedule.svg"
@@ -154,11 +168,39 @@ class Campaign:
             "environment": self._environment,
             "settings": flat(command) | {"microbatches": command.m},
             "rows": rows,
+            "sweeps": self._sweeps(),
         }
         temporary = self._folder / "bench.tmp"
         temporary.write_text(json.dumps(found, indent=2) + "\n")
         temporary.replace(self._folder / "bench.json")
         return rows
+
+    def _sweeps(self) -> list[dict[str, Any]]:
+        """What the knobs do to each case, as far as it has been measured."""
+        found = []
+        for case, knobs in self._swept:
+            measured = [self._measured(replace(case, knobs=setting)) for setting in settings_of(knobs)]
+            rows = sweep_rows(knobs, measured)
+            found.append(
+                {
+                    "model": self._command.net.model,
+                    "strategy": case.label,
+                    "ranks": case.ranks,
+                    "tile_px": case.tile,
+                    "knobs": [{"name": knob.name, "off": knob.off, "on": knob.on, "what": knob.what} for knob in knobs],
+                    "rows": rows,
+                    "findings": sweep_findings(rows),
+                }
+            )
+        return found
+
+    def _measured(self, case: Case) -> Measured:
+        """Its speeds, with what came between steps: checkpoints count."""
+        trials = list(self._results(case))
+        worst = next((trial for trial in trials if trial.status != "ok"), None)
+        if worst or not trials:
+            return Measured(case.knobs, reason=worst.reason if worst else "not measured yet")
+        return Measured(case.knobs, tuple(trial.summary["images_per_second_sustained"] for trial in trials))
 
     def _wall_s(self) -> float:
         """Of the runs that were made, in whatever session."""
@@ -170,7 +212,8 @@ class Campaign:
         given: dict[str, Any] = {**flat(command.data), **flat(command.net)}
         given |= {"mpp": command.mpp, "min_tissue": command.min_tissue, "optimizer": command.optimizer}
         given |= {"device": command.device, "precision": command.precision, "seed": command.seed}
-        given |= {"steps": command.steps, "twin_steps": command.twin_steps, "checkpoint_every": 10**9}
+        given |= {"steps": command.steps, "twin_steps": command.twin_steps}
+        given["checkpoint_every"] = command.checkpoint_every or NEVER
         given |= {"validation": 0.0, "test": 0.0}
         return [
             word

@@ -14,6 +14,7 @@ from app import bench
 from app.bench import BenchCommand
 from app.config import DataSettings
 from app.trials.case import Case, cases_of, parse_strategy
+from app.trials.knobs import KNOBS
 from app.trials.row import compare, row_of
 from app.trials.trial import Trial, run_trial
 from tests.app.conftest import ROOT, train_environment
@@ -136,6 +137,9 @@ def test_nothing_is_claimed_for_other_work() -> None:
         ({"memory": "2 GB"}, "--memory takes a size"),
         ({"microbatches": 9}, "--microbatches must be 1 to --batch 8"),
         ({"ranks": (1,), "strategies": ("ddp",)}, "nothing to measure"),
+        ({"sweep": ("speed",)}, "--sweep: a sweep knows read-ahead"),
+        ({"sweep": ("read-threads=2",)}, "--sweep: read-threads is varied over two values or more"),
+        ({"checkpoint_every": -1}, "--checkpoint-every must be at least 0"),
     ],
 )
 def test_wrong_settings_are_told(settings: dict[str, Any], fault: str) -> None:
@@ -160,6 +164,31 @@ def test_out_of_memory_is_a_result_and_so_is_a_hang(classify_slides: Path, tmp_p
     assert Trial.load(tmp_path / "small" / "trial.json") == found
     hung = run_trial(one, shared, tmp_path / "tiles", tmp_path / "late", 0.1)
     assert (hung.status, hung.reason[:15]) == ("failed", "not done after ")
+
+
+def test_a_sweep_varies_all_knobs_or_those_named() -> None:
+    slides = DataSettings(Path("slides"))
+    assert BenchCommand(slides).knobs() == ()
+    assert [knob.name for knob in BenchCommand(slides, sweep=(), checkpoint_every=2).knobs()] == [
+        knob.name for knob in KNOBS
+    ]
+    without = BenchCommand(slides, sweep=("checkpoint-write", "read-threads=1,2,4")).knobs()
+    assert [(knob.name, knob.off, knob.on) for knob in without] == [("read-threads", "1", ("2", "4"))]
+
+
+@pytest.mark.slow
+def test_a_sweep_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
+    asked += ["--ranks", "1", "--strategies", "single", "--repeats", "1", "--twin-steps", "0", "--out", str(out)]
+    done = bench_run(*asked, "--sweep", "device-prefetch")
+    assert done.returncode == 0, done.stderr
+    assert "measure twice or more" in done.stdout
+    found = json.loads((out / "bench.json").read_text())
+    (sweep,) = found["sweeps"]
+    assert [row["label"] for row in sweep["rows"]] == ["nothing on", "device-prefetch 1"]
+    assert all(row["images_per_second"] > 0 for row in sweep["rows"])
+    assert found["rows"] == []
 
 
 @pytest.mark.slow
