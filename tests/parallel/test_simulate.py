@@ -218,3 +218,23 @@ def test_sums_in_different_orders_never_end() -> None:
     schedule = rows("0F0 0B0 0REDUCE 1:1REDUCE", "1F0 1B0 1REDUCE 1:0REDUCE")
     with pytest.raises(ValueError, match="rank 0 has begun 0REDUCE, which not every rank that holds the stage does"):
         simulate(schedule, PAIR, units(1, 1))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sums_that_wait_for_the_end_of_everything_hide_behind_nothing(name: str, depth: int) -> None:
+    placement = placement_for(name, groups=2, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, placement, 4 if name == "mast" else 12)
+    costs = units(*(1,) * placement.stages)
+    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)}
+    sums = dict.fromkeys(range(placement.stages), 2.0)
+    plain_s = simulate(schedule, placement, costs).makespan_s
+    early_s, late_s = (
+        simulate(lower(schedule, placement, links, reduce_at_end=late), placement, costs, reduce_s=sums).makespan_s
+        for late in (False, True)
+    )
+    assert plain_s <= early_s <= late_s
+    # The last rank to end sums all that it holds after that.
+    assert late_s >= plain_s + 2.0 * max(
+        len({stage for stage, _ in placement.held_by(rank)}) for rank in range(2 * depth)
+    )
