@@ -15,7 +15,8 @@ from typing import BinaryIO
 Span = tuple[int, int]
 """Part of a file: offset and length, bytes."""
 
-READ_AT_ONCE = 8 << 20
+READ_AT_ONCE = 1 << 20
+"""Bytes: what a cache of the processor holds."""
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -51,14 +52,16 @@ def write_spans(path: Path, source: int, spans: Iterable[Span]) -> None:
         OSError: as ``write_file``.
     """
 
+    room = memoryview(bytearray(READ_AT_ONCE))
+
     def copy(file: BinaryIO) -> None:
         for offset, length in spans:
             end = offset + length
             while offset < end:
-                data = os.pread(source, min(end - offset, READ_AT_ONCE), offset)
-                assert data, f"{path} is to have bytes {offset} to {end} of a file that is shorter"
-                file.write(data)
-                offset += len(data)
+                count = os.preadv(source, [room[: end - offset]], offset)
+                assert count, f"{path} is to have bytes {offset} to {end} of a file that is shorter"
+                file.write(room[:count])
+                offset += count
 
     write_file(path, copy)
 

@@ -54,12 +54,17 @@ class Checkpoints:
         if self._two_phase is not None:
             engine.before_update(self._two_phase.await_copy)
 
+    @property
+    def every(self) -> int:
+        """Steps between two checkpoints, as asked for or as they are tuned now."""
+        return self._settings.checkpoint_every or self._interval.every
+
     def due(self, step: int) -> bool:
         """Whether one is due after ``step`` steps. Ranks measure different times: ask the first."""
         if self._settings.checkpoint_every:
             return step % self._settings.checkpoint_every == 0
         # One that is still being written would have to be waited for: that is dearer than a step more.
-        return step - self._last_step >= self._interval.every and not self._busy
+        return step - self._last_step >= self.every and not self.busy
 
     def add_step(self, step_s: float) -> None:
         """A step is done.
@@ -68,9 +73,9 @@ class Checkpoints:
             RunError: a checkpoint could not be written meanwhile.
         """
         self._interval.add_step(step_s, self._beside)
-        if not self._busy:
+        if not self.busy:
             self.finish()
-        self._beside = self._busy
+        self._beside = self.busy
 
     def save(self, state: dict[str, Any], step: int, begun_s: float, best: bool) -> None:
         """Write ``state``, or begin to: the engine goes on at once.
@@ -117,7 +122,8 @@ class Checkpoints:
             )
 
     @property
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
+        """A checkpoint is being copied or written."""
         return self._two_phase is not None and self._two_phase.busy
 
     def _begin(self, state: dict[str, Any], best: bool) -> bool:

@@ -1,0 +1,120 @@
+"""Periods of steps, each with one checkpoint or none, in turn, on the ranks that train.
+
+Takes a case as JSON holds it; gives seconds of every period, and what the checkpoints in two phases took.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from app.checkpoint_settings import CheckpointSettings
+from app.checkpoints import Checkpoints
+from app.config import OptimizerSettings
+from app.engines import build_engine, build_optimizer
+from app.runfolder import RunFolder
+from app.strategy import StrategySettings
+from models.registry import build_model
+from parallel.comm.communicator import Communicator
+from parallel.step import Microbatch, TrainingEngine
+
+KINDS = ("none", "blocking", "two-phase")
+LR = 1e-4
+
+
+def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the periods of each kind, as this rank saw them.
+
+    A period with a checkpoint begins with it, and ends when it is on the disk: a run waits for it before the next.
+
+    Args:
+        case: fields of ``Case``, and the ``folder`` to write to.
+    """
+    engine = engine_of(communicator, case)
+    steps = itertools.count()
+    parts = microbatches(engine, case)
+    folder = RunFolder(Path(case["folder"]))
+    with_none = functools.partial(_period, engine, parts, steps, case["every"])
+    found: dict[str, Any] = {kind: [] for kind in KINDS} | {"between_s": [], "persist_s": []}
+    device = torch.device("cpu")
+    blocking = Checkpoints(CheckpointSettings(0, checkpoint_write="blocking"), folder, engine, device, 0)
+    with Checkpoints(CheckpointSettings(0), folder, engine, device, 0) as two_phase:
+        writers = {"none": None, "blocking": blocking, "two-phase": two_phase}
+        for round_number in range(1 + case["rounds"]):
+            # Each comes after each other as often.
+            order = KINDS if round_number % 2 else KINDS[::-1]
+            for kind in order:
+                communicator.barrier()
+                begun_s = time.monotonic()
+                between_s, written_s = with_none(two_phase, writers[kind])
+                if round_number:  # in the first, memory is taken for the first time
+                    found[kind].append(time.monotonic() - begun_s)
+                    if kind == "two-phase":
+                        found["between_s"].append(between_s)
+                        found["persist_s"].append(written_s)
+        found["tuned"] = two_phase.every
+    found["threads"] = torch.get_num_threads()
+    found["bytes"] = folder.last.stat().st_size if communicator.rank == 0 else 0
+    engine.close()
+    return found
+
+
+def _period(
+    engine: TrainingEngine,
+    parts: list[Microbatch],
+    steps: itertools.count[int],
+    every: int,
+    told: Checkpoints,
+    writer: Checkpoints | None,
+) -> tuple[float, float]:
+    """Seconds that the checkpoint took between two steps, and until the step after which it was on the disk."""
+    begun_s = time.monotonic()
+    between_s = written_s = 0.0
+    if writer is not None:
+        state = engine.state_dict()
+        writer.save({**state, "step": 0} if state else {}, 0, begun_s, best=False)
+        between_s = time.monotonic() - begun_s
+    for _ in range(every):
+        before_s = time.monotonic()
+        engine.step(parts, next(steps), LR)
+        told.add_step(time.monotonic() - before_s)
+        if not written_s and not told.busy:
+            written_s = time.monotonic() - begun_s
+    told.finish()
+    return between_s, written_s or time.monotonic() - begun_s
+
+
+def engine_of(communicator: Communicator, case: dict[str, Any]) -> TrainingEngine:
+    """As ``app.train`` makes it."""
+    asked = StrategySettings(
+        case["strategy"], ranks=case["ranks"], batch=case["batch"], microbatches=case["m"], device="cpu"
+    )
+    assert asked.validate() == []
+    torch.manual_seed(0)
+    return build_engine(
+        asked,
+        build_model(case["model"], classes=2).to(memory_format=torch.channels_last),
+        F.cross_entropy,
+        functools.partial(build_optimizer, OptimizerSettings(lr=LR)),
+        communicator,
+        tile=case["px"],
+        seed=0,
+        device=torch.device("cpu"),
+    )
+
+
+def microbatches(engine: TrainingEngine, case: dict[str, Any]) -> list[Microbatch]:
+    """Random tiles, of each what this rank wants."""
+    shape = (case["batch"] // case["m"], 3, case["px"], case["px"])
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).contiguous(
+        memory_format=torch.channels_last
+    )
+    targets = torch.arange(shape[0]) % 2
+    wants = [engine.wants(i) for i in engine.share]
+    return [Microbatch(images if want.images else None, targets if want.targets else None, shape) for want in wants]
