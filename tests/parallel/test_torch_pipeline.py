@@ -38,6 +38,7 @@ from tests.helpers.small_nets import SkipNet, TwoOutputs, batch_of, pixel_loss, 
 RANKS, PX, SEED, LR, STEPS = 2, 16, 11, 0.05, 3
 CPU = torch.device("cpu")
 SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=1e-3)
+NOTHING = PipelinePart(lambda i, values: values, lambda i: contextlib.nullcontext(), [], [])
 
 
 class Case(NamedTuple):
@@ -114,6 +115,7 @@ def checks(communicator: Communicator, plain: dict[str, Any]) -> dict[str, Any]:
         "nan": nan_step(communicator, CASES["skips"]),
         "shape": other_shape(communicator, CASES["skips"]),
         "failed": {where: failing(communicator, where) for where in ("forward", "backward")},
+        "shared GPU": shared_gpu(communicator),
     }
 
 
@@ -169,6 +171,13 @@ def other_shape(communicator: Communicator, case: Case) -> str:
     with pytest.raises(ValueError, match="microbatches of one shape") as caught:
         train(engine, [batch_of([2] * case.m, PX + 4, 0, case.dtype)])
     train(engine, batches(case)[:1])
+    return str(caught.value)
+
+
+def shared_gpu(communicator: Communicator) -> str:
+    """Ranks that talk over Gloo for want of a GPU each."""
+    with pytest.raises(ValueError, match="NCCL") as caught:
+        communicator.pipeline("gpipe", NOTHING, 2, torch.device("cuda"))
     return str(caught.value)
 
 
@@ -354,9 +363,9 @@ def test_layout_is_that_of_the_weights() -> None:
     assert not is_channels_last(nn.Conv2d(3, 5, 1))
 
 
-def test_ranks_that_are_no_processes_of_torch_are_refused() -> None:
-    part = PipelinePart(lambda i, values: values, lambda i: contextlib.nullcontext(), [], [])
+def test_ranks_that_are_no_processes_of_torch_are_refused(ranks: list[dict[str, Any]]) -> None:
+    assert all("which refuses ranks that share a GPU: use one rank per GPU" in rank["shared GPU"] for rank in ranks)
     with pytest.raises(ValueError, match="got 1 rank: start them with --ranks or torchrun"):
-        LocalCommunicator().pipeline("gpipe", part, 2, CPU)
+        LocalCommunicator().pipeline("gpipe", NOTHING, 2, CPU)
     with pytest.raises(ValueError, match=r"got ranks that are threads of one process: .* or use --parallel gpipe"):
-        run_on_threads(RANKS, lambda communicator, _: communicator.pipeline("gpipe", part, 2, CPU))
+        run_on_threads(RANKS, lambda communicator, _: communicator.pipeline("gpipe", NOTHING, 2, CPU))
