@@ -37,16 +37,21 @@ class CanonicalState:
     communicator: Communicator
 
     def gather(self) -> dict[str, Any]:
-        """``model`` and ``optimizer`` on rank 0, {} on the others; every rank takes part."""
+        """``model`` and ``optimizer`` on rank 0, {} on the others; every rank takes part.
+
+        Copies of a stage have the same parameters and optimizer state to the last bit: rank 0 is sent no other copy of
+        what it has. Buffers are those of replica 0, whatever a forward pass may do to them.
+        """
         rank = self.communicator.rank
-        mine = {number: stage for number, stage in self.stages.items() if self.placement.rank_of(number) == rank}
-        parts = gather_objects(
-            self.communicator,
-            {
-                "model": {key: value for stage in mine.values() for key, value in stage.module.state_dict().items()},
-                "optimizer": self._optimizer_part({name for stage in mine.values() for name in stage.parameters}),
-            },
-        )
+        givers = {number: self._giver(number) for number in self.stages}
+        model = {
+            key: value
+            for number, stage in self.stages.items()
+            for key, value in stage.module.state_dict().items()
+            if rank == (givers[number] if key in stage.parameters else self.placement.rank_of(number))
+        }
+        names = {name for number, stage in self.stages.items() if givers[number] == rank for name in stage.parameters}
+        parts = gather_objects(self.communicator, {"model": model, "optimizer": self._optimizer_part(names)})
         if parts is None:
             return {}
         values: dict[str, Tensor] = {}
@@ -92,6 +97,12 @@ class CanonicalState:
                 "param_groups": [{**saved["param_groups"][0], "params": list(range(len(mine)))}],
             }
         )
+
+    def _giver(self, number: int) -> int:
+        """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one that it updates
+        itself. Where pairs of ranks share the optimizer's state, as both of a pair know, that is replica 0's."""
+        updates_all = all(name in self.update.owned for stage in self.stages.values() for name in stage.parameters)
+        return 0 if updates_all and 0 in self.placement.holders(number) else self.placement.rank_of(number)
 
     def _optimizer_part(self, names: set[str]) -> dict[str, Any]:
         """State by name of parameter, and the options of the optimizer."""

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallel import canonical
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
+from parallel.comm.objects import gather_objects
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine import Engine
 from parallel.microbatch import microbatch_seed
@@ -108,6 +110,44 @@ def test_what_is_gathered_is_what_the_plain_run_would_save(name: str, optimizer:
     states = run_on_threads(STRATEGIES[name].ranks, rank)
     assert states[1:] == [{}] * (STRATEGIES[name].ranks - 1)
     assert_same(states[0], plain(optimizer, 2))
+
+
+COPIES = {
+    "all": (Strategy("master", 2, 2, 4), 0),
+    "the first and the last stage": (Strategy("bidirectional", 4, 4, 4), 2),
+    "none that it updates": (Strategy("master", 2, 2, 4, shard_optimizer=True), 1),
+    "none": (Strategy("gpipe", 2, 2, 4), 1),
+    "all, in two groups": (Strategy("master", 4, 2, 4), 0),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_first_rank_is_sent_no_copy_of_what_it_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, sending = COPIES[name]
+    sent: dict[int, dict[str, Any]] = {}
+
+    def gather(communicator: Communicator, value: dict[str, Any]) -> list[Any] | None:
+        sent[communicator.rank] = value
+        return gather_objects(communicator, value)
+
+    monkeypatch.setattr(canonical, "gather_objects", gather)
+
+    def rank(communicator: Communicator, _: None) -> Any:
+        engine = build(communicator, strategy, "adamw")
+        train(engine, range(2))
+        held = {key: value for stage in engine._work.stages.values() for key, value in stage.parameters.items()}
+        return engine.state_dict(), {key: value.detach().clone() for key, value in held.items()}
+
+    ranks = run_on_threads(strategy.ranks, rank)
+    found = ranks[0][0]
+    for _, held in ranks:  # whoever's copy it is
+        assert all(torch.equal(found["model"][key], value) for key, value in held.items())
+    parameters = set(dict(model().named_parameters()))
+    senders = [
+        r for r in range(1, strategy.ranks) if parameters & set(sent[r]["model"]) or sent[r]["optimizer"]["state"]
+    ]
+    assert len(senders) == sending
+    assert_same(found, plain("adamw", 2))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
