@@ -77,13 +77,14 @@ class Checkpoints:
             self.finish()
         self._beside = self.busy
 
-    def save(self, state: dict[str, Any], step: int, begun_s: float, best: bool) -> None:
+    def save(self, state: dict[str, Any], step: int, begun_s: float, *, best: bool, at_once: bool = False) -> None:
         """Write ``state``, or begin to: the engine goes on at once.
 
         Args:
             state: of the first rank; {} on the others, which write nothing.
             begun_s: when it began to be gathered, in ``time.monotonic`` seconds.
             best: name it the best too.
+            at_once: no step follows beside which it could be written.
 
         Raises:
             RunError: it, or the one before it, could not be written; the last that was is still there.
@@ -92,7 +93,7 @@ class Checkpoints:
         self._last_step = step
         if not state:
             return
-        begun = self._begin(state, best)
+        begun = not at_once and self._begin(state, best)
         if not begun:
             save_checkpoint(self._folder.last, state)
             if best:

@@ -118,7 +118,7 @@ class TrainingLoop:
                 if self._validation_due() and not stop:
                     progress.say(self._validate())
                 if stop or self._checkpoint_due():
-                    self._save()
+                    self._save(at_once=stop or outcome.step == total)
                 outcome.throughput.rest_s.append(watch.lap())
             self._checkpoints.finish()
             if outcome.step < total:
@@ -198,8 +198,12 @@ class TrainingLoop:
         figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in scores.metrics.items())
         return f"validation at step {outcome.step}: {figures}"
 
-    def _save(self) -> None:
-        """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds."""
+    def _save(self, at_once: bool) -> None:
+        """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds.
+
+        Args:
+            at_once: no step follows beside which it could be written.
+        """
         begun_s, outcome = time.monotonic(), self.outcome
         state = self._session.engine.state_dict()
         if self._is_first:
@@ -214,7 +218,7 @@ class TrainingLoop:
                 "classes": list(self._session.dataset.classes),
                 "settings": self._session.settings,
             }
-        self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best)
+        self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
 
     @property
     def _is_best(self) -> bool:

@@ -252,9 +252,9 @@ def checkpoints_of(folder: Path, **settings: Any) -> Checkpoints:
     return Checkpoints(CheckpointSettings(**settings), RunFolder(folder), Still(), CPU, 0)  # type: ignore[arg-type]
 
 
-def save(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 9) -> None:
+def save(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 9, at_once: bool = False) -> None:
     state = {"model": {"w": torch.full((size,), float(step))}, "optimizer": {}, "step": step}
-    checkpoints.save(state, step, time.monotonic(), best)
+    checkpoints.save(state, step, time.monotonic(), best=best, at_once=at_once)
 
 
 @pytest.mark.parametrize("write", ["two-phase", "blocking"])
@@ -287,6 +287,18 @@ def test_every_checkpoint_is_on_the_disk_when_the_run_is_left(tmp_path: Path) ->
     with pytest.raises(ZeroDivisionError):
         run()
     assert (load_checkpoint(folder.last)["step"], load_checkpoint(folder.best)["step"]) == (3, 2)
+
+
+def test_what_no_step_follows_is_written_at_once_behind_what_is_under_way(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with checkpoints_of(tmp_path) as checkpoints:
+        save(checkpoints, 1, at_once=True)
+        assert not checkpoints.busy
+        assert load_checkpoint(folder.last)["step"] == 1
+        assert psutil.Process().children() == []  # nothing was made that a run without checkpoints does not need
+        save(checkpoints, 2)
+        save(checkpoints, 3, at_once=True)
+        assert load_checkpoint(folder.last)["step"] == 3
 
 
 def test_without_memory_to_copy_to_it_is_written_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
