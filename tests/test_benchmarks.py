@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.balances.run --quick", "resnet101, 64 px"),
         ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
         ("benchmarks.layer_times.run --px 64 --nets plain12 --seconds 0.5", "predicted by the calibration of 0.5 s"),
+        ("benchmarks.checkpoint_stall.run --quick", "(asked: 3.5%)"),
         ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
         (
             "benchmarks.offload_study.run --models squeezenet1_1 --modes none naive --epochs 1 --pictures 12 --batch 4",
