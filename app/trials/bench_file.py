@@ -87,7 +87,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Bench:
-    """A benchmark and its rows, in the order of the file."""
+    """A benchmark and its rows, in the order of the file; ``sweeps``: as ``app.trials.sweep`` gives them."""
 
     folder: Path
     command: str
@@ -96,6 +96,7 @@ class Bench:
     environment: Mapping[str, Any]
     settings: Mapping[str, Any]
     results: tuple[Result, ...]
+    sweeps: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def limit_bytes(self) -> int | None:
@@ -132,6 +133,7 @@ def read_bench(folder: Path) -> Bench:
         environment=_mapping(loaded.get("environment")),
         settings=_mapping(loaded.get("settings")),
         results=tuple(_result(row, number, path) for number, row in enumerate(rows)),
+        sweeps=tuple(sweep for sweep in loaded.get("sweeps") or [] if _mapping(sweep).get("rows")),
     )
 
 

@@ -18,6 +18,7 @@ from app.trials.groups import by_model, groups
 from app.trials.headline import figures, findings, headline
 from app.trials.over_sizes import over_ranks, over_tiles
 from app.trials.panels import memory_keys, memory_panels, speed_keys, speed_panels, time_keys, time_panels
+from app.trials.sweep_section import sweep_parts
 
 STYLE = """
 .lead { font-size: 18px; line-height: 1.45; margin: 14px 0 4px; max-width: 860px; }
@@ -62,6 +63,7 @@ def render(bench: Bench) -> str:
         section("Where the time goes", *_keyed(time_keys(), _of_models(times, "panels"))),
         section("Over the number of ranks", *_of_models(scaling, "charts")),
         section("What each rank does in a step", timelines.timelines(found, bench.folder)),
+        section("What overlaps, and what that gives", *sweep_parts(bench.sweeps)),
         section("All rows", full_table.full_table(bench)),
         section("Run it again", f"<pre>{escape(_commands(bench))}</pre>"),
         section("Settings", facts_in_two(flattened(bench.settings))),
