@@ -1,0 +1,135 @@
+"""Images per second of ResNet-50 and U-Net over tile sizes, by strategy, beside data-parallel baselines.
+
+    python -m benchmarks.images_per_second.run [--models resnet50 unet] [--tiles 512 1024 2048] [--ranks 1 2 4]
+        [--repeats N] [--write]
+
+Runs ``app.bench`` for each model and tile size; what was measured before is kept. Leaves, for each model, a report over
+all tile sizes in ``bench-data/images_per_second``. Wants an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.trials.page import write_page
+from benchmarks.results import markdown_table, results, write_results
+from demo.run import collect_slides
+from parallel.quantity import bytes_text
+
+ROOT = Path(__file__).parents[2]
+OUT = ROOT / "bench-data" / "images_per_second"
+MEMORY, BATCH = "2GiB", 4
+WHOLE = ("single", "single+recompute", "single+recompute+offload", "ddp", "ddp+recompute", "fsdp")
+SPLIT = ("gpipe", "1f1b", "master", "master+recompute", "master+recompute+offload", "bidirectional")
+THEIRS = ("torch-gpipe", "torch-1f1b")
+LENGTH = {512: ("5", "2", "3"), 1024: ("3", "1", "2"), 2048: ("3", "0", "1")}
+"""By tile side: steps, steps from memory, runs. A step of the largest tiles takes minutes."""
+HEADER = (
+    *("model", "px", "ranks", "strategy", "images/s", "range", "from memory", "Mpx/s", "data wait"),
+    *("bubble", "sent", "fullest rank", "claim"),
+)
+
+
+def slides_for(model: str) -> list[str]:
+    """Arguments that name the slides."""
+    if model != "unet":
+        folder = OUT / "classify"
+        if not (folder / "slides" / "labels.csv").exists():
+            collect_slides(folder)
+        return ["--slides", str(folder / "slides")]
+    folder = OUT / "segment"
+    synth = [sys.executable, "-m", "app.synth", str(folder), "--slides", "4", "--size", "4096", "--task", "segment"]
+    subprocess.run(synth, cwd=ROOT, check=True)
+    return ["--slides", str(folder), "--annotations", str(folder / "annotations")]
+
+
+def measure(model: str, tile: int, ranks: list[str], repeats: int | None) -> Path:
+    """The folder of one ``app.bench``."""
+    steps, twin_steps, usual = LENGTH.get(tile, LENGTH[2048])
+    out = OUT / model / str(tile)
+    command = [
+        *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
+        *("--ranks", *ranks, "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
+        *("--strategies", *WHOLE, *SPLIT, *THEIRS, "--min-tissue", "0.1", "--steps", steps),
+        *("--twin-steps", twin_steps, "--repeats", str(repeats or usual), "--resume", "--out", str(out)),
+    ]
+    subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
+    return out
+
+
+def joined(model: str) -> dict[str, Any] | None:
+    """All tile sizes of ``model`` that were measured, as one benchmark; its page is written."""
+    parts = []
+    for folder in sorted((OUT / model).glob("[0-9]*"), key=lambda path: int(path.name)):
+        if (folder / "bench.json").exists():
+            part = json.loads((folder / "bench.json").read_text())
+            for row in part["rows"]:
+                row["schedule_svg"] = row["schedule_svg"] and f"{folder.name}/{row['schedule_svg']}"
+            parts.append(part)
+    if not parts:
+        return None
+    whole = {
+        **parts[-1],
+        "command": "python -m benchmarks.images_per_second.run",
+        "wall_s": sum(part["wall_s"] for part in parts),
+        "settings": parts[-1]["settings"] | {"tiles": [tile for part in parts for tile in part["settings"]["tiles"]]},
+        "rows": [row for part in parts for row in part["rows"]],
+    }
+    (OUT / model / "bench.json").write_text(json.dumps(whole, indent=2) + "\n")
+    print(write_page(OUT / model))
+    return whole
+
+
+def line(row: Mapping[str, Any]) -> tuple[str, ...]:
+    name = (row["model"], str(row["tile_px"]), str(row["ranks"]), row["strategy"])
+    if row["status"] != "ok":
+        told = row["reason"].splitlines()[0] if row["status"] == "cannot" else row["claim"]
+        return (*name, *[""] * (len(HEADER) - len(name) - 1), told)
+    low, high = row["images_per_second_range"]
+    fed = row["images_per_second_no_data"]
+    return (
+        *name,
+        f"{row['images_per_second']:.3g}",
+        f"{low:.3g}-{high:.3g}",
+        "" if fed is None else f"{fed:.3g}",
+        f"{row['pixels_per_second'] / 1e6:.3g}",
+        f"{row['data_wait_fraction']:.1%}",
+        "" if row["bubble"] is None else f"{row['bubble']:.0%} ({row['bubble_predicted']:.0%})",
+        bytes_text(max(row["bytes_sent"])) if row["bytes_sent"] else "",
+        bytes_text(max(row["device_bytes"])),
+        row["claim"],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
+    parser.add_argument("--tiles", type=int, nargs="*", default=[512, 1024, 2048], help="none: only the tables")
+    parser.add_argument("--ranks", nargs="+", default=["1", "2", "4"])
+    parser.add_argument("--repeats", type=int, help="runs of each case; default: by tile size")
+    parser.add_argument("--write", action="store_true", help="write the table of README.md")
+    asked = parser.parse_args()
+    for model in asked.models:
+        for tile in asked.tiles:
+            measure(model, tile, asked.ranks, asked.repeats)
+    found = [whole for model in ("resnet50", "unet") if (whole := joined(model))]
+    rows = [row for whole in found for row in whole["rows"]]
+    minutes = sum(whole["wall_s"] for whole in found) / 60
+    text = results(
+        "python -m benchmarks.images_per_second.run --write",
+        markdown_table(HEADER, map(line, rows)),
+        f"{BATCH} tiles a step, {MEMORY} a rank. All runs together: {minutes:.0f} min.\n",
+    )
+    print(text)
+    if asked.write:
+        write_results(Path(__file__).with_name("README.md"), text)
+
+
+if __name__ == "__main__":
+    main()
