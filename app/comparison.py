@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from app.charts import Series, Values, format_value, line_chart
-from app.curves import SETTLING_STEPS, score_name
+from app.curves import SETTLING_STEPS, SMOOTH_FRACTION, rolling_mean, score_name
 from app.page import document, flattened, format_setting, save, section, table
 from app.run_files import Columns, RunFiles, read_run
 
@@ -40,6 +40,8 @@ FIGURES = {
     "wall_s": "Duration",
 }
 """Figures of ``summary.json`` by their key, in the order shown; scores come after them."""
+
+SMOOTHED = f"mean of {SMOOTH_FRACTION:.0%} of the steps"
 
 STYLE = """
 .compared th:first-child { min-width: 130px; } .compared td, .compared thead th { overflow-wrap: anywhere;
@@ -80,9 +82,9 @@ def render(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     parts = [
         f'<header><h1>{len(runs)} runs compared</h1><p class="soft">Of what all of them share, each run\'s own report '
         "tells.</p></header>",
+        section("Settings that differ", _beside(names, _differing([run.config for run in runs], ("out", "resume")))),
         section("Figures", _beside(names, _figures(runs))),
         section("Curves", f'<div class="grid charts">{charts}</div>' if charts else ""),
-        section("Settings that differ", _beside(names, _differing([run.config for run in runs], ("out", "resume")))),
         section("Environment that differs", _beside(names, _differing([run.environment for run in runs], ()))),
     ]
     return document("Runs compared · MegaTile", "\n".join(part for part in parts if part), STYLE)
@@ -122,9 +124,9 @@ def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
     """Loss, each score, and speed; only those that any run has."""
     scores = dict.fromkeys(key for run in runs for key in run.validation if key != "step")
     charts = [
-        _chart(runs, names, "Training loss", "per tile", lambda run: run.metrics, "loss"),
+        _chart(runs, names, "Training loss", f"per tile, {SMOOTHED}", lambda run: run.metrics, "loss"),
         *(_chart(runs, names, score_name(key), "validation", lambda run: run.validation, key) for key in scores),
-        _chart(runs, names, "Throughput", "images/s", _settled, "images_per_second", from_zero=True),
+        _chart(runs, names, "Throughput", f"images/s, {SMOOTHED}", _settled, "images_per_second", from_zero=True),
     ]
     return [chart for chart in charts if chart]
 
@@ -148,9 +150,12 @@ def _chart(
 
 
 def _series(name: str, step: Values, value: Values, number: int) -> Series:
-    """Values that there are, joined: a validation stands every so many steps."""
+    """Values that there are, joined: a validation stands every so many steps. Of many, the mean of each with its
+    neighbours: noise of several runs over each other cannot be read."""
     known = np.isfinite(value)
-    return Series(name, step[known], value[known], number % COLOURS, "line" if number < COLOURS else "dashed")
+    return Series(
+        name, step[known], rolling_mean(value[known])[0], number % COLOURS, "line" if number < COLOURS else "dashed"
+    )
 
 
 def _settled(run: RunFiles) -> Columns:

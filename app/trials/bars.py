@@ -31,6 +31,7 @@ STYLE = """
 .bars ol svg { height: 0; min-height: 100%; overflow: hidden; }
 .bars rect { fill: var(--series); } .bars rect.rest { fill: var(--line); }
 .bars path { fill: none; vector-effect: non-scaling-stroke; stroke: var(--ink); stroke-width: 1.5; }
+.bars path.halo { stroke: var(--card); stroke-width: 4; }
 .bars path.line { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 5 3; }
 .bars path.limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: none; }
 .legend { display: flex; flex-wrap: wrap; gap: 3px 18px; list-style: none; margin: 4px 0 12px; padding: 0;
@@ -171,5 +172,6 @@ def _drawing(bar: Bar, line: float | None, whole: float, line_look: str) -> str:
         low, high_end = (100 * end / whole for end in bar.range)
         middle = top + each * 0.43
         ends = "".join(f"M{x:.2f} {middle - 4:.2f}v8" for x in (low, high_end))
-        drawn.append(f'<path d="M{low:.2f} {middle:.2f}H{high_end:.2f}{ends}"/>')
+        path = f"M{low:.2f} {middle:.2f}H{high_end:.2f}{ends}"
+        drawn.append(f'<path class="halo" d="{path}"/><path d="{path}"/>')
     return f'<svg viewBox="0 0 100 {high:g}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawn)}</svg>'

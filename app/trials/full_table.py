@@ -18,7 +18,8 @@ STYLE = """
 .full thead th { white-space: normal; vertical-align: bottom; line-height: 1.25; }
 .full td.claim { min-width: 190px; line-height: 1.35; }
 .full tbody.group th { background: var(--ground); font-weight: 600; }
-@media (max-width: 600px) { .full { min-width: 860px; } }
+@media (max-width: 600px) { .full { min-width: 860px; } .full tbody:not(.group) th, .full thead th:first-child {
+  position: sticky; left: 0; background: var(--card); max-width: 120px; } }
 @media print { .full { font-size: 9.5px; } .full th, .full td { padding: 3px 4px; } .full td.claim { min-width: 100px; }
   .full tbody { break-inside: avoid; } .table:has(.full) { overflow: visible; } }
 """

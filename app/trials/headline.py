@@ -52,7 +52,9 @@ def lead(found: Sequence[Group]) -> str:
         )
     if counts["none"]:
         parts.append(f"In {counts['none']}, nothing ran.")
-    return " ".join(parts) or "No data-parallel baseline was measured beside these strategies."
+    alone = "Only the data-parallel baseline was measured, and nothing beside it."
+    unheld = "No data-parallel baseline was measured beside these strategies."
+    return " ".join(parts) or (alone if counts["baseline"] else unheld)
 
 
 def findings(found: Sequence[Group], limit: int | None) -> list[str]:

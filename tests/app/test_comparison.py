@@ -73,6 +73,16 @@ def test_more_runs_than_colours_are_dashed(tmp_path: Path) -> None:
     assert [path.get("class") for path in figure.iter("path")][5:] == ["line c5", "dashed c0", "dashed c1"]
 
 
+def test_noise_is_averaged(runs: list[Path], tmp_path: Path) -> None:
+    lines = [[s, 0, 8 * s, 1 + 0.5 * (-1) ** s, 1e-3, 0.5, 0.01, 8] for s in range(1, 201)]
+    write_csv(runs[0] / "metrics.csv", METRICS, lines)
+    loss = next(page(runs[:2], tmp_path / "c.html").iter("figure"))
+    first = next(loss.iter("path")).get("d", "")
+    heights = np.array([float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", first)])
+    assert len(heights) == 200
+    assert np.ptp(heights[10:-10]) < 1
+
+
 def test_a_run_without_a_step_is_still_compared(runs: list[Path], tmp_path: Path) -> None:
     for name in ("metrics.csv", "validation.csv", "summary.json"):
         (runs[1] / name).unlink()

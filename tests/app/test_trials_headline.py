@@ -67,6 +67,11 @@ def test_the_lead_counts_the_groups(tmp_path: Path) -> None:
     )
 
 
+def test_the_lead_says_what_is_missing(tmp_path: Path) -> None:
+    assert lead(found(tmp_path, DDP)) == "Only the data-parallel baseline was measured, and nothing beside it."
+    assert lead(found(tmp_path, speed("1f1b", 1, 1, 1))).startswith("No data-parallel baseline was measured")
+
+
 def test_limits_are_told_by_ranks(tmp_path: Path) -> None:
     rows = [
         *(row(strategy, tile_px=512) for strategy in ("ddp", "fsdp", "ddp + recompute")),

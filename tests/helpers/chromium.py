@@ -90,7 +90,7 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def picture(self, most_px: int = 3000) -> bytes:
+    def picture(self, most_px: int = 2000) -> bytes:
         """PNG of the page, to its end or ``most_px`` down: drawing without a GPU takes its time."""
         width, height = (self.run(f"document.documentElement.{side}") for side in ("clientWidth", "scrollHeight"))
         clip = {"x": 0, "y": 0, "width": width, "height": min(height, most_px), "scale": 1}
