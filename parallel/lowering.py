@@ -203,8 +203,8 @@ def _needed_by(receive: Action, positions: Mapping[Action, int]) -> int:
 
 
 def add_reduction(schedule: Schedule, placement: Placement, *, at_end: bool = False) -> Schedule:
-    """A REDUCE of each stage that several ranks hold, on each of them, as early as its last B or W allows, or ``at_end``
-    of everything.
+    """A REDUCE of each stage that several ranks hold, on each of them, as early as its last B or W allows, or
+    ``at_end`` of everything.
 
     Sums are collective: ranks that hold the same stages begin them in the same order, which is that of the number of
     compute actions that the slowest of them has done by then. A rank with both replicas of a stage sums them once.
