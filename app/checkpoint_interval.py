@@ -67,7 +67,7 @@ class CheckpointInterval:
         if step_s <= 0:
             return FIRST
         affordable = math.ceil(cost_s / (self._overhead * step_s))
-        persist_s = max(self._persists_s)
+        persist_s = statistics.median(self._persists_s)
         # One step more than the disk needs: steps without a checkpoint beside them are what the others are held to.
         possible = math.ceil(persist_s / step_s) + 1 if persist_s else 1
         return max(1, affordable, possible)
