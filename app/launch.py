@@ -6,25 +6,33 @@ ranks itself.
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cv2
 import torch
 
-from app.cli import RunError
-from app.launcher import find_launch
+from app.cli import FAILED, RunError
+from app.launcher import Launch, find_launch
 from app.machine import usable_cores
 from app.slurm import find_task
 from app.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
+from parallel.comm.last_word import last_word
 from parallel.comm.local import LocalCommunicator
 from parallel.heap import keep_freed_memory
 
 STARTED_BY_US = "MEGATILE_RANK"
 """Set for ranks whose starter has already prepared the data, so that they neither do nor say it again."""
+
+OTHERS_SPEAK_S = 8.0
+"""A launcher that ends all ranks once one has failed does so in less."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +92,45 @@ def connect(settings: StrategySettings, device: torch.device) -> Communicator:
     """Join the other ranks, over what they were started with.
 
     Raises:
-        RunError: they did not arrive.
+        RunError: they did not arrive, or cannot be reached.
+        SystemExit: the same, and another rank tells it.
     """
     launch = find_launch()
     if settings.world == 1:
         return LocalCommunicator()
-    from parallel.comm.communicator import CommunicationError
+    assert launch is not None  # without a launcher, --ranks has been one
+    from parallel.comm.communicator import CommunicationError, ToldElsewhere
 
     try:
-        if launch and launch.mpi:
-            from parallel.comm.mpi_comm import MpiCommunicator
+        return _join(settings, device, launch)
+    except CommunicationError as fault:
+        # What still waits for others, on threads of torch or MPI, must not keep this process.
+        atexit.register(os._exit, FAILED)
+        if launch.local_rank or isinstance(fault, ToldElsewhere):
+            # The ranks of a host have the same to say: one of them does, and a launcher ends the others meanwhile.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(OTHERS_SPEAK_S)
+        if isinstance(fault, ToldElsewhere):
+            raise SystemExit(FAILED) from None
+        raise RunError(str(fault)) from fault
 
-            return MpiCommunicator(settings.timeout_s)
+
+def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> Communicator:
+    if not launch.mpi:
         from parallel.comm.torch_comm import TorchCommunicator
 
         if "RANK" not in os.environ and (task := find_task()):
             os.environ.update(task.variables)
-        return TorchCommunicator(device, settings.timeout_s)
-    except CommunicationError as fault:
-        raise RunError(str(fault)) from fault
+        return TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
+    message = (
+        f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
+        f"{settings.join_timeout_s:g} s (--join-timeout-s), which it does once all {launch.world} ranks are there: see "
+        "what the others say, and whether the hosts reach each other; where starting takes longer, raise the limit"
+    )
+    # One rank after the other, so that one tells it and mpirun ends the others.
+    with last_word(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):
+        from parallel.comm.mpi_comm import MpiCommunicator
+    return MpiCommunicator(settings.timeout_s, launch.world)
 
 
 def choose_device(asked: str, local_rank: int) -> torch.device:

@@ -42,6 +42,7 @@ FREE_TO_CHANGE = frozenset(
         "memory_excess",
         "device",
         "timeout_s",
+        "join_timeout_s",
         "read_threads",
         "read_ahead",
         "device_prefetch",

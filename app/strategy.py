@@ -21,6 +21,9 @@ from parallel.schedules.registry import SCHEDULES, default_microbatches
 WHOLE = ("single", "ddp", "fsdp")
 """Strategies that do not split the model into stages: each rank computes all of it."""
 
+JOIN_S = 50.0
+"""Together with what connecting takes, a trouble of the start is told within a minute."""
+
 TORCH_PIPELINES = {"torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
 """Pipelines of torch.distributed.pipelining -> the schedule of ours that has the same stages and order."""
 
@@ -113,6 +116,8 @@ class StrategySettings:
     """Memory layout of images and convolutions; faster on most hardware."""
     timeout_s: float = 1800.0
     """Seconds a rank waits for the others before the run is given up."""
+    join_timeout_s: float = JOIN_S
+    """Seconds that ranks have to arrive, once the first is there, before the start is given up."""
 
     @property
     def world(self) -> int:
@@ -191,6 +196,8 @@ class StrategySettings:
             found.append("--memory-excess stop holds a run against --memory; give that, too")
         if not self.timeout_s > 0:
             found.append(f"--timeout-s must be above 0; got {self.timeout_s:g}")
+        if not self.join_timeout_s > 0:
+            found.append(f"--join-timeout-s must be above 0; got {self.join_timeout_s:g}")
         return found
 
     def _open_faults(self) -> list[str]:

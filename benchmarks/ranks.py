@@ -74,7 +74,7 @@ def main() -> None:
     else:
         from parallel.comm.torch_comm import TorchCommunicator
 
-        communicator = TorchCommunicator(torch.device("cpu"), timeout_s)
+        communicator = TorchCommunicator(torch.device("cpu"), timeout_s, timeout_s)
     argument = json.loads((folder / "argument.json").read_text())
     try:
         result = getattr(importlib.import_module(module), function)(communicator, argument)

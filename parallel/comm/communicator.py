@@ -20,6 +20,10 @@ class CommunicationError(RuntimeError):
     """A rank that cannot be reached, or that stopped answering: says which operation on which rank."""
 
 
+class ToldElsewhere(CommunicationError):
+    """The same, of which another rank tells the user."""
+
+
 class Work(Protocol):
     """An operation under way. The tensor it was given belongs to it until it is done."""
 

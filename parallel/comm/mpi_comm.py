@@ -147,14 +147,21 @@ class MpiCommunicator:
 
     Args:
         timeout_s: how long an operation waits for the other ranks before it fails.
+        started: ranks that the launcher says it has started; None when nobody knows.
 
     Raises:
-        CommunicationError: this MPI may not be called from several threads.
+        CommunicationError: this MPI may not be called from several threads, or knows of other ranks than the launcher.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, started: int | None = None) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommunicationError("this MPI was built without MPI_THREAD_MULTIPLE: `pip install mpich` has one")
+        if started not in (None, MPI.COMM_WORLD.Get_size()):
+            raise CommunicationError(
+                f"{started} ranks were started, and MPI knows of {MPI.COMM_WORLD.Get_size()}: the launcher belongs to "
+                f"another MPI than mpi4py's, {MPI.Get_library_version().splitlines()[0]}. Start with the mpirun beside "
+                f"{sys.executable}, or under Slurm with srun --mpi=pmi2 for MPICH and --mpi=pmix for Open MPI"
+            )
         self.timeout_s = timeout_s
         self.progress = Progress()
         self._device_memory = _takes_device_memory()

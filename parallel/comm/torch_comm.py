@@ -19,13 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comm.communicator import CommunicationError, Communicator, Pipeline, PipelinePart, Shards, Work
 from parallel.comm.objects import in_memory_order
 from parallel.comm.sent import Departures
-from parallel.comm.torch_join import join_attempt
+from parallel.comm.torch_group import join_group
 
 PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 NO_SYNC: dict[str, Any] = {
@@ -75,12 +74,13 @@ class TorchCommunicator:
     Args:
         device: where the tensors of gradients live; CPU tensors always go over Gloo.
         timeout_s: how long an operation waits for the other ranks before it fails.
+        join_timeout_s: how long the ranks wait for each other to arrive; connecting may take a little more.
 
     Raises:
-        CommunicationError: the ranks did not all arrive within ``timeout_s``.
+        CommunicationError: the ranks did not all arrive within ``join_timeout_s``, or could not reach each other.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, join_timeout_s: float) -> None:
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
@@ -92,15 +92,9 @@ class TorchCommunicator:
         self._ranks = tuple(range(self.world))
         self._directions: dict[tuple[int, int], Any] = {}
         self._departures = Departures()
+        backend = "cpu:gloo,cuda:nccl" if self._nccl else "gloo"
+        join_group(backend, self.rank, self.world, self._timeout, join_timeout_s)
         with _named(f"rank {self.rank} of {self.world}: joining the group"):
-            store, *_ = next(rendezvous("env://", self.rank, self.world, timeout=self._timeout))
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
-                store=join_attempt(store, self.rank, self.world, timeout_s),
-                rank=self.rank,
-                world_size=self.world,
-                timeout=self._timeout,
-            )
             if self._nccl:
                 # All now, as every rank must take part in making each; connections are made when first used.
                 self._directions = {

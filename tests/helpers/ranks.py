@@ -98,7 +98,7 @@ def main() -> None:
     else:
         from parallel.comm.torch_comm import TorchCommunicator
 
-        communicator = TorchCommunicator(torch.device("cpu"), patience_s)
+        communicator = TorchCommunicator(torch.device("cpu"), patience_s, patience_s)
     argument = torch.load(folder / "argument.pt", weights_only=True)
     try:
         result = function_of(target)(communicator, argument)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from parallel.comm.communicator import CommunicationError, ToldElsewhere
 from parallel.comm.torch_join import join_attempt
 
 WORLD = 3
@@ -42,16 +43,16 @@ def test_ranks_started_again_see_nothing_of_those_before(agent: TCPStore) -> Non
 
 def test_ranks_that_died_while_joining_are_not_waited_for(agent: TCPStore) -> None:
     # Rank 0 answers ranks 1 and 2 of its attempt although ranks of that number have asked before and are gone.
-    with pytest.raises(RuntimeError, match="rank 0 did not come"):
+    with pytest.raises(RuntimeError, match=r"^rank [12] of 3 waited: rank 0 of 3 did not come"):
         attempt(agent, "first", ranks=(1, 2), timeout_s=0.3)
     assert attempt(agent, "second") == {"second second second"}
 
 
 def test_missing_ranks_are_named(agent: TCPStore) -> None:
-    with pytest.raises(RuntimeError, match=r"^ranks 1, 2 did not come"):
+    with pytest.raises(RuntimeError, match=r"^ranks 1, 2 of 3 did not come within 0\.3 s"):
         attempt(agent, "first", ranks=(0,), timeout_s=0.3)
     with ThreadPoolExecutor(2) as threads:
         first, second = (threads.submit(join_attempt, client(agent.port), rank, WORLD, 1.0) for rank in (0, 1))
-    assert second.exception() is None
-    with pytest.raises(RuntimeError, match=r"^rank 2 did not come"):
+    assert isinstance(second.exception(), ToldElsewhere)
+    with pytest.raises(CommunicationError, match=r"^rank 2 of 3 did not come within 1 s \(--join-timeout-s\)"):
         first.result()

@@ -1,0 +1,58 @@
+"""The process group of a run, joined within a time limit: the store, all ranks there, then connections between them.
+
+Takes this rank, the number of ranks and the environment that says where they meet; leaves torch.distributed's default
+group. Every trouble on the way is told in one message, within a minute by default.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from parallel.comm.communicator import CommunicationError
+from parallel.comm.in_time import in_time
+from parallel.comm.torch_join import join_attempt
+from parallel.comm.torch_store import open_store
+
+CONNECT_S = 10.0
+"""Ranks that have all arrived connect in a second; together with the time to arrive in, a minute."""
+CONNECT_RANK_S = 0.02
+"""More for each rank, as each connects to all."""
+
+
+def join_group(backend: str, rank: int, world: int, timeout: timedelta, join_timeout_s: float) -> None:
+    """Make the default group of torch.distributed.
+
+    Args:
+        backend: as ``init_process_group`` names them.
+        timeout: how long its operations will wait.
+        join_timeout_s: how long ranks wait for each other to arrive.
+
+    Raises:
+        CommunicationError: a port that is taken, an address that cannot be reached, ranks that did not come.
+        ToldElsewhere: the same, told by another rank.
+    """
+    begun_s = time.monotonic()
+    store = open_store(rank, world, join_timeout_s)
+    left_s = max(join_timeout_s / 10, join_timeout_s - (time.monotonic() - begun_s))
+    connect = functools.partial(
+        dist.init_process_group,
+        backend,
+        store=join_attempt(store, rank, world, left_s),
+        rank=rank,
+        world_size=world,
+        # Messages keep the limit that the group is made with, so that joining has another one around it.
+        timeout=timeout,
+    )
+    try:
+        in_time(lambda: connect() is None, CONNECT_S + CONNECT_RANK_S * world)
+    except (RuntimeError, ValueError, TimeoutError) as fault:
+        raise CommunicationError(
+            f"rank {rank} of {world} on {socket.gethostname()} cannot connect to the others over Gloo: "
+            f"{str(fault).splitlines()[0]}; all ranks have come, so that it is the way between their hosts: set "
+            "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface that they share, see `ip addr`"
+        ) from fault

@@ -1,0 +1,97 @@
+"""What stands in the way of meeting is told in time and in words, whatever torch would do."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from parallel.comm.communicator import CommunicationError
+from parallel.comm.torch_store import open_store
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port where a program listens that never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def meet(monkeypatch: pytest.MonkeyPatch):
+    def at(address: str, port: int) -> None:
+        monkeypatch.setenv("MASTER_ADDR", address)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    return at
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def refused(rank: int, timeout_s: float) -> str:
+    """The message, which has to come in time."""
+    begun_s = time.monotonic()
+    with pytest.raises(CommunicationError) as told:
+        open_store(rank, 2, timeout_s)
+    assert time.monotonic() - begun_s < timeout_s + 3
+    return str(told.value)
+
+
+def test_ranks_meet_whoever_comes_first(meet) -> None:
+    port = free_port()
+    meet("127.0.0.1", port)
+    stores = {}
+    late = threading.Thread(target=lambda: stores.update({1: open_store(1, 2, 20)}))
+    late.start()
+    time.sleep(0.3)
+    stores[0] = open_store(0, 2, 20)
+    late.join(20)
+    stores[1].set("from 1", "hello")
+    assert stores[0].get("from 1") == b"hello"
+
+
+def test_a_port_that_is_taken(meet, silent: int) -> None:
+    meet("127.0.0.1", silent)
+    told = refused(0, 20)
+    assert told.startswith(f"rank 0 of 2 on {socket.gethostname()} cannot listen on port {silent}, ")
+    assert "Address already in use" in told
+    assert "set MASTER_PORT to another" in told
+
+
+def test_a_program_that_is_not_rank_0(meet, silent: int) -> None:
+    meet("127.0.0.1", silent)
+    told = refused(1, 1)
+    assert f"cannot reach rank 0 at 127.0.0.1:{silent} (MASTER_ADDR, MASTER_PORT) within 1 s: " in told
+    assert "what listens there is not rank 0 of this run" in told
+
+
+def test_a_port_where_nobody_listens(meet) -> None:
+    meet("127.0.0.1", free_port())
+    told = refused(1, 0.5)
+    assert "within 0.5 s: Connection refused; nothing listens there: rank 0 has not started, or has ended" in told
+
+
+def test_a_name_that_nobody_knows(meet) -> None:
+    meet("no-such-host.invalid", 29500)
+    told = refused(1, 0.5)
+    assert "this host knows no no-such-host.invalid: set MASTER_ADDR to an address of rank 0's host" in told
+
+
+@pytest.mark.parametrize("fault", [TimeoutError("timed out"), OSError(errno.EHOSTUNREACH, "No route to host")])
+def test_an_address_without_a_way_to_it(meet, fault: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object) -> None:  # where tests run, every address may be answered by a proxy
+        raise fault
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    meet("192.0.2.1", 29500)
+    told = refused(1, 0.5)
+    assert f"cannot reach rank 0 at 192.0.2.1:29500 (MASTER_ADDR, MASTER_PORT) within 0.5 s: {fault.args[-1]}; " in told
+    assert "set MASTER_ADDR to an address of a network that all hosts share" in told
