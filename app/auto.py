@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from app.cli import RunError
 from app.config import RunConfig
 from app.launcher import find_launch
-from app.strategy import Parallel, StrategySettings
+from app.strategy import StrategySettings
+from app.strategy_names import Parallel
 from parallel.candidate import WHOLE, Candidate
 from parallel.limit import too_small
 from parallel.partition import Partition

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from app.config import OptimizerSettings
 from app.sizes import bytes_of
-from app.strategy import TORCH_PIPELINES, StrategySettings
+from app.strategy import StrategySettings
+from app.strategy_names import TORCH_PIPELINES
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.data_parallel import DataParallelEngine

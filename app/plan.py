@@ -15,7 +15,7 @@ from typing import Literal
 
 from app.cli import run_command
 from app.sizes import bytes_of
-from app.strategy import Planned
+from app.strategy_names import Planned
 from parallel.savings import RECOMPUTE, Savings
 
 

@@ -14,36 +14,13 @@ from app.gradient_faults import gradient_faults
 from app.keeping_faults import keeping_faults
 from app.launcher import find_launch
 from app.sizes import bytes_of
-from app.torch_pipeline_faults import torch_division_faults, torch_option_faults
+from app.strategy_faults import division_faults, option_faults
+from app.strategy_names import TORCH_PIPELINES, WHOLE, Parallel
 from parallel.keeping.rule import Offload
-from parallel.schedules.registry import SCHEDULES, default_microbatches
-
-WHOLE = ("single", "ddp", "fsdp")
-"""Strategies that do not split the model into stages: each rank computes all of it."""
+from parallel.schedules.registry import default_microbatches
 
 JOIN_S = 50.0
 """Together with what connecting takes, a trouble of the start is told within a minute."""
-
-TORCH_PIPELINES = {"torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
-"""Pipelines of torch.distributed.pipelining -> the schedule of ours that has the same stages and order."""
-
-Planned = Literal[
-    "auto",
-    "single",
-    "ddp",
-    "fsdp",
-    "mp-basic",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zero-bubble",
-    "mast",
-    "master",
-    "bidirectional",
-]
-"""Strategies that a plan may choose."""
-
-Parallel = Literal[Planned, "torch-gpipe", "torch-1f1b"]
 
 
 @dataclass(frozen=True)
@@ -188,8 +165,7 @@ class StrategySettings:
     def validate(self) -> list[str]:
         if self.ranks < 1:
             return [f"--ranks must be at least 1; got {self.ranks}"]
-        found = self._open_faults() if self.undecided else self._mesh_faults() or self._microbatch_faults()
-        found += self._option_faults() + keeping_faults(self) + gradient_faults(self)
+        found = division_faults(self) + option_faults(self) + keeping_faults(self) + gradient_faults(self)
         if self.memory is not None and self.memory_bytes is None:
             found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
         if self.memory_excess == "stop" and self.memory is None:
@@ -199,86 +175,3 @@ class StrategySettings:
         if not self.join_timeout_s > 0:
             found.append(f"--join-timeout-s must be above 0; got {self.join_timeout_s:g}")
         return found
-
-    def _open_faults(self) -> list[str]:
-        """Of what limits the planner's choice."""
-        found = []
-        if self.stages is not None and (self.stages < 2 or self.world % self.stages):
-            found.append(f"--stages must be 2 or more and divide the number of ranks, {self.world}; got {self.stages}")
-        if self.microbatches is not None and not 1 <= self.microbatches <= self.batch:
-            found.append(f"--microbatches must be 1 to --batch {self.batch}; got {self.microbatches}")
-        if self.batch < 1:
-            found.append(f"--batch must be at least 1; got {self.batch}")
-        return found
-
-    def _mesh_faults(self) -> list[str]:
-        found = []
-        if self.name == "single" and self.world > 1:
-            found.append(f"--parallel single uses one process; got {self.world} ranks")
-        if self.name == "fsdp" and self.world < 2:
-            found.append(f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {self.world}")
-        if self.splits and self.world < 2:
-            found.append(f"--parallel {self.name} splits the model over 2 ranks or more; got --ranks {self.world}")
-        elif self.splits and not 2 <= self.depth <= self.world:
-            found.append(f"--stages must be 2 to the number of ranks, {self.world}; got {self.depth}")
-        elif self.splits and self.world % self.depth:
-            found.append(
-                f"{self.world} ranks cannot be divided into groups of --stages {self.depth}: "
-                f"use {self.world - self.world % self.depth} ranks, or other --stages"
-            )
-        if self.chunks is not None and self.chunks < 2:
-            found.append(f"--chunks must be at least 2; got {self.chunks}")
-        launch = find_launch()
-        if self.over_torch and launch and launch.mpi:
-            found.append(
-                f"--parallel {self.name} is torch's own and talks over torch.distributed, not MPI; these ranks were "
-                "started by an MPI launcher: start them with torchrun or --ranks, or use --parallel "
-                f"{TORCH_PIPELINES.get(self.name, 'ddp')}"
-            )
-        return found
-
-    def _microbatch_faults(self) -> list[str]:
-        """On a mesh that is right."""
-        if not self.groups <= self.m <= self.batch:
-            share = "every rank" if self.depth == 1 else f"each of {self.groups} groups of {self.depth} ranks"
-            return [
-                f"{self.world} ranks, --microbatches {self.m} and --batch {self.batch} do not fit: "
-                f"{share} needs a microbatch and every microbatch a tile"
-            ]
-        if self.name == "mast" and self.m != 2 * self.groups:
-            return [
-                f"--parallel mast computes 2 microbatches per group, {2 * self.groups} in all; "
-                f"got --microbatches {self.m}: leave it out, or use master"
-            ]
-        return torch_division_faults(self) if self.name in TORCH_PIPELINES else []
-
-    def _option_faults(self) -> list[str]:
-        """Options that mean nothing under the strategy asked for."""
-        found = []
-        if not self.splits:
-            rule = (
-                "--parallel auto chooses this itself: leave it out, or name the strategy"
-                if self.undecided
-                else f"--parallel {self.name} does not split it"
-            )
-            found += [
-                f"{flag} is about a model split into stages; {rule}"
-                for flag, given in (
-                    ("--stages", self.stages is not None and not self.undecided),
-                    ("--cuts", bool(self.cuts)),
-                    ("--schedule", self.schedule is not None),
-                    ("--recompute stage", self.recompute == "stage"),
-                    ("--compile", self.compile),
-                )
-                if given
-            ]
-        if self.chunks is not None and self.name != "interleaved":
-            found.append(f"--chunks is for --parallel interleaved; got --parallel {self.parallel}")
-        if self.shard_optimizer == "pair" and not (self.splits and SCHEDULES[self.schedule_name].replicas == 2):
-            pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
-            found.append(
-                f"--shard-optimizer pair needs two copies of the model ({pairs}); got --parallel {self.parallel}"
-            )
-        if self.schedule is not None and not self.schedule.is_file():
-            found.append(f"--schedule {self.schedule} is not a file")
-        return found + (torch_option_faults(self) if self.name in TORCH_PIPELINES else [])

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from app.strategy import Parallel, StrategySettings
+from app.strategy import StrategySettings
+from app.strategy_names import Parallel
 
 SAVINGS = {"recompute": ("--recompute", "block"), "offload": ("--offload", "overlap")}
 """What can be added to a strategy with a plus: the flag and its value."""

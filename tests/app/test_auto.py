@@ -15,7 +15,8 @@ from app.auto import follow, plan_run, planned, savings_of
 from app.cli import RunError
 from app.config import DataSettings, ModelSettings, RunConfig
 from app.machine_plan import Machine
-from app.strategy import Parallel, StrategySettings
+from app.strategy import StrategySettings
+from app.strategy_names import Parallel
 from parallel.candidate import Candidate
 from parallel.plan import Row
 from parallel.savings import Savings

@@ -8,7 +8,8 @@ from typing import Any, get_args
 import pytest
 
 from app.launcher import find_launch
-from app.strategy import TORCH_PIPELINES, WHOLE, Parallel, Planned, StrategySettings
+from app.strategy import StrategySettings
+from app.strategy_names import TORCH_PIPELINES, WHOLE, Parallel, Planned
 from parallel.schedules.registry import SCHEDULES
 
 LAUNCHERS = {
