@@ -41,9 +41,10 @@ class Throughput:
     @property
     def images_per_second_sustained(self) -> float | None:
         """Images of all steps over all the time they took, with what came between them, warm-up dropped; None before
-        any step."""
+        any step. What comes after the last is the end of the run, as long as it is for a short one."""
         counted = settled(self.step_s)
-        return self.batch * len(counted) / (sum(counted) + sum(settled(self.rest_s))) if counted else None
+        between = settled(self.rest_s)[:-1]
+        return self.batch * len(counted) / (sum(counted) + sum(between)) if counted else None
 
     @property
     def data_wait_fraction(self) -> float | None:
