@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import socket
 import sys
 import time
@@ -108,7 +107,6 @@ def connect(settings: StrategySettings, device: torch.device) -> Communicator:
         atexit.register(os._exit, FAILED)
         if launch.local_rank or isinstance(fault, ToldElsewhere):
             # The ranks of a host have the same to say: one of them does, and a launcher ends the others meanwhile.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(OTHERS_SPEAK_S)
         if isinstance(fault, ToldElsewhere):
             raise SystemExit(FAILED) from None

@@ -26,7 +26,7 @@ LATE = "test $RANK$PMI_RANK$OMPI_COMM_WORLD_RANK = 1 && sleep 120; exec "
 
 
 def told(command: list[str], environment: dict[str, str], timeout_s: float = 140) -> str:
-    """What a start prints that has to fail within ``timeout_s``: on a busy machine, importing torch takes most of it."""
+    """What a start prints that has to fail in time: on a busy machine, importing torch takes most of it."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
