@@ -1,7 +1,7 @@
 """The ways of starting a run that start it again: torchrun, ``--ranks`` with ``--max-restarts``, and Slurm's requeue.
 
-Takes settings and a run folder; gives the run under way. Slurm's are those of a Slurm on this machine, if it is
-installed: the job's script asks for the requeue itself when the run fails, or somebody else asks for it.
+Takes settings and a run folder; gives the run under way. Jobs are those of a Slurm on this machine, if it is installed:
+``job.sbatch`` asks for the requeue itself when the run fails; for ``preemptible.sbatch`` somebody else asks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from app.machine import usable_cores
 from tests.helpers.slurm import ENDED, Slurm, missing_programs, running_slurm
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("job.sbatch")
+SELF_REQUEUED = Path(__file__).with_name("job.sbatch")
+PREEMPTIBLE = ROOT / "configs" / "slurm" / "preemptible.sbatch"
 RANKS, RESTARTS = 2, 3
 KILLED, REQUEUED = "rank 1, `kill -9`", "the job, `scontrol requeue`"
 
@@ -50,13 +51,13 @@ class Start:
 
     Attributes:
         killed: what a drill kills.
-        command: before the settings of ``app.train``; empty for a job of ``slurm``.
+        command: before the settings of ``app.train``; for a job of ``slurm``, options of sbatch and the script.
         more: settings of its own.
     """
 
     name: str
     killed: str
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...]
     more: tuple[str, ...] = ()
     slurm: Slurm | None = None
 
@@ -66,8 +67,8 @@ class Start:
         return self.killed == REQUEUED
 
     def begin(self, settings: Sequence[str], out: Path) -> StartedRun:
-        words = [*self.command, *settings, *self.more, "--out", str(out)]
-        return JobRun(self.slurm, words, out) if self.slurm else ProcessRun(words, out)
+        words = [*self.command, *settings, *self.more]
+        return JobRun(self.slurm, words, out) if self.slurm else ProcessRun([*words, "--out", str(out)], out)
 
 
 def find_starts(stack: ExitStack) -> list[Start]:
@@ -89,7 +90,11 @@ def find_starts(stack: ExitStack) -> list[Start]:
     ]
     if not missing_programs():
         slurm = stack.enter_context(running_slurm())
-        found += [Start("sbatch", killed, ours, ("--ranks", str(RANKS)), slurm) for killed in (KILLED, REQUEUED)]
+        cores = ("--cpus-per-task", str(usable_cores()))
+        found += [
+            Start("job.sbatch", KILLED, (*cores, str(SELF_REQUEUED)), ("--ranks", str(RANKS)), slurm),
+            Start("preemptible.sbatch", REQUEUED, ("--ntasks-per-node", str(RANKS), str(PREEMPTIBLE)), (), slurm),
+        ]
     return found
 
 
@@ -135,15 +140,8 @@ class JobRun:
     def __init__(self, slurm: Slurm, words: Sequence[str], out: Path) -> None:
         self._slurm = slurm
         self._printed = out.with_suffix(".txt")
-        asked: tuple[str | Path, ...] = (
-            "--output",
-            self._printed,
-            "--cpus-per-task",
-            str(usable_cores()),
-            SCRIPT,
-            *words,
-        )
-        self._job = slurm.submit(*asked, cwd=ROOT, environment=_environment())
+        environment = {**_environment(), "RUN": str(out)}
+        self._job = slurm.submit("--output", self._printed, *words, cwd=ROOT, environment=environment)
 
     def over(self) -> bool:
         return self._slurm.job(self._job)["JobState"] in ENDED
@@ -168,7 +166,8 @@ class JobRun:
 
 def _environment() -> dict[str, str]:
     """One thread a rank, as the ranks share a machine."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
