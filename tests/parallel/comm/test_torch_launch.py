@@ -52,3 +52,49 @@ def test_signal_is_handed_to_every_rank_and_the_run_ends_well(tmp_path: Path) ->
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=60) == 0
     assert [(tmp_path / f"signal{rank}").read_text() for rank in "01"] == [str(int(signal.SIGUSR1))] * 2
+
+
+RESTARTS = START.replace("launch_ranks(2, [sys.executable, *sys.argv[1:]])", "launch_ranks(1, sys.argv[1:], 2)")
+
+ATTEMPT = """
+import pathlib, signal, sys, time
+folder, failures = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))
+attempt = len(list(folder.glob("attempt[0-9]"))) + 1
+(folder / f"attempt{attempt}").touch()
+if attempt > failures:
+    sys.exit(0)
+time.sleep(60 if attempt == 2 and failures == 9 else 0)
+sys.exit(10 + attempt)
+"""
+"""A rank that fails so often; with 9, the second attempt is there to be asked to stop."""
+
+
+def restarting(folder: Path, failures: int) -> subprocess.Popen[str]:
+    script = folder / "attempt.py"
+    script.write_text(ATTEMPT)
+    command = [sys.executable, "-c", RESTARTS, sys.executable, str(script), str(folder), str(failures)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_ranks_that_fail_are_started_again_as_often_as_asked(tmp_path: Path) -> None:
+    for failures, code in ((1, 0), (5, 13)):
+        folder = tmp_path / str(failures)
+        folder.mkdir()
+        process = restarting(folder, failures)
+        _, printed = process.communicate(timeout=60)
+        assert process.returncode == code, printed
+        assert len(list(folder.glob("attempt[0-9]"))) == min(failures + 1, 3)
+        assert "a rank ended with exit code 11: restart 1 of 2" in printed
+
+
+def test_ranks_that_fail_once_they_were_asked_to_stop_are_not_started_again(tmp_path: Path) -> None:
+    process = restarting(tmp_path, 9)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "attempt2").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 9, printed
+    assert not (tmp_path / "attempt3").exists()
