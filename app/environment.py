@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.machine import cpu_model, memory_bytes, usable_cores
+from app.slurm import find_task
 
 ROOT = Path(__file__).resolve().parent.parent
 """Where the packages lie; of a checkout, its root."""
@@ -108,6 +109,8 @@ def describe_launcher() -> dict[str, Any]:
     """``found``: launcher -> is it there; ``started_by`` one of them or None; ``variables`` that told so."""
     variables = {name: os.environ[name] for names in RANK_VARIABLES.values() for name in names if os.environ.get(name)}
     started_by = next((who for who, names in RANK_VARIABLES.items() if any(n in variables for n in names)), None)
+    if started_by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ and find_task():
+        started_by = "slurm"  # a rank of srun that has been given torchrun's variables to join the others
     found = {name: find_program(name) is not None for name in LAUNCHERS}
     return {"found": found, "started_by": started_by, "variables": variables}
 
