@@ -192,7 +192,7 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: Placement, be
         starter = find_starter()
         folder.keep_attempts(Attempts(before + 1, starter.agent, starter.job))
     placement.communicator.barrier()
-    return dataset or prepare(config, folder, _say_nothing)
+    return prepare(config, folder, _say_nothing) if dataset is None else dataset
 
 
 def _say(line: str) -> None:
