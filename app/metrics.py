@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -47,6 +46,8 @@ def auc(score: Floats, label: Labels) -> float | None:
     present = [c for c in range(score.shape[1]) if 0 < np.count_nonzero(label == c) < len(label)]
     if not present:
         return None
+    from sklearn.metrics import roc_auc_score  # a second, for what a start of each rank need not wait
+
     if score.shape[1] == 2:
         return float(roc_auc_score(label == 1, score[:, 1] - score[:, 0]))
     return float(np.mean([roc_auc_score(label == c, score[:, c]) for c in present]))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from torch.utils.tensorboard import SummaryWriter
 
 from app.evaluation import Scores
 from app.runfolder import CsvLog, RunFolder
@@ -48,6 +47,8 @@ class MetricsLog:
         self.dropped = 0
         if not writes:
             return
+        from torch.utils.tensorboard import SummaryWriter  # which ranks that do not write need not load
+
         self._predictions = folder.predictions
         self._steps = CsvLog(folder.metrics, STEP_COLUMNS)
         self._validations = CsvLog(folder.validation, [*VALIDATION_COLUMNS, *(f"dice_{name}" for name in classes)])
