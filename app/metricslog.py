@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-
 from app.evaluation import Scores
 from app.runfolder import CsvLog, RunFolder
 
