@@ -207,30 +207,28 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) 
         "--out",
         str(out),
     ]
-    asked += ["--ranks", "1", "2", "--repeats", "1"]
-    first = bench_run(*asked, "--strategies", "single", "ddp", "mast")
+    asked += ["--ranks", "2", "--repeats", "1"]
+    first = bench_run(*asked, "--strategies", "ddp", "mast")
     assert first.returncode == 0, first.stderr
     assert "mast computes 2 microbatches" in first.stdout
-    refused = bench_run(*asked, "--strategies", "single")
+    refused = bench_run(*asked, "--strategies", "ddp")
     assert refused.returncode == 2
     assert "--resume" in refused.stderr
-    second = bench_run(*asked, "--strategies", "single", "ddp", "mast", "master", "--resume")
+    second = bench_run(*asked, "--strategies", "ddp", "mast", "master", "--resume")
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("images/s (") == 1  # the one that was added
     found = json.loads((out / "bench.json").read_text())
     assert [(row["strategy"], row["status"]) for row in found["rows"]] == [
-        ("single", "ok"),
         ("ddp", "ok"),
         ("mast", "cannot"),
         ("master", "ok"),
     ]
-    single, ddp, _, master = found["rows"]
-    assert ddp["loss_matches"] is True
+    ddp, _, master = found["rows"]
     assert master["loss_matches"] is True
     assert len(master["peak_memory_bytes"]) == len(master["device_bytes"]) == len(master["bytes_sent"]) == 2
     assert 0 < master["bubble_predicted"] < 1
     assert (out / master["schedule_svg"]).exists()
-    assert single["baseline"] is None
+    assert ddp["baseline"] is None
     assert master["times_baseline"] == pytest.approx(master["images_per_second"] / ddp["images_per_second"])
     assert "x ddp on 2 ranks" in second.stdout
     assert (out / "report.html").exists()

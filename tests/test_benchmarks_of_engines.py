@@ -1,0 +1,27 @@
+"""The commands of benchmarks that start ranks, or compare engines, still run: shortened, and only to their end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.benchmark_run import assert_runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("benchmarks.schedules.run --quick", "speed ratio"),
+        ("benchmarks.exactness.run --only threads 1x2 float32 --again", "16 cells: 16 passed"),
+        ("benchmarks.exactness.keeping --only dropout gpipe --again", "16 cells: 16 passed"),
+        ("benchmarks.sleeping_stages.run --unit 0.005 --steps 1", "m D (F + B)"),
+        ("benchmarks.activation_bytes.run --model resnet18 --px 64 --depths 2", "max(A_k, A_{D-1-k})"),
+        ("benchmarks.memory.run --models resnet18 --px 64 --ranks 2 --strategies 1f1b", "Error of the prediction"),
+        ("benchmarks.links.run --models unet_w4 --px 32", "only supports adjacent-stage"),
+        ("benchmarks.balances.run --quick", "resnet101, 64 px"),
+        ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
+        ("benchmarks.checkpoint_stall.run --quick", "(asked: 3.5%)"),
+    ],
+)
+def test_benchmark_runs(command: str, says: str) -> None:
+    assert_runs(command, says)
