@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -66,7 +68,8 @@ class Campaign:
         self._open()
 
     def run(self) -> int:
-        """Measure; exit code 0 when any case ran."""
+        """Measure; exit code 0 when any case ran. Asked to end, it ends the run under way first."""
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         for tile in self._command.tiles:
             self._prepare(tile)
         rows: list[Row] = []

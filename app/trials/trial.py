@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
 import re
 import shutil
 import signal
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from app.trials.case import Case
 
@@ -95,9 +96,19 @@ def _run(command: list[str], output: Path, timeout_s: float) -> int | None:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill it, if it still runs, with all that it started: ranks have sessions of their own."""
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid)
+        for each in [*started.children(recursive=True), started]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.wait()
 
 
 def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float) -> Trial:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app import bench
@@ -233,6 +236,25 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) 
     assert "x ddp on 2 ranks" in second.stdout
     assert (out / "report.html").exists()
     assert not list(out.glob("trials/*/*/checkpoints"))
+
+
+def test_a_benchmark_that_is_asked_to_end_leaves_nothing_running(classify_slides: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ended"
+    asked = [*TINY, "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "100000"]
+    asked += ["--ranks", "2", "--strategies", "ddp", "--out", str(out)]
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "app.bench", *asked], cwd=ROOT, env=train_environment(), stdout=subprocess.DEVNULL
+    )
+    metrics = out / "trials" / "256px_2x_ddp" / "1" / "metrics.csv"
+    until = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    ranks = psutil.Process(bench.pid).children(recursive=True)
+    assert len(ranks) >= 3  # the launcher and two ranks
+    bench.terminate()
+    assert bench.wait(30) == 128 + signal.SIGTERM
+    _, left = psutil.wait_procs(ranks, timeout=10)
+    assert not left
 
 
 def test_another_benchmark_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
