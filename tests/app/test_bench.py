@@ -130,6 +130,21 @@ def test_nothing_is_claimed_for_other_work() -> None:
     assert "nothing is claimed" in found["gpipe"]["claim"]
 
 
+def test_losses_on_other_numbers_of_ranks_may_differ_by_more() -> None:
+    one = Case("single", (), 1, 256, 4, 4)
+    made = [
+        row_of(one, "m", [trial(1.0, loss=0.5)], None),
+        row_of(case("ddp"), "m", [trial(1.0, loss=0.5 + 1e-4)], None),
+        row_of(case("gpipe"), "m", [trial(1.0, loss=0.5 + 1e-4 + 1e-7)], None),
+        row_of(case("master"), "m", [trial(1.0, loss=0.5)], None),
+    ]
+    compare(made)
+    assert [row["loss_matches"] for row in made] == [None, True, True, False]
+    made[1]["losses"][0] = 0.51
+    compare(made)
+    assert made[1]["loss_matches"] is False
+
+
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
