@@ -36,17 +36,26 @@ class DataSettings:
     """um/px of level 0 for every slide, instead of what the files say; column mpp of the CSV goes before it."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
-    validation: float = 0.2
-    """Fraction of patients held out for validation, 0 to 0.9."""
-    test: float = 0.0
-    """Fraction of patients never looked at in this run, 0 to 0.9."""
     index_workers: int = 0
     """Processes that search slides for tissue; 0: one per core."""
 
     def validate(self) -> list[str]:
-        found = []
         if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
-            found.append(f"--slide-mpp must be within {MPP_MIN}-{MPP_MAX} um/px; got {self.slide_mpp:g}")
+            return [f"--slide-mpp must be within {MPP_MIN}-{MPP_MAX} um/px; got {self.slide_mpp:g}"]
+        return []
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """Slides that are not trained on."""
+
+    validation: float = 0.2
+    """Fraction of patients held out for validation, 0 to 0.9."""
+    test: float = 0.0
+    """Fraction of patients never looked at in this run, 0 to 0.9."""
+
+    def validate(self) -> list[str]:
+        found = []
         for name, value in (("--validation", self.validation), ("--test", self.test)):
             if not 0 <= value <= 0.9:
                 found.append(f"{name} is a fraction of the patients, 0 to 0.9; got {value:g}")
@@ -165,6 +174,7 @@ class RunConfig:
 
     data: DataSettings
     index: IndexSettings = field(default_factory=IndexSettings)
+    split: SplitSettings = field(default_factory=SplitSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     augmentation: AugmentSettings = field(default_factory=AugmentSettings)
     net: ModelSettings = field(default_factory=ModelSettings)
@@ -192,6 +202,7 @@ class RunConfig:
         """All faults that can be known from the settings alone; empty when there are none."""
         found = [
             *self.data.validate(),
+            *self.split.validate(),
             *self.index.validate(),
             *self.stream.validate(),
             *self.augmentation.validate(),

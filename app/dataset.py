@@ -145,8 +145,8 @@ def _splits(
         splits = make_splits(
             patients,
             slide_labels or None,
-            validation=config.data.validation,
-            test=config.data.test,
+            validation=config.split.validation,
+            test=config.split.test,
             seed=config.seed,
         )
         splits.save(folder.splits)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from app.cli import FAILED, OK, flat
-from app.config import RunConfig
+from app.config import RunConfig, SplitSettings
 from app.dataset import prepare
 from app.environment import describe_environment
 from app.runfolder import RunFolder
@@ -40,6 +40,8 @@ MAY_GROW = ("tiles", "ranks", "strategies", "repeats", "resume", "out", "trial_t
 """Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made."""
 
 
+ALL = SplitSettings(validation=0.0, test=0.0)
+"""Every slide is trained on: a benchmark scores nothing."""
 NEVER = 10**9
 """Steps between checkpoints of runs that write none but the last."""
 
@@ -121,7 +123,7 @@ class Campaign:
         index = IndexSettings(tile=tile, mpp=command.mpp, min_tissue=command.min_tissue)
         folder = self._prepared(tile)
         folder.mkdir(parents=True, exist_ok=True)
-        config = RunConfig(command.data, index=index, out=folder, seed=command.seed)
+        config = RunConfig(command.data, index, ALL, out=folder, seed=command.seed)
         try:
             dataset = prepare(config, RunFolder(folder), lambda line: None)
         except (ValueError, SlideError) as fault:
@@ -217,7 +219,7 @@ class Campaign:
         given |= {"device": command.device, "precision": command.precision, "seed": command.seed}
         given |= {"steps": command.steps, "twin_steps": command.twin_steps}
         given["checkpoint_every"] = command.checkpoint_every or NEVER
-        given |= {"validation": 0.0, "test": 0.0}
+        given |= flat(ALL)
         return [
             word
             for key, value in given.items()

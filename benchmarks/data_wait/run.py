@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app import synth
-from app.config import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings
+from app.config import DataSettings, ModelSettings, RunConfig, ScoreSettings, SplitSettings, StrategySettings
 from app.dataset import prepare
 from app.launch import place
 from app.reading import microbatches_of
@@ -36,8 +36,9 @@ def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
     slides = OUT / "data_wait"
     synth.main([str(slides), "--slides", "4", "--size", "8192", "--task", "classify"])
     config = RunConfig(
-        DataSettings(slides, validation=0.0),
+        DataSettings(slides),
         index=IndexSettings(tile=tile),
+        split=SplitSettings(validation=0.0),
         net=ModelSettings(model=model),
         strategy=StrategySettings(batch=batch, microbatches=batch),
         score=ScoreSettings(),

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from app.cli import _flags
-from app.config import DataSettings, OptimizerSettings, RunConfig, ScoreSettings, StrategySettings, StreamSettings
+from app.config import (
+    DataSettings,
+    OptimizerSettings,
+    RunConfig,
+    ScoreSettings,
+    SplitSettings,
+    StrategySettings,
+    StreamSettings,
+)
 
 CONFIG = RunConfig(DataSettings(Path("slides")))
 
@@ -56,7 +64,7 @@ def test_every_flag_has_its_own_name_and_help() -> None:
         (replace(CONFIG, optimization=OptimizerSettings(lr=0, momentum=1)), ["--lr must be above 0", "--momentum"]),
         (replace(CONFIG, score=ScoreSettings(top_k=0)), ["--top-k must be at least 1; got 0"]),
         (
-            replace(CONFIG, data=DataSettings(Path("s"), slide_mpp=1000, validation=0.6, test=0.6)),
+            replace(CONFIG, data=DataSettings(Path("s"), slide_mpp=1000), split=SplitSettings(0.6, 0.6)),
             ["--slide-mpp must be within 0.05-100.0 um/px; got 1000", "leave no slide to train on"],
         ),
     ],
