@@ -24,6 +24,7 @@ SCHEDULE_FILES = ROOT / "tests" / "golden" / "schedules"
 COMMANDS = {
     "app.doctor": "DoctorCommand",
     "app.index": "IndexCommand",
+    "app.bench": "BenchCommand",
     "app.plan": "PlanCommand",
     "app.report": "ReportCommand",
     "app.synth": "SynthCommand",
