@@ -52,7 +52,7 @@ def _defaults(config_type: type) -> dict[str, str]:
             found |= _defaults(field.default_factory)  # type: ignore[arg-type]  # each factory is a dataclass
         elif field.default is dataclasses.MISSING:
             found[field.name] = "(required)"
-            if field.name == "data" and config_type.__name__ == "RunConfig":
+            if field.name == "data":
                 found |= _defaults(importlib.import_module("app.config").DataSettings)
         else:
             found[field.name] = str(field.default)
