@@ -75,7 +75,7 @@ def compare(rows: Sequence[Row]) -> None:
         base = next((other for other in alike if _is_baseline(other) and other["ranks"] == row["ranks"]), None)
         row["baseline"] = base["strategy"] if base and base is not row else None
         row["times_baseline"] = _ratio(row, base) if base and base is not row else None
-        row["claim"] = _claim(row, base)
+        row["claim"] = _claim(row, base) + _beside_saving(row, base, alike)
 
 
 def _is_baseline(row: Mapping[str, Any]) -> bool:
@@ -129,6 +129,21 @@ def _claim(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
         return f"{told}, measured once"
     apart = low > base_high or high < base_low
     return told + (", ranges apart" if apart else ", ranges overlap")
+
+
+def _beside_saving(row: Mapping[str, Any], base: Mapping[str, Any] | None, alike: Sequence[Mapping[str, Any]]) -> str:
+    """Where data parallelism does not fit: beside the fastest that fits by recomputing or moving, or nothing."""
+    if base is None or base["status"] == "ok" or row["status"] != "ok" or row.get("loss_matches") is False:
+        return ""
+    fitting = [
+        other
+        for other in alike
+        if other["parallel"] == base["parallel"] and other["ranks"] == row["ranks"] and other["status"] == "ok"
+    ]
+    best = max(fitting, key=lambda other: other["images_per_second"], default=row)
+    if best is row:
+        return ""
+    return f"; {row['images_per_second'] / best['images_per_second']:.2f}x {best['strategy']}"
 
 
 def _median(values: Sequence[float | None]) -> float | None:

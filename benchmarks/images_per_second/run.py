@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from app.trials.page import write_page
+from app.trials.row import compare
 from benchmarks.results import markdown_table, results, write_results
 from demo.run import collect_slides
 from parallel.quantity import bytes_text
@@ -25,10 +27,13 @@ from parallel.quantity import bytes_text
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "images_per_second"
 MEMORY, BATCH = "2GiB", 4
+CORES = os.cpu_count() or 1
 WHOLE = ("single", "single+recompute", "single+recompute+offload", "ddp", "ddp+recompute", "fsdp")
 SPLIT = ("gpipe", "1f1b", "master", "master+recompute", "master+recompute+offload", "bidirectional")
 THEIRS = ("torch-gpipe", "torch-1f1b")
-LENGTH = {512: ("5", "2", "3"), 1024: ("3", "1", "2"), 2048: ("3", "0", "1")}
+ON_MORE = ("ddp", "1f1b", "master", "master+recompute+offload", "bidirectional", "torch-1f1b")
+"""On more ranks than there are cores: the baseline and the schedules."""
+LENGTH = {512: ("5", "2", "3"), 1024: ("4", "0", "2"), 2048: ("3", "0", "1")}
 """By tile side: steps, steps from memory, runs. A step of the largest tiles takes minutes."""
 HEADER = (
     *("model", "px", "ranks", "strategy", "images/s", "range", "from memory", "Mpx/s", "data wait"),
@@ -49,24 +54,27 @@ def slides_for(model: str) -> list[str]:
     return ["--slides", str(folder), "--annotations", str(folder / "annotations")]
 
 
-def measure(model: str, tile: int, ranks: list[str], repeats: int | None) -> Path:
-    """The folder of one ``app.bench``."""
+def measure(model: str, tile: int, ranks: list[int], repeats: int | None) -> None:
+    """One ``app.bench`` for ``ranks`` up to the number of cores, and one for more."""
     steps, twin_steps, usual = LENGTH.get(tile, LENGTH[2048])
-    out = OUT / model / str(tile)
-    command = [
-        *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
-        *("--ranks", *ranks, "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
-        *("--strategies", *WHOLE, *SPLIT, *THEIRS, "--min-tissue", "0.1", "--steps", steps),
-        *("--twin-steps", twin_steps, "--repeats", str(repeats or usual), "--resume", "--out", str(out)),
-    ]
-    subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
-    return out
+    for name, some, strategies in (
+        (f"{tile}", [n for n in ranks if n <= CORES], (*WHOLE, *SPLIT, *THEIRS)),
+        (f"{tile}-more", [n for n in ranks if n > CORES], ON_MORE),
+    ):
+        command = [
+            *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
+            *("--ranks", *map(str, some), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
+            *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", steps, "--twin-steps", twin_steps),
+            *("--repeats", str(repeats or usual), "--resume", "--out", str(OUT / model / name)),
+        ]
+        if some:
+            subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
 
 
 def joined(model: str) -> dict[str, Any] | None:
     """All tile sizes of ``model`` that were measured, as one benchmark; its page is written."""
     parts = []
-    for folder in sorted((OUT / model).glob("[0-9]*"), key=lambda path: int(path.name)):
+    for folder in sorted((OUT / model).glob("[0-9]*"), key=lambda path: (int(path.name.split("-")[0]), path.name)):
         if (folder / "bench.json").exists():
             part = json.loads((folder / "bench.json").read_text())
             for row in part["rows"]:
@@ -74,12 +82,14 @@ def joined(model: str) -> dict[str, Any] | None:
             parts.append(part)
     if not parts:
         return None
+    rows = [row for part in parts for row in part["rows"]]
+    compare(rows)
     whole = {
         **parts[-1],
         "command": "python -m benchmarks.images_per_second.run",
         "wall_s": sum(part["wall_s"] for part in parts),
-        "settings": parts[-1]["settings"] | {"tiles": [tile for part in parts for tile in part["settings"]["tiles"]]},
-        "rows": [row for part in parts for row in part["rows"]],
+        "settings": parts[-1]["settings"] | {"tiles": sorted({row["tile_px"] for row in rows})},
+        "rows": rows,
     }
     (OUT / model / "bench.json").write_text(json.dumps(whole, indent=2) + "\n")
     print(write_page(OUT / model))
@@ -111,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
     parser.add_argument("--tiles", type=int, nargs="*", default=[512, 1024, 2048], help="none: only the tables")
-    parser.add_argument("--ranks", nargs="+", default=["1", "2", "4"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, help="runs of each case; default: by tile size")
     parser.add_argument("--write", action="store_true", help="write the table of README.md")
     asked = parser.parse_args()

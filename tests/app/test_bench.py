@@ -123,6 +123,14 @@ def test_where_data_parallelism_does_not_fit_images_per_second_stand_alone() -> 
     assert rows(gpipe=[trial(1.0)])["gpipe"]["claim"] == "1 images/s; no data-parallel baseline was run"
 
 
+def test_where_data_parallelism_fits_only_by_recomputing_it_is_held_against_that() -> None:
+    out = [Trial("out-of-memory", "too much")]
+    found = rows(ddp=out, ddp_recompute=[trial(0.5)], master_recompute=[trial(0.6)], gpipe=out)
+    assert found["master + recompute"]["claim"] == "0.6 images/s where ddp is out of memory; 1.20x ddp + recompute"
+    assert found["ddp + recompute"]["claim"] == "0.5 images/s where ddp is out of memory"
+    assert found["gpipe"]["claim"] == "out of memory"
+
+
 def test_nothing_is_claimed_for_other_work() -> None:
     found = rows(ddp=[trial(1.0)], gpipe=[trial(9.0, loss=0.51)], master=[trial(9.0, loss=0.5 + 1e-7)])
     assert found["master"]["loss_matches"] is True
