@@ -15,7 +15,7 @@ settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, documents before all: begun last, the longest would keep one process waiting for the
-    other."""
+    """Files with slow tests first, the README's commands before all: begun last, the longest would keep one process
+    waiting for the other."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name != "test_docs.py", item.path not in slow))
+    items.sort(key=lambda item: (item.path.name != "test_readme.py", item.path not in slow))

@@ -1,16 +1,13 @@
-"""Every command the documents show is run, every file they name is there."""
+"""Every command, flag, file and picture that the documents name is there."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.documents import commands
 from tests.helpers.memory_picture import FILE, picture
 
 ROOT = Path(__file__).parents[1]
@@ -23,44 +20,6 @@ DOCUMENTS = sorted(
     )
 )
 MAKE_TARGETS = {"demo", "test", "setup", "golden", "bench", "lint"}
-
-
-def commands(path: Path) -> list[str]:
-    """Lines of the ``bash`` blocks of a document, without their comments."""
-    blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_commands_of_the_readme_run_in_order() -> None:
-    """The demo that ``make demo`` runs, shortened, then the lines as they are printed."""
-    shown = [line for line in commands(ROOT / "README.md") if not line.startswith(("make", "source"))]
-    assert len(shown) >= 4
-    said = run_python("demo/run.py", "--steps", "1")
-    assert re.search(r"2 ranks as planned +slide_auc \d\.\d\d +\d+\.\d\d", said)
-    assert re.search(r"MASTER on 2 ranks +slide_auc \d\.\d\d +\d+\.\d\d", said)
-    assert said.count("report: demo-data/") == 4
-    shutil.rmtree(ROOT / "runs", ignore_errors=True)
-    for line in shown:
-        program, *arguments = line.split()
-        assert program == "python", line
-        run_python(*arguments)
-
-
-def run_python(*arguments: str) -> str:
-    """What ``python`` with these arguments prints; it has to end well."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
