@@ -35,6 +35,8 @@ ON_MORE = ("ddp", "1f1b", "master", "master+recompute+offload", "bidirectional",
 """On more ranks than there are cores: the baseline and the schedules."""
 LENGTH = {512: ("5", "2", "3"), 1024: ("4", "0", "2"), 2048: ("3", "0", "1")}
 """By tile side: steps, steps from memory, runs. A step of the largest tiles takes minutes."""
+LONGEST_S = "900"
+"""Of one run: more, and it counts as failed."""
 HEADER = (
     *("model", "px", "ranks", "strategy", "images/s", "range", "from memory", "Mpx/s", "data wait"),
     *("bubble", "sent", "fullest rank", "claim"),
@@ -66,6 +68,7 @@ def measure(model: str, tile: int, ranks: list[int], repeats: int | None) -> Non
             *("--ranks", *map(str, some), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
             *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", steps, "--twin-steps", twin_steps),
             *("--repeats", str(repeats or usual), "--resume", "--out", str(OUT / model / name)),
+            *("--trial-timeout-s", LONGEST_S),
         ]
         if some:
             subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too

@@ -1,17 +1,14 @@
 """The communicator over MPI, through mpi4py: any MPI with MPI_THREAD_MULTIPLE, tried with MPICH and Open MPI.
 
-Takes the ranks that mpirun or srun started. MPI moves data only while somebody calls it, so a thread does that while
-operations are under way and the rank computes. Tensors on a device go through pinned host memory unless this MPI says
-that it takes device memory. This is the only module that imports mpi4py.
+Takes the ranks that mpirun or srun started. Tensors on a device go through pinned host memory unless this MPI says that
+it takes device memory.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,14 +27,8 @@ from parallel.comm.communicator import (
     cannot_pipeline,
     cannot_shard,
 )
+from parallel.comm.mpi_work import MPI, MpiWork, Progress, lost
 from parallel.comm.objects import in_memory_order
-
-try:
-    from mpi4py import MPI
-except (ImportError, RuntimeError) as fault:  # RuntimeError: mpi4py is there, no MPI library is
-    raise CommunicationError(
-        f"started by an MPI launcher, but MPI cannot be used from Python ({fault}): run `pip install '.[mpi]'`"
-    ) from fault
 
 SUMMED = {
     torch.uint8: MPI.UINT8_T,
@@ -50,96 +41,6 @@ SUMMED = {
 
 PRINTED_S = 1.0
 """Between the last words of a rank and the end of all: launchers pass on what ranks print, but not after an abort."""
-
-PAUSE_S = 0.0005
-"""Between two looks at what is under way, while the rank computes."""
-
-
-class Progress:
-    """Calls MPI from a thread of its own while operations are under way; one operation tested moves them all."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        """One thread at a time may test a request."""
-        self._some = threading.Condition()
-        self._works: list[MpiWork] = []
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="MPI progress", daemon=True)
-        self._thread.start()
-        # Before mpi4py's own farewell to MPI, which was registered earlier: nobody may call MPI after it.
-        atexit.register(self.stop)
-
-    def watch(self, work: MpiWork) -> None:
-        with self._some:
-            self._works.append(work)
-            self._some.notify()
-
-    def stop(self) -> None:
-        with self._some:
-            self._stopped = True
-            self._some.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._some:
-                self._some.wait_for(lambda: self._works or self._stopped)
-                if self._stopped:
-                    return
-                works = list(self._works)
-            # A failure is the business of whoever waits for the operation.
-            over = {id(work) for work in works[:1] if work.tested() is not False}
-            if len(works) > 1 and over:
-                over |= {id(work) for work in works[1:] if work.tested() is not False}
-            with self._some:
-                self._works = [work for work in self._works if id(work) not in over]
-            time.sleep(PAUSE_S)
-
-
-class MpiWork:
-    """An operation under way; holds its buffers.
-
-    Args:
-        arrive: what is left to do with the data once it is here.
-    """
-
-    def __init__(
-        self, owner: MpiCommunicator, request: Any, tensors: Sequence[Tensor], described: str, arrive: Any = None
-    ) -> None:
-        self._owner = owner
-        self._request = request
-        self._tensors = tensors
-        self._described = described
-        self._arrive: Callable[[], object] | None = arrive
-        self._over = False
-        self._fault: MPI.Exception | None = None
-
-    def tested(self) -> bool | None:
-        """Whether MPI is done with it; None once it has failed."""
-        with self._owner.progress.lock:
-            if not self._over and self._fault is None:
-                try:
-                    self._over = self._request.Test()
-                except MPI.Exception as fault:
-                    self._fault = fault
-            return None if self._fault else self._over
-
-    def wait(self) -> None:
-        end = time.monotonic() + self._owner.timeout_s
-        pause = 0.0
-        while not self.tested():
-            if self._fault is not None:
-                raise _lost(self._described, str(self._fault)) from self._fault
-            if time.monotonic() > end:
-                raise _lost(self._described, f"no answer for {self._owner.timeout_s:g} s")
-            time.sleep(pause)
-            pause = min(pause + 1e-5, PAUSE_S)
-        arrive, self._arrive = self._arrive, None
-        if arrive:
-            arrive()
-
-    def done(self) -> bool:
-        return self._arrive is None and self.tested() is True
 
 
 class MpiCommunicator:
@@ -259,7 +160,7 @@ class MpiCommunicator:
     ) -> MpiWork:
         described = f"rank {self.rank} of {self.world}: {operation}"
         with _named(described):
-            work = MpiWork(self, call(), tensors, described, arrive)
+            work = MpiWork(self.progress, self.timeout_s, call(), tensors, described, arrive)
         self.progress.watch(work)
         return work
 
@@ -279,13 +180,7 @@ def _named(described: str) -> Iterator[None]:
     try:
         yield
     except MPI.Exception as fault:
-        raise _lost(described, str(fault)) from fault
-
-
-def _lost(described: str, reason: str) -> CommunicationError:
-    return CommunicationError(
-        f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
-    )
+        raise lost(described, str(fault)) from fault
 
 
 def _memory(tensor: Tensor) -> Any:

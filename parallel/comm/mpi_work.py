@@ -1,0 +1,130 @@
+"""An operation of MPI under way, and the thread that moves it along while the rank computes.
+
+Takes requests that MPI gave; gives works to wait for. MPI moves data only while somebody calls it, so a thread does
+that while operations are under way. This module and ``mpi_comm`` are the only ones that know mpi4py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from parallel.comm.communicator import CommunicationError
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as fault:  # RuntimeError: mpi4py is there, no MPI library is
+    raise CommunicationError(
+        f"started by an MPI launcher, but MPI cannot be used from Python ({fault}): run `pip install '.[mpi]'`"
+    ) from fault
+
+PAUSE_S = 0.0005
+"""Between two looks at what is under way, while the rank computes."""
+
+
+class Progress:
+    """Calls MPI from a thread of its own while operations are under way; one operation tested moves them all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """One thread at a time may test a request."""
+        self._some = threading.Condition()
+        self._works: list[MpiWork] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="MPI progress", daemon=True)
+        self._thread.start()
+        # Before mpi4py's own farewell to MPI, which was registered earlier: nobody may call MPI after it.
+        atexit.register(self.stop)
+
+    def watch(self, work: MpiWork) -> None:
+        with self._some:
+            self._works.append(work)
+            self._some.notify()
+
+    def stop(self) -> None:
+        with self._some:
+            self._stopped = True
+            self._some.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._some:
+                self._some.wait_for(lambda: self._works or self._stopped)
+                if self._stopped:
+                    return
+                works = list(self._works)
+            # A failure is the business of whoever waits for the operation.
+            over = {id(work) for work in works[:1] if work.tested() is not False}
+            if len(works) > 1 and over:
+                over |= {id(work) for work in works[1:] if work.tested() is not False}
+            with self._some:
+                self._works = [work for work in self._works if id(work) not in over]
+            time.sleep(PAUSE_S)
+
+
+class MpiWork:
+    """An operation under way; holds its buffers.
+
+    Args:
+        timeout_s: how long ``wait`` waits for the other ranks.
+        described: rank and operation, for errors.
+        arrive: what is left to do with the data once it is here.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        timeout_s: float,
+        request: Any,
+        tensors: Sequence[Tensor],
+        described: str,
+        arrive: Callable[[], object] | None = None,
+    ) -> None:
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._request = request
+        self._tensors = tensors
+        self._described = described
+        self._arrive = arrive
+        self._over = False
+        self._fault: MPI.Exception | None = None
+
+    def tested(self) -> bool | None:
+        """Whether MPI is done with it; None once it has failed."""
+        with self._progress.lock:
+            if not self._over and self._fault is None:
+                try:
+                    self._over = self._request.Test()
+                except MPI.Exception as fault:
+                    self._fault = fault
+            return None if self._fault else self._over
+
+    def wait(self) -> None:
+        end = time.monotonic() + self._timeout_s
+        pause = 0.0
+        while not self.tested():
+            if self._fault is not None:
+                raise lost(self._described, str(self._fault)) from self._fault
+            if time.monotonic() > end:
+                raise lost(self._described, f"no answer for {self._timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(pause + 1e-5, PAUSE_S)
+        arrive, self._arrive = self._arrive, None
+        if arrive:
+            arrive()
+
+    def done(self) -> bool:
+        return self._arrive is None and self.tested() is True
+
+
+def lost(described: str, reason: str) -> CommunicationError:
+    """The error of an operation that the other ranks left."""
+    return CommunicationError(
+        f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
+    )
