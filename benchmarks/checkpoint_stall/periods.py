@@ -29,7 +29,8 @@ LR = 1e-4
 
 
 def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of the periods of each kind, as this rank saw them.
+    """Seconds of each part of the periods of each kind, as this rank saw them: what comes before the first step, every
+    step, and what comes after the last.
 
     A period with a checkpoint begins with it, and ends when it is on the disk: a run waits for it before the next.
 
@@ -41,7 +42,7 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     parts = microbatches(engine, case)
     folder = RunFolder(Path(case["folder"]))
     with_none = functools.partial(_period, engine, parts, steps, case["every"])
-    found: dict[str, Any] = {kind: [] for kind in KINDS} | {"between_s": [], "persist_s": []}
+    found: dict[str, Any] = {kind: [] for kind in KINDS} | {"persist_s": []}
     device = torch.device("cpu")
     blocking = Checkpoints(CheckpointSettings(0, checkpoint_write="blocking"), folder, engine, device, 0)
     with Checkpoints(CheckpointSettings(0), folder, engine, device, 0) as two_phase:
@@ -51,12 +52,10 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
             order = KINDS if round_number % 2 else KINDS[::-1]
             for kind in order:
                 communicator.barrier()
-                begun_s = time.monotonic()
-                between_s, written_s = with_none(two_phase, writers[kind])
+                parts_s, written_s = with_none(two_phase, writers[kind])
                 if round_number:  # in the first, memory is taken for the first time
-                    found[kind].append(time.monotonic() - begun_s)
+                    found[kind].append(parts_s)
                     if kind == "two-phase":
-                        found["between_s"].append(between_s)
                         found["persist_s"].append(written_s)
         found["tuned"] = two_phase.every
     found["threads"] = torch.get_num_threads()
@@ -72,22 +71,23 @@ def _period(
     every: int,
     told: Checkpoints,
     writer: Checkpoints | None,
-) -> tuple[float, float]:
-    """Seconds that the checkpoint took between two steps, and until the step after which it was on the disk."""
+) -> tuple[list[float], float]:
+    """Seconds of each part, and until the step after which the checkpoint was on the disk."""
     begun_s = time.monotonic()
-    between_s = written_s = 0.0
+    moments, written_s = [begun_s], 0.0
     if writer is not None:
         state = engine.state_dict()
         writer.save({**state, "step": 0} if state else {}, 0, begun_s, best=False)
-        between_s = time.monotonic() - begun_s
+    moments.append(time.monotonic())
     for _ in range(every):
-        before_s = time.monotonic()
         engine.step(parts, next(steps), LR)
-        told.add_step(time.monotonic() - before_s)
+        moments.append(time.monotonic())
+        told.add_step(moments[-1] - moments[-2])
         if not written_s and not told.busy:
-            written_s = time.monotonic() - begun_s
+            written_s = moments[-1] - begun_s
     told.finish()
-    return between_s, written_s or time.monotonic() - begun_s
+    moments.append(time.monotonic())
+    return [end - begin for begin, end in itertools.pairwise(moments)], written_s or moments[-1] - begun_s
 
 
 def engine_of(communicator: Communicator, case: dict[str, Any]) -> TrainingEngine:
