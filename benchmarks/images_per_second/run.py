@@ -1,7 +1,7 @@
 """Images per second of ResNet-50 and U-Net over tile sizes, by strategy, beside data-parallel baselines.
 
     python -m benchmarks.images_per_second.run [--models resnet50 unet] [--tiles 512 1024 2048] [--ranks 1 2 4]
-        [--repeats N] [--write]
+        [--strategies NAME ...] [--steps N] [--repeats N] [--write]
 
 Runs ``app.bench`` for each model and tile size; what was measured before is kept. Leaves, for each model, a report over
 all tile sizes in ``bench-data/images_per_second``. Wants an otherwise idle machine.
@@ -33,7 +33,7 @@ SPLIT = ("gpipe", "1f1b", "master", "master+recompute", "master+recompute+offloa
 THEIRS = ("torch-gpipe", "torch-1f1b")
 ON_MORE = ("ddp", "1f1b", "master", "master+recompute+offload", "bidirectional", "torch-1f1b")
 """On more ranks than there are cores: the baseline and the schedules."""
-LENGTH = {512: ("5", "2", "3"), 1024: ("4", "0", "2"), 2048: ("3", "0", "1")}
+LENGTH = {512: (5, 2, 3), 1024: (4, 0, 2), 2048: (3, 0, 1)}
 """By tile side: steps, steps from memory, runs. A step of the largest tiles takes minutes."""
 LONGEST_S = "900"
 """Of one run: more, and it counts as failed."""
@@ -56,18 +56,19 @@ def slides_for(model: str) -> list[str]:
     return ["--slides", str(folder), "--annotations", str(folder / "annotations")]
 
 
-def measure(model: str, tile: int, ranks: list[int], repeats: int | None) -> None:
-    """One ``app.bench`` for ``ranks`` up to the number of cores, and one for more."""
-    steps, twin_steps, usual = LENGTH.get(tile, LENGTH[2048])
+def measure(model: str, tile: int, asked: argparse.Namespace) -> None:
+    """One ``app.bench`` for ranks up to the number of cores, and one for more."""
+    steps, twin_steps, repeats = LENGTH.get(tile, LENGTH[2048])
+    steps, repeats = asked.steps or steps, asked.repeats or repeats
     for name, some, strategies in (
-        (f"{tile}", [n for n in ranks if n <= CORES], (*WHOLE, *SPLIT, *THEIRS)),
-        (f"{tile}-more", [n for n in ranks if n > CORES], ON_MORE),
+        (f"{tile}", [n for n in asked.ranks if n <= CORES], asked.strategies or (*WHOLE, *SPLIT, *THEIRS)),
+        (f"{tile}-more", [n for n in asked.ranks if n > CORES], asked.strategies or ON_MORE),
     ):
         command = [
             *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
             *("--ranks", *map(str, some), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
-            *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", steps, "--twin-steps", twin_steps),
-            *("--repeats", str(repeats or usual), "--resume", "--out", str(OUT / model / name)),
+            *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", str(steps)),
+            *("--twin-steps", str(twin_steps), "--repeats", str(repeats), "--resume", "--out", str(OUT / model / name)),
             *("--trial-timeout-s", LONGEST_S),
         ]
         if some:
@@ -125,12 +126,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
     parser.add_argument("--tiles", type=int, nargs="*", default=[512, 1024, 2048], help="none: only the tables")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--strategies", nargs="+", help="default: all")
+    parser.add_argument("--steps", type=int, help="of a run; default: by tile size")
     parser.add_argument("--repeats", type=int, help="runs of each case; default: by tile size")
     parser.add_argument("--write", action="store_true", help="write the table of README.md")
     asked = parser.parse_args()
     for model in asked.models:
         for tile in asked.tiles:
-            measure(model, tile, asked.ranks, asked.repeats)
+            measure(model, tile, asked)
     found = [whole for model in ("resnet50", "unet") if (whole := joined(model))]
     rows = [row for whole in found for row in whole["rows"]]
     minutes = sum(whole["wall_s"] for whole in found) / 60
