@@ -1,7 +1,7 @@
 """The ways of starting a run that start it again: torchrun, ``--ranks`` with ``--max-restarts``, and Slurm's requeue.
 
 Takes settings and a run folder; gives the run under way. Jobs are those of a Slurm on this machine, if it is installed:
-``job.sbatch`` asks for the requeue itself when the run fails; for ``preemptible.sbatch`` somebody else asks.
+``preemptible.sbatch``, which asks for the requeue itself when a rank is killed, or for which somebody else asks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from typing import Protocol
 
 import psutil
 
-from app.machine import usable_cores
 from tests.helpers.slurm import ENDED, Slurm, missing_programs, running_slurm
 
 ROOT = Path(__file__).parents[2]
-SELF_REQUEUED = Path(__file__).with_name("job.sbatch")
 PREEMPTIBLE = ROOT / "configs" / "slurm" / "preemptible.sbatch"
 RANKS, RESTARTS = 2, 3
 KILLED, REQUEUED = "rank 1, `kill -9`", "the job, `scontrol requeue`"
@@ -90,11 +88,8 @@ def find_starts(stack: ExitStack) -> list[Start]:
     ]
     if not missing_programs():
         slurm = stack.enter_context(running_slurm())
-        cores = ("--cpus-per-task", str(usable_cores()))
-        found += [
-            Start("job.sbatch", KILLED, (*cores, str(SELF_REQUEUED)), ("--ranks", str(RANKS)), slurm),
-            Start("preemptible.sbatch", REQUEUED, ("--ntasks-per-node", str(RANKS), str(PREEMPTIBLE)), (), slurm),
-        ]
+        job = ("--ntasks-per-node", str(RANKS), str(PREEMPTIBLE))
+        found += [Start("preemptible.sbatch", kill, job, (), slurm) for kill in (KILLED, REQUEUED)]
     return found
 
 
@@ -188,6 +183,9 @@ def rank_of(out: Path, rank: int) -> psutil.Process:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if "app.train" in words and str(out) in words and process.environ().get("RANK") == str(rank):
+            if "app.train" not in words or str(out) not in words or "srun" in words[0]:
+                continue
+            environment = process.environ()
+            if environment.get("RANK", environment.get("SLURM_PROCID")) == str(rank):
                 return process
     raise LookupError(f"no process of rank {rank} of {out} was found")

@@ -12,12 +12,14 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from app.slurm import expand_hosts
+from benchmarks.fault_drill.starts import rank_of
 from tests.app.conftest import QUICK, ROOT, summary_of, train_command
 from tests.helpers.slurm import NODES, Slurm
 
@@ -146,7 +148,7 @@ def test_mpi(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_preempted_requeued_and_goes_on(
+def test_a_run_that_is_preempted_and_then_loses_a_rank_is_requeued_and_goes_on(
     slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
 ) -> None:
     out, output = with_index(indexed, tmp_path / "run"), tmp_path / "job.out"
@@ -158,18 +160,23 @@ def test_a_run_that_is_preempted_requeued_and_goes_on(
         cwd=ROOT,
         environment={**ENVIRONMENT, "RUN": str(out)},
     )
-    end = time.monotonic() + 150
-    while not (out / "metrics.csv").exists() or len(losses_of(out)) < 2:
-        assert time.monotonic() < end, output.read_text()
-        time.sleep(0.05)
-    sent = slurm.run(
-        "scancel", "--signal=USR1", job
-    )  # as Slurm does before the time is up: to the steps, not the script
+
+    def wait_for(what: Callable[[], bool]) -> None:
+        end = time.monotonic() + 150
+        while not what():
+            assert time.monotonic() < end, output.read_text()
+            time.sleep(0.05)
+
+    wait_for(lambda: (out / "metrics.csv").exists() and len(losses_of(out)) >= 2)
+    # As Slurm does before the time is up: to the steps, not the script.
+    sent = slurm.run("scancel", "--signal=USR1", job)
     assert sent.returncode == 0, sent.stderr
+    wait_for(lambda: "restarted (attempt 2): continuing from step " in output.read_text())
+    rank_of(out, 1).kill()
     assert slurm.wait(job, 240) == "COMPLETED", output.read_text()
-    assert slurm.job(job)["Restarts"] == "1"
+    assert slurm.job(job)["Restarts"] == "2"
     printed = output.read_text()
-    assert "restarted (attempt 2): continuing from step " in printed
+    assert "restarted (attempt 3): continuing from step " in printed
     assert summary_of(out)["status"] == "completed"
     assert losses_of(out) == losses_of(trained[0])
     weights, expected = (torch.load(run / "checkpoints" / "last.pt", weights_only=True) for run in (out, trained[0]))
