@@ -82,6 +82,7 @@ def joined(model: str) -> dict[str, Any] | None:
         if (folder / "bench.json").exists():
             part = json.loads((folder / "bench.json").read_text())
             for row in part["rows"]:
+                row["scaling"] = "strong"  # each file has some of the numbers of ranks; the batch is the same in all
                 row["schedule_svg"] = row["schedule_svg"] and f"{folder.name}/{row['schedule_svg']}"
             parts.append(part)
     if not parts:
