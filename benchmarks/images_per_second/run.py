@@ -10,6 +10,7 @@ all tile sizes in ``bench-data/images_per_second``. Wants an otherwise idle mach
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import subprocess
@@ -48,12 +49,20 @@ def slides_for(model: str) -> list[str]:
     if model != "unet":
         folder = OUT / "classify"
         if not (folder / "slides" / "labels.csv").exists():
-            collect_slides(folder)
+            _label(collect_slides(folder))
         return ["--slides", str(folder / "slides")]
     folder = OUT / "segment"
     synth = [sys.executable, "-m", "app.synth", str(folder), "--slides", "4", "--size", "4096", "--task", "segment"]
     subprocess.run(synth, cwd=ROOT, check=True)
     return ["--slides", str(folder), "--annotations", str(folder / "annotations")]
+
+
+def _label(slides: Path) -> None:
+    """Tell real slides from synthetic ones: both are there at every tile size."""
+    names = [path.name for path in sorted(slides.iterdir()) if path.suffix != ".csv"]
+    rows = [(name, "synthetic" if name.startswith("slide_") else "real") for name in names]
+    with (slides / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("slide", "label"), *rows])
 
 
 def measure(model: str, tile: int, asked: argparse.Namespace) -> None:
