@@ -59,7 +59,7 @@ def slides_for(model: str) -> list[str]:
 
 def _label(slides: Path) -> None:
     """Tell real slides from synthetic ones: both are there at every tile size."""
-    names = [path.name for path in sorted(slides.iterdir()) if path.suffix != ".csv"]
+    names = [path.name for path in sorted(slides.iterdir()) if path.suffix not in (".csv", ".json")]
     rows = [(name, "synthetic" if name.startswith("slide_") else "real") for name in names]
     with (slides / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("slide", "label"), *rows])
