@@ -5,7 +5,9 @@ Every case is a real command on real files in a temporary folder; ``test_bad_inp
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import io
 import os
 import shlex
@@ -35,6 +37,7 @@ class Case:
         code: exit code that is documented for it.
         says: part of what is printed.
         prefix: shell words before the command, for limits.
+        also: further parts of what is printed.
     """
 
     name: str
@@ -43,27 +46,40 @@ class Case:
     code: int
     says: str
     prefix: str = ""
+    also: tuple[str, ...] = ()
+
+
+@functools.cache
+def _made() -> Path:
+    """Four good slides, drawn once."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    with contextlib.redirect_stdout(io.StringIO()):
+        synth.main([str(folder), "--slides", "4", "--size", "1024", "--task", "classify"])
+    return folder
 
 
 def slides(folder: Path, labels: str = "slide_0000,a\nslide_0001,b\nslide_0002,a\nslide_0003,b\n") -> None:
     """Four good slides, and labels for them."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        synth.main([str(folder), "--slides", "4", "--size", "1024", "--task", "classify"])
+    shutil.copytree(_made(), folder, dirs_exist_ok=True)
     (folder / "labels.csv").write_text("slide,label\n" + labels if labels else "")
     if not labels:
         (folder / "labels.csv").unlink()
 
 
-def with_file(name: str, content: bytes) -> Callable[[Path], None]:
-    """Four good slides and one bad file, labelled like them."""
-
-    def make(folder: Path) -> None:
-        slides(folder)
+def damaged(folder: Path) -> None:
+    """Four good slides and four bad files, labelled like them."""
+    slides(folder)
+    bad = {
+        "cut.svs": SVS.read_bytes()[:900_000],
+        "zero.svs": b"",
+        "page.svs": HTML,
+        "photo.svs": next((ROOT / "data/nuclei/images").glob("*.png")).read_bytes(),
+    }
+    for name, content in bad.items():
         (folder / name).write_bytes(content)
         with (folder / "labels.csv").open("a") as file:
             file.write(f"{name},a\n")
-
-    return make
 
 
 def only(content: bytes) -> Callable[[Path], None]:
@@ -84,6 +100,12 @@ def unwritable(folder: Path) -> None:
     """The run folder's place is taken by a file, which no user, root included, can write into as a folder."""
     slides(folder)
     (folder.parent / "out").write_text("a file")
+
+
+def held(folder: Path) -> None:
+    """The run folder holds a run."""
+    slides(folder)
+    run(TRAIN.format(d=folder, out=folder.parent / "out"))
 
 
 def full_disk(folder: Path) -> None:
@@ -115,27 +137,19 @@ CASES = [
     ),
     Case("one class only", lambda d: slides(d, "slide_0000,a\nslide_0001,a\n"), TRAIN, 2, "at least two classes"),
     Case(
-        "truncated slide among good ones",
-        with_file("cut.svs", SVS.read_bytes()[:900_000]),
+        "bad slides among good ones",
+        damaged,
         TRAIN,
         0,
         "cut: failed at open",
-    ),
-    Case("zero-byte slide among good ones", with_file("zero.svs", b""), TRAIN, 0, "the file is empty"),
-    Case("text named .svs among good ones", with_file("page.svs", HTML), TRAIN, 0, "this is a text file, not a slide"),
-    Case(
-        "renamed picture among good ones",
-        with_file("photo.svs", (next((ROOT / "data/nuclei/images").glob("*.png"))).read_bytes()),
-        TRAIN,
-        0,
-        "photo: failed at open",
+        also=("the file is empty", "this is a text file, not a slide", "photo: failed at open"),
     ),
     Case("every slide bad", only(HTML), TRAIN, 1, "none of the 2 slides can be used"),
     Case("tile larger than the slides", slides, TRAIN.replace("--tile 256", "--tile 4096"), 1, "4096"),
     Case("mpp that no level can give", slides, TRAIN + " --mpp 0.1", 1, "0.1"),
     Case("absurd mpp", slides, TRAIN + " --slide-mpp 1000", 2, "--slide-mpp must be within 0.05-100.0 um/px; got 1000"),
     Case("run folder that cannot be written", unwritable, TRAIN, 1, "cannot be written"),
-    Case("run folder that holds a run", full_disk, TRAIN, 2, "already holds a run"),
+    Case("run folder that holds a run", held, TRAIN, 2, "already holds a run"),
     Case("disk full while saving", full_disk, RESNET, 1, "the previous one is kept", "ulimit -f 3000;"),
     Case("unknown model", slides, TRAIN + " --model resnet19", 2, "a ResNet has depth 18"),
     Case("model of the other task", slides, TRAIN + " --model unet_w4", 2, "choose a classification --model"),
@@ -168,11 +182,13 @@ def main() -> None:
     for case in CASES:
         folder = Path(tempfile.mkdtemp())
         done = carry_out(case, folder)
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if case.says in line] or [done.stderr]
+        said = (done.stdout + done.stderr).splitlines()
+        lines = [line for line in said if any(each in line for each in (case.says, *case.also))] or [done.stderr]
         shutil.rmtree(folder)
         command = case.prefix + " python -m " + case.command.format(d="DIR", out="RUN")
         print(
-            f"{case.name}\n  $ {command.strip()}\n  exit {done.returncode}: {lines[0].strip().replace(str(folder), '')}"
+            f"{case.name}\n  $ {command.strip()}\n  exit {done.returncode}: "
+            + "\n          ".join(line.strip().replace(str(folder), "") for line in lines)
         )
 
 

@@ -12,6 +12,7 @@ from tests.app.bad_inputs import CASES, Case, carry_out
 def test_wrong_input_has_one_clear_message_and_its_exit_code(case: Case, tmp_path: Path) -> None:
     done = carry_out(case, tmp_path)
     said = done.stdout + done.stderr
-    assert case.says in said
+    for part in (case.says, *case.also):
+        assert part in said
     assert done.returncode == case.code, said
     assert "Traceback" not in said
