@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from app.atomic_file import link_file, write_spans
+from app.priority import let_other_sessions_first
 
-NICENESS = 10
-"""What the run computes goes first."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -63,7 +62,7 @@ def main() -> None:
     # What asks the run to stop is for the run, which waits for the checkpoint under way.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)
+    let_other_sessions_first()
     serve(int(sys.argv[2]))
 
 

@@ -18,6 +18,7 @@ import torch
 from app.checkpoint import not_written
 from app.checkpoint_image import image_of
 from app.checkpoint_writer import CheckpointWriter
+from app.priority import let_others_first
 from app.shared_buffer import SharedBuffer
 from app.snapshot import Snapshot
 from parallel.keeping.copies import Copies
@@ -139,6 +140,7 @@ class _Job(threading.Thread):
                 self._snapshot.complete()
             finally:
                 self._copied.set()
+            let_others_first()  # the copy is awaited, what follows is not
             spans = image_of(self._snapshot.state, self._buffer)
             self._writer.write(self.path, spans, self._also)
         except BaseException as fault:
