@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel.comm.communicator import CommunicationError
 
 try:
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as fault:  # RuntimeError: mpi4py is there, no MPI library is
     raise CommunicationError(
         f"started by an MPI launcher, but MPI cannot be used from Python ({fault}): run `pip install '.[mpi]'`"
