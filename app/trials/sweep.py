@@ -15,6 +15,7 @@ from typing import Any
 from app.trials.knobs import Knob, Setting, alone, on_in
 
 NOTHING = "nothing on"
+COLUMNS = ("on", "images/s", "range", "x nothing on", "x best knob", "verdict")
 
 HELPS, HURTS, SAME = "helps", "hurts", "no difference"
 TOGETHER, FIGHT, IDLE = "beats its best knob", "fight", "no better than nothing on"
@@ -74,22 +75,23 @@ def sweep_rows(knobs: Sequence[Knob], measured: Sequence[Measured]) -> list[dict
 
 def sweep_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """``rows`` as aligned columns, and what they say in sentences."""
-    lines = [("on", "images/s", "range", "x nothing on", "x best knob", "verdict")]
-    for row in rows:
-        low, high = row["images_per_second_range"] or (None, None)
-        lines.append(
-            (
-                row["label"],
-                _number(row["images_per_second"]),
-                "" if low is None else f"{_number(low)}-{_number(high)}",
-                _ratio(row["times_off"]),
-                _ratio(row["times_best_knob"]),
-                row["verdict"],
-            )
-        )
+    lines = [COLUMNS, *map(sweep_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     return [*(line.rstrip() for line in aligned), *sweep_findings(rows)]
+
+
+def sweep_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """``row`` as text, under ``COLUMNS``."""
+    low, high = row["images_per_second_range"] or (None, None)
+    return (
+        row["label"],
+        _number(row["images_per_second"]),
+        "" if low is None else f"{_number(low)}-{_number(high)}",
+        _ratio(row["times_off"]),
+        _ratio(row["times_best_knob"]),
+        row["verdict"],
+    )
 
 
 def sweep_findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from app.trials.sweep import COLUMNS, sweep_cells
 from benchmarks.results import markdown_table, results, write_results
 from demo.run import collect_slides
 
@@ -26,7 +27,6 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "overlap"
 README = Path(__file__).with_name("README.md")
 RANKS, TILE, BATCH, EVERY = os.cpu_count() or 1, 512, 8, 5
-HEADER = ("on", "images/s", "range", "x nothing on", "x best of them alone", "verdict")
 
 
 def measure(model: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def parts(model: str, found: dict[str, Any]) -> Iterator[str]:
             f"checkpoint every {EVERY} of {found['settings']['steps']} steps, {found['settings']['repeats']} runs of "
             f"each; {found['wall_s'] / 60:.0f} min.\n"
         )
-        yield markdown_table(HEADER, map(line, sweep["rows"]))
+        yield markdown_table(COLUMNS, map(sweep_cells, sweep["rows"]))
         yield "".join(f"- {finding}\n" for finding in sweep["findings"])
 
 
@@ -63,22 +63,6 @@ def ranks_text(sweep: dict[str, Any]) -> str:
     if sweep["ranks"] == 1:
         return "one rank of one thread"
     return f"{sweep['ranks']} ranks of one thread under {sweep['strategy']}"
-
-
-def line(row: dict[str, Any]) -> tuple[str, ...]:
-    low, high = row["images_per_second_range"] or (None, None)
-    return (
-        row["label"],
-        number(row["images_per_second"]),
-        "" if low is None else f"{number(low)}-{number(high)}",
-        number(row["times_off"]),
-        number(row["times_best_knob"]),
-        row["verdict"],
-    )
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 def main() -> None:
