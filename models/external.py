@@ -1,4 +1,4 @@
-"""Models that are not ours: torchvision, timm, and a user's own factory.
+"""Models that are not ours: torchvision, timm, segmentation-models-pytorch, and a user's own factory.
 
 Takes a name and the number of classes; gives a module whose forward returns one tensor: logits (n, classes), or
 (n, classes, h, w) for segmentation. Nothing is downloaded: weights are random until ``weights.load_weights``.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,6 +26,9 @@ WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
 
 SHOWN_NAMES = 24
 """timm alone knows over a thousand."""
+
+FROM_TIMM = "tu-"
+"""How segmentation-models-pytorch begins the names of encoders that it takes from timm."""
 
 
 class TorchvisionSegmenter(nn.Module):
@@ -81,6 +87,61 @@ def build_timm(name: str, *, classes: int, in_channels: int) -> nn.Module:
         raise ValueError(f"model timm:{name} is not in timm; {close_matches(name, timm.list_models())}")
     built: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, in_chans=in_channels)
     return built
+
+
+def build_smp(name: str, *, classes: int, in_channels: int) -> nn.Module:
+    """A segmentation network of segmentation-models-pytorch: ``DECODER(ENCODER)``, by their names there.
+
+    Raises:
+        ValueError: the package is not installed, has no such decoder or encoder, or does not join these two.
+    """
+    try:
+        import segmentation_models_pytorch as smp
+    except ImportError as fault:
+        raise ValueError(
+            f"model smp:{name} is of the package segmentation-models-pytorch, which cannot be imported: {fault}; "
+            'install it: pip install "megatile[smp]"'
+        ) from fault
+    decoders = {kind.__name__: kind for kind in smp.MODEL_ARCHITECTURES_MAPPING.values()}
+    form = re.fullmatch(r"([^()]*)(?:\(([^()]*)\))?", name)
+    decoder, encoder = (part or "" for part in form.groups()) if form else (name, "")
+    if decoder not in decoders:
+        hint = close_matches(decoder, decoders)
+        raise ValueError(f"model smp:{name}: segmentation-models-pytorch has no decoder {decoder!r}; {hint}")
+    if not encoder:
+        raise ValueError(
+            f"model smp:{name} names no encoder: write one in parentheses, such as smp:{decoder}(resnet34)"
+        )
+    _check_smp_encoder(name, encoder, smp.encoders.get_encoder_names())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of names that the package keeps beside newer ones
+            built: nn.Module = decoders[decoder](
+                encoder, encoder_weights=None, in_channels=in_channels, classes=classes
+            )
+    except Exception as fault:  # each decoder says in its own way which encoders it cannot take
+        if torch.get_default_device().type == "meta" and isinstance(fault, RuntimeError):
+            raise  # an encoder that looks at numbers while it is built
+        why = f"{type(fault).__name__}: {' '.join(str(fault).split())}"
+        raise ValueError(
+            f"model smp:{name}: {decoder} does not go with the encoder {encoder}: {why}; choose another, such as "
+            f"smp:{decoder}({'tu-vit_tiny_patch16_224' if decoder == 'DPT' else 'resnet34'})"
+        ) from fault
+    return built
+
+
+def _check_smp_encoder(name: str, encoder: str, known: Iterable[str]) -> None:
+    """Refuse an encoder that neither segmentation-models-pytorch nor timm has."""
+    import timm
+
+    if encoder.startswith(FROM_TIMM):
+        of_timm = encoder.removeprefix(FROM_TIMM)
+        if not timm.is_model(of_timm):
+            hint = close_matches(of_timm, timm.list_models())
+            raise ValueError(f"model smp:{name}: encoder {encoder}: {of_timm} is not in timm; {hint}")
+    elif encoder not in known:
+        hint = f"{close_matches(encoder, known)} Encoders of timm are written {FROM_TIMM}NAME"
+        raise ValueError(f"model smp:{name}: segmentation-models-pytorch has no encoder {encoder!r}; {hint}")
 
 
 def build_from_factory(path: str, *, classes: int) -> nn.Module:

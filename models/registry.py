@@ -1,9 +1,9 @@
 """Models by name.
 
 Takes what ``--model`` takes: a name of ours, ``torchvision:NAME``, ``timm:NAME``, ``unet:TIMM_NAME`` (a U-Net over that
-encoder) or ``package.module:factory``; gives a plain ``nn.Module`` from float (n, in_channels, h, w) to logits:
-(n, classes), or (n, classes, h, w) for U-Nets and torchvision's segmentation networks. To add a model, write its file
-and give it a line in ``OURS``.
+encoder), ``smp:DECODER(ENCODER)`` or ``package.module:factory``; gives a plain ``nn.Module`` from float (n,
+in_channels, h, w) to logits: (n, classes), or (n, classes, h, w) for U-Nets, segmentation-models-pytorch and
+torchvision's segmentation networks. To add a model, write its file and give it a line in ``OURS``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from torch import nn
 
 from models.amoebanet import AmoebaNet
 from models.blocks import Norm
-from models.external import build_from_factory, build_timm, build_torchvision, check_foreign, to_group_norm
+from models.external import (
+    build_from_factory,
+    build_smp,
+    build_timm,
+    build_torchvision,
+    check_foreign,
+    to_group_norm,
+)
 from models.resnet import BLOCKS_BY_DEPTH, ResNet
 from models.resnet_v2 import ResNetV2
 from models.unet import UNet
@@ -33,7 +40,7 @@ OURS: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
 }
 """Pattern of the name -> (what its numbers and classes, norm, in_channels are given to, names to show)."""
 
-ELSEWHERE = ("unet:TIMM_NAME", "torchvision:NAME", "timm:NAME", "package.module:factory")
+ELSEWHERE = ("unet:TIMM_NAME", "smp:DECODER(ENCODER)", "torchvision:NAME", "timm:NAME", "package.module:factory")
 
 
 def model_names() -> tuple[str, ...]:
@@ -45,8 +52,8 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
     """The model called ``name`` with random weights, on the current default device.
 
     Args:
-        name: one of ``model_names()``, or as in ``ELSEWHERE``: ``unet:TIMM_NAME``, ``torchvision:NAME``, ``timm:NAME``,
-            ``package.module:factory``.
+        name: one of ``model_names()``, or as in ``ELSEWHERE``: ``unet:TIMM_NAME``, ``smp:DECODER(ENCODER)``,
+            ``torchvision:NAME``, ``timm:NAME``, ``package.module:factory``.
         classes: of the logits; 1 gives a single logit.
         norm: ``batch``, ``group`` or ``instance`` in our own models; in others ``batch`` keeps what they have and
             ``group`` replaces their BatchNorm.
@@ -66,11 +73,13 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
         hint = f"did you mean {' or '.join(matches)}? " if matches else ""
         raise ValueError(f"unknown model {name!r}; {hint}known are {', '.join((*model_names(), *ELSEWHERE))}")
     source, _, rest = name.partition(":")
-    check_foreign(name, norm=norm, in_channels=in_channels, any_channels=source in ("timm", "unet"))
+    check_foreign(name, norm=norm, in_channels=in_channels, any_channels=source in ("timm", "unet", "smp"))
     if source == "torchvision":
         model = build_torchvision(rest, classes=classes)
     elif source == "timm":
         model = build_timm(rest, classes=classes, in_channels=in_channels)
+    elif source == "smp":
+        model = build_smp(rest, classes=classes, in_channels=in_channels)
     elif source == "unet":
         model = build_encoder_unet(rest, classes=classes, in_channels=in_channels)
     else:

@@ -6,16 +6,31 @@ empty cache is what goes to another process.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 
 from pipelines.annotation_files import MASK_SUFFIXES
 from pipelines.backends.mask import Mask, open_mask
 from pipelines.geojson import Drawing, read_geojson
+from pipelines.slide import SlideError
 
 FILES = 64
 TOTAL_BYTES = 512 << 20
+
+
+@contextlib.contextmanager
+def damaged_is_slide_error(path: Path) -> Iterator[None]:
+    """Whatever is raised inside is the fault of the file: of a damaged one, libraries raise anything."""
+    try:
+        yield
+    except SlideError:
+        raise
+    except Exception as fault:
+        text = f"{type(fault).__name__}: {fault}".strip(": ")
+        raise SlideError(f"annotation {path} is damaged ({text}). Export it again") from fault
 
 
 class AnnotationCache:
@@ -32,7 +47,7 @@ class AnnotationCache:
         self._reading: dict[Path, Lock] = {}
 
     def get(self, path: Path) -> Drawing | Mask:
-        """The annotation in ``path``. Raises SlideError where it is damaged."""
+        """The annotation in ``path``. Raises SlideError where it is damaged, however that shows."""
         with self._lock:
             reading = self._reading.setdefault(path, Lock())
         with reading:
@@ -40,7 +55,8 @@ class AnnotationCache:
                 if path in self._kept:
                     self._kept.move_to_end(path)
                     return self._kept[path]
-            annotation = open_mask(path) if path.suffix.lower() in MASK_SUFFIXES else read_geojson(path)
+            with damaged_is_slide_error(path):
+                annotation = open_mask(path) if path.suffix.lower() in MASK_SUFFIXES else read_geojson(path)
             with self._lock:
                 self._kept[path] = annotation
                 self._let_go()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.catalog import MASK_ENDINGS, SlideSpec, match_slide, slide_stem
+from pipelines.catalog import MASK_ENDINGS, SlideNames, SlideSpec, slide_stem
 from pipelines.table import listed
 
 GEOJSON_SUFFIXES = (".geojson", ".json")
@@ -90,11 +90,11 @@ def classes_files(files: AnnotationFiles) -> list[Path]:
 
 
 def _assign(files: Iterable[Path], specs: Sequence[SlideSpec], source: str) -> AnnotationFiles:
-    ids = {spec.slide_id for spec in specs}
+    slides = SlideNames(spec.slide_id for spec in specs)
     by_slide: defaultdict[str, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
     for file in sorted(set(files)):
-        slide = next((s for name in _names(file) if (s := match_slide(name, ids)) is not None), None)
+        slide = next((s for name in _names(file) if (s := slides.match(name)) is not None), None)
         if slide is not None:
             by_slide[slide].append(file)
         elif file.suffix.lower() != ".json":
@@ -133,4 +133,13 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    return [f for below, _, _ in os.walk(folder, followlinks=True) for f in _files_in(Path(below))]
+    files: list[Path] = []
+    seen: set[str] = set()  # links to folders are followed, a loop of them once
+    for below, folders, _ in os.walk(folder, followlinks=True):
+        real = os.path.realpath(below)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        files += _files_in(Path(below))
+    return files

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.annotation_cache import AnnotationCache
+from pipelines.annotation_cache import AnnotationCache, damaged_is_slide_error
 from pipelines.annotation_files import AnnotationFiles, classes_files
 from pipelines.backends.mask import Mask
 from pipelines.catalog import SlideSpec
@@ -36,7 +36,7 @@ IGNORE = 255
 IGNORED_CLASS = re.compile(r"ignore|exclude", re.IGNORECASE)
 """Areas of a class that starts like this are not learnt from; QuPath itself has a class ``Ignore*``."""
 
-CLASS_LINE = re.compile(r"(\d+)[\s:=,;]+(\S.*)")
+CLASS_LINE = re.compile(r"([0-9]{1,9})[\s:=,;]+(\S.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +82,20 @@ class SlideAnnotations:
         """
         if out.shape != (region.height, region.width) or out.dtype != np.uint8:
             raise ValueError(f"out must be uint8 {(region.height, region.width)}; got {out.dtype} {out.shape}")
-        annotation = self._cache.get(self.paths[slide_id])
-        grid = PixelGrid.of(slide, region)
-        if isinstance(annotation, Drawing):
-            out[...] = 0
-            ids = np.array([class_id(name, self.classes) for name in annotation.classes], np.uint8)
-            paint(annotation, ids, grid, (slide.bounds.l0_x, slide.bounds.l0_y), out)
-        else:
+        path, grid = self.paths[slide_id], PixelGrid.of(slide, region)
+        with damaged_is_slide_error(path):
+            annotation = self._cache.get(path)
+            if isinstance(annotation, Drawing):
+                out[...] = 0
+                ids = np.array([class_id(name, self.classes) for name in annotation.classes], np.uint8)
+                paint(annotation, ids, grid, (slide.bounds.l0_x, slide.bounds.l0_y), out)
+                return
             columns, rows = _mask_pixels(annotation, slide, grid)
             annotation.sample(columns, rows, out)
-            table = np.arange(256, dtype=np.uint8)
-            for value, class_of_value in self.mask_ids.items():
-                table[value] = class_of_value
-            np.take(table, out, out=out, mode="clip")
+        table = np.arange(256, dtype=np.uint8)
+        for value, class_of_value in self.mask_ids.items():
+            table[value] = class_of_value
+        np.take(table, out, out=out, mode="clip")
 
 
 def read_annotations(
@@ -117,9 +118,20 @@ def read_annotations(
     without_area = 0
 
     def contents(slide: str) -> tuple[Drawing, None] | tuple[None, set[int]] | SlideError:
+        path = files.path[slide]
         try:
-            annotation = cache.get(files.path[slide])
-            return (annotation, None) if isinstance(annotation, Drawing) else (None, annotation.values())
+            with damaged_is_slide_error(path):
+                annotation = cache.get(path)
+                if isinstance(annotation, Drawing):
+                    if len(annotation.classes) >= IGNORE:
+                        raise SlideError(
+                            f"annotation {path} draws {len(annotation.classes)} classes, above {IGNORE - 2}"
+                        )
+                    return annotation, None
+                values = annotation.values()
+                if odd := [value for value in sorted(values) if not 0 <= value <= IGNORE]:
+                    raise SlideError(f"mask {path} has the value {odd[0]}; class ids are 0 to {IGNORE}. Is it a mask?")
+                return None, values
         except SlideError as fault:
             return fault
 
@@ -195,7 +207,11 @@ def _named_ids(paths: Sequence[Path]) -> dict[int, str]:
     """Class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name."""
     named: dict[int, str] = {}
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as fault:
+            raise ValueError(f"{path} must be a text file in UTF-8: {fault}. Save it as UTF-8") from fault
+        for number, line in enumerate(lines, start=1):
             if not line.strip() or line.startswith("#"):
                 continue
             match = CLASS_LINE.fullmatch(line.strip())

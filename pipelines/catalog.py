@@ -6,19 +6,29 @@ opened: a damaged file, or a text file named ``.svs``, stays a candidate and fai
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+import stat
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.geometry import MPP_MAX, MPP_MIN, check_mpp
-from pipelines.slide import Slide
+from pipelines.slide import Slide, SlideError
+from pipelines.slide_state import SlideState
+
+log = logging.getLogger(__name__)
 
 FILE_SUFFIXES = frozenset(
-    {".svs", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}
+    {".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}
     | {".svslide", ".dcm", ".png", ".jpg", ".jpeg"}
 )
 """A file with one of these, in any case, is taken for a slide."""
+
+PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
+"""Files with these record no um/px, only how large they are to be printed."""
 
 FOLDER_SUFFIX = ".zarr"
 """A folder that ends like this is one slide."""
@@ -44,18 +54,66 @@ class SlideSpec:
         path: file, or folder of a Zarr slide.
         mpp: um/px of level 0, in place of what the file says; None: what the file says.
         backend: auto, tiled, openslide, zarr or image.
+        state: what the file was when it was indexed; None where nobody cares.
     """
 
     slide_id: str
     path: Path
     mpp: float | None = None
     backend: str = "auto"
+    state: SlideState | None = None
+
+    def check_unchanged(self) -> None:
+        """Refuse a slide that was replaced since it was indexed: its tiles may lie elsewhere, or be none.
+
+        Raises:
+            SlideError: it is not the same.
+        """
+        if self.state is not None and not self.state.is_of(self.path):
+            raise SlideError(
+                f"{self.path}: this is not the slide that was indexed: it was replaced, changed or taken away since; "
+                "put the file back, or index anew in another --out"
+            )
 
     def open(self) -> Slide:
-        """The open slide, to be closed by the caller. Raises what ``open_slide`` raises."""
+        """The open slide, to be closed by the caller.
+
+        Raises:
+            SlideError: as ``open_slide``; also for a name that cannot be printed, a folder that cannot be listed, and
+                what is neither file nor folder.
+        """
+        _check_path(self.path)
         from pipelines.slide import open_slide  # here, so that listing a folder loads no slide library
 
         return open_slide(self.path, mpp=self.mpp, backend=self.backend)
+
+
+def _check_path(path: Path) -> None:
+    """Refuse what would fail, or block, in whoever opens or names it."""
+    name = printable(str(path))
+    if name != str(path):
+        raise SlideError(f"{name}: a slide's path must be UTF-8 without control characters; rename the file or folder")
+    try:
+        mode = path.stat().st_mode
+    except OSError as fault:
+        link = " (a link that leads nowhere)" if path.is_symlink() else ""
+        raise SlideError(f"{path}: there is no such file{link}: {fault.strerror}; copy it again") from fault
+    if stat.S_ISDIR(mode):
+        try:
+            os.scandir(path).close()
+        except OSError as fault:
+            raise SlideError(f"{path}: the folder cannot be listed: {fault.strerror}; check its permissions") from fault
+    elif not stat.S_ISREG(mode):
+        raise SlideError(f"{path}: a slide is a file or a folder; this is a pipe, socket or device: take it away")
+
+
+def printable(text: str) -> str:
+    r"""``text`` with what cannot be printed escaped: bytes of a file name that are no UTF-8, control characters.
+
+    >>> printable("a\tb" + chr(0xDCFF))
+    'a\\x09b\\xff'
+    """
+    return "".join(f"\\x{ord(c) & 0xFF:02x}" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
 
 
 def slide_stem(name: str) -> str:
@@ -70,19 +128,28 @@ def slide_stem(name: str) -> str:
     return stem[:-4] if stem.lower().endswith(".ome") else stem
 
 
-def match_slide(name: str, ids: Iterable[str]) -> str | None:
-    """The id among ``ids`` that a name in a table means, or None.
+class SlideNames:
+    """What the names in a table mean; a name costs the same whatever the number of slides."""
 
-    A path or a file extension in the name is tolerated. Upper and lower case count first; a name that fits a single id
-    without them is that one.
-    """
-    known = ids if isinstance(ids, Set) else set(ids)
-    base = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    for exact in (name, base, slide_stem(base)):
-        if exact in known:
-            return exact
-    folded = [s for s in known if s.casefold() in (base.casefold(), slide_stem(base).casefold())]
-    return folded[0] if len(folded) == 1 else None
+    def __init__(self, ids: Iterable[str]) -> None:
+        self._known = frozenset(ids)
+        self._folded: defaultdict[str, set[str]] = defaultdict(set)
+        for slide_id in self._known:
+            self._folded[slide_id.casefold()].add(slide_id)
+
+    def match(self, name: str) -> str | None:
+        """The slide id that ``name`` means, or None.
+
+        A path or a file extension in the name is tolerated. Upper and lower case count first; a name that fits a
+        single id without them is that one.
+        """
+        base = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
+        for exact in (name, base, slide_stem(base)):
+            if exact in self._known:
+                return exact
+        without_case = {base.casefold(), slide_stem(base).casefold()}
+        folded = set().union(*(self._folded.get(text, ()) for text in without_case))
+        return folded.pop() if len(folded) == 1 else None
 
 
 def find_slides(
@@ -90,6 +157,7 @@ def find_slides(
     *,
     mpp: float | None = None,
     mpp_by_slide: Mapping[str, float] | None = None,
+    picture_mpp: float | None = None,
     backend: str = "auto",
 ) -> tuple[SlideSpec, ...]:
     """All slides under ``root``, sub-folders included, sorted by id.
@@ -97,12 +165,14 @@ def find_slides(
     Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, files that end in ``_mask`` or ``-mask``, the data
     folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and one series are one slide:
     its file is the largest of them (the finest level; OpenSlide finds the others), its id the folder's name, or that
-    file's stem where the folder holds several series.
+    file's stem where the folder holds several series. A folder that cannot be listed stands for the slides in it, under
+    its name and a slash: it fails when it is opened.
 
     Args:
         root: folder.
         mpp: um/px of level 0 for every slide, in place of what the files say.
-        mpp_by_slide: the same for single slides, by name as ``match_slide`` takes it; goes before ``mpp``.
+        mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
+        picture_mpp: um/px that PNG and JPEG files without any are taken to have; None: they must be given one.
         backend: handed to ``open_slide``.
 
     Raises:
@@ -115,9 +185,10 @@ def find_slides(
     _check_folder(root)
     paths: dict[str, Path] = {}
     twice: list[str] = []
-    for slide_id, path in _candidates(root):
+    for name, path in _candidates(root):
+        slide_id = printable(name)
         if slide_id in paths:
-            twice.append(f"  {slide_id!r}: {paths[slide_id]} and {path}")
+            twice.append(f"  {slide_id!r}: {printable(str(paths[slide_id]))} and {printable(str(path))}")
         else:
             paths[slide_id] = path
     if twice:
@@ -132,7 +203,16 @@ def find_slides(
             f"files and {FOLDER_SUFFIX} folders; folders named {', '.join(sorted(SKIPPED_FOLDERS))} and files ending "
             "in _mask are taken for annotations. Give the folder that holds the slides"
         )
-    overrides = {match_slide(name, paths.keys()): value for name, value in named.items()}
+    names = SlideNames(paths)
+    overrides = {names.match(name): value for name, value in named.items()}
+    pictures = {s for s in paths if mpp is None and paths[s].suffix.lower() in PICTURE_SUFFIXES} - set(overrides)
+    if pictures and picture_mpp is not None:
+        log.warning(
+            "%d pictures record no um/px, as %r: their px are taken as they are, as if of %g um; --slide-mpp, or the "
+            "column mpp of the CSV, says what they are",
+            *(len(pictures), min(pictures), picture_mpp),
+        )
+        overrides |= dict.fromkeys(pictures, picture_mpp)
     return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend) for s in sorted(paths))
 
 
@@ -148,7 +228,10 @@ def _check_folder(root: Path) -> None:
 def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
     """(slide id, path) of every slide under ``root``, in a fixed order."""
     seen: set[str] = set()  # links to folders are followed, a loop of them once
-    for folder_name, folders, files in os.walk(root, followlinks=True):
+    unlisted: list[str] = []
+    for folder_name, folders, files in os.walk(
+        root, followlinks=True, onerror=lambda fault: unlisted.append(str(fault.filename))
+    ):
         folder = Path(folder_name)
         real = os.path.realpath(folder)
         if real in seen:
@@ -170,6 +253,7 @@ def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
         dicom = [f for f in names if f.lower().endswith(".dcm")]
         yield from ((slide_stem(f), folder / f) for f in names if f not in parts and f not in dicom)
         yield from _dicom_slides(folder, dicom)
+    yield from ((f"{os.path.relpath(folder_name, root)}/", Path(folder_name)) for folder_name in sorted(unlisted))
 
 
 def _is_slide_name(name: str) -> bool:
@@ -201,7 +285,7 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
         path = folder / name
         series.setdefault(_series_uid(path) or os.fsencode(name), []).append(path)
     for files in series.values():
-        largest = max(files, key=lambda path: (path.stat().st_size, path.name))
+        largest = max(files, key=lambda path: (_size(path), path.name))
         named_after_folder = len(files) > 1 and len(series) == 1
         yield (folder.resolve().name if named_after_folder else slide_stem(largest.name)), largest
 
@@ -219,9 +303,21 @@ def _series_uid(path: Path) -> bytes | None:
 
 
 def _head(path: Path) -> bytes:
-    """The first ``HEAD_BYTES`` of a file; none of one that cannot be read: that fails when it is opened as a slide."""
+    """The first ``HEAD_BYTES`` of a file; none of what cannot be read, or waits for a writer: that fails when it is
+    opened as a slide."""
+    if _size(path) < 0:
+        return b""
     try:
         with path.open("rb") as file:
             return file.read(HEAD_BYTES)
     except OSError:
         return b""
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 of what is none, such as a link that leads nowhere or a pipe."""
+    try:
+        found = path.stat()
+    except OSError:
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1

@@ -6,13 +6,14 @@ the file makes an append one piece and the header appear once.
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import io
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from pipelines.csv_cells import read_rows, write_rows
 
 COLUMNS = ("slide", "step", "error")
 
@@ -22,6 +23,19 @@ class FailedSlides:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._written: set[tuple[str, str, str]] | None = None
+
+    def add_once(self, slide: str, step: str, error: str | BaseException) -> bool:
+        """As ``add``, unless this row was there when the first was added, or was added here since; whether it was not.
+        For what fails again each time it is tried. One thread at a time."""
+        if self._written is None:
+            self._written = set(self.rows())
+        row = (slide, step, _one_line(error))
+        if row in self._written:
+            return False
+        self.add(*row)
+        self._written.add(row)
+        return True
 
     def add(self, slide: str, step: str, error: str | BaseException) -> None:
         """Append one failure. Safe in threads and processes; a full disk raises ``OSError``.
@@ -31,9 +45,8 @@ class FailedSlides:
             step: what was being done: open, tissue, tiles, read, ...
             error: message; line breaks become spaces, so that a row stays a line.
         """
-        message = " ".join((str(error) or type(error).__name__).split())
         with self._locked() as descriptor:
-            rows = [(slide, step, message)]
+            rows = [(slide, step, _one_line(error))]
             if os.fstat(descriptor).st_size == 0:
                 rows.insert(0, COLUMNS)
             os.lseek(descriptor, 0, os.SEEK_END)
@@ -43,8 +56,8 @@ class FailedSlides:
         """Every failure, oldest first; none when there is no file."""
         if not self.path.exists():
             return []
-        with self.path.open(newline="") as file:
-            return [(row["slide"], row["step"], row["error"]) for row in csv.DictReader(file)]
+        with self.path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+            return [(row["slide"], row["step"], row["error"]) for row in read_rows(file)]
 
     def forget(self, slides: Collection[str]) -> None:
         """Take out the failures of these slides: they are about to be tried again."""
@@ -80,9 +93,13 @@ class FailedSlides:
             return False
 
 
+def _one_line(error: str | BaseException) -> str:
+    return " ".join((str(error) or type(error).__name__).split())
+
+
 def _write(descriptor: int, rows: Sequence[Sequence[str]]) -> None:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    data = text.getvalue().encode()
+    write_rows(text, rows)
+    data = text.getvalue().encode(errors="surrogateescape")  # of a file name that is not UTF-8
     while data:
         data = data[os.write(descriptor, data) :]

@@ -21,6 +21,12 @@ from pipelines.slide import SlideError
 UNNAMED_CLASS = "foreground"
 """Class of an area that has neither a classification nor a name."""
 
+FILE_BYTES = 2 << 30
+"""Largest file that is read: parsed, it takes about ten times as much."""
+
+FARTHEST_PX = 1e9
+"""A coordinate beyond is no pixel of any slide."""
+
 AREAS = frozenset({"Polygon", "MultiPolygon"})
 NO_AREAS = frozenset({"Point", "MultiPoint", "LineString", "MultiLineString"})
 
@@ -61,6 +67,8 @@ def read_geojson(path: Path) -> Drawing:
         SlideError: the file cannot be read, is no GeoJSON, or a feature is malformed (says which).
     """
     try:
+        if path.stat().st_size > FILE_BYTES:
+            raise SlideError(f"annotation {path} is larger than {FILE_BYTES >> 30} GiB: leave out what is not drawn")
         document = json.loads(path.read_bytes())
     except OSError as fault:
         raise SlideError(f"annotation {path} cannot be read: {fault.strerror or fault}") from fault
@@ -84,7 +92,7 @@ def read_geojson(path: Path) -> Drawing:
             where = f"feature {number + 1}: "
         where = ""
         return _drawing(polygons, polygon_class, tuple(classes), without_area)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as fault:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError) as fault:
         raise SlideError(
             f"annotation {path} is damaged or no GeoJSON: {where}{type(fault).__name__}: {fault}. "
             "Export it from QuPath as GeoJSON again"
@@ -98,7 +106,9 @@ def class_name(properties: Mapping[str, Any]) -> str:
         # QuPath 0.5 and later write derived classes ("Tumor: Positive") as a list of names
         names = classification.get("names")
         classification = ": ".join(map(str, names)) if names else classification.get("name")
-    return str(classification or properties.get("name") or UNNAMED_CLASS).strip() or UNNAMED_CLASS
+    name = str(classification or properties.get("name") or UNNAMED_CLASS)
+    # It is printed, and written into files: no line breaks, no terminal's commands, no half of a character.
+    return " ".join("".join(c if c.isprintable() else " " for c in name).split()) or UNNAMED_CLASS
 
 
 def _features(document: Any) -> Iterator[Mapping[str, Any]]:
@@ -136,8 +146,8 @@ def _drawing(
     rings = [ring for polygon in polygons for ring in polygon]
     # a position may have a third value, a height: not used
     numbers = np.fromiter((n for ring in rings for p in ring for n in (p[0], p[1])), np.float64)
-    if not np.isfinite(numbers).all():
-        raise ValueError("a coordinate is not a finite number")
+    if not (np.abs(numbers) <= FARTHEST_PX).all():
+        raise ValueError(f"a coordinate is not a finite number of px within {FARTHEST_PX:g}")
     start = numbers.reshape(-1, 2)
     following = np.arange(1, len(start) + 1)
     ring_ends = np.cumsum([len(ring) for ring in rings], dtype=np.int64)

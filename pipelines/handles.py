@@ -22,6 +22,10 @@ class OpensSlide(Protocol):
 
     @property
     def slide_id(self) -> str: ...
+    def check_unchanged(self) -> None:
+        """Raise ``SlideError`` when the file is another than it was."""
+        ...
+
     def open(self) -> Slide: ...
 
 
@@ -71,7 +75,8 @@ class SlidePool:
 
         Raises:
             KeyError: no spec has this id.
-            SlideError: the slide cannot be opened (it is tried again on the next lease), or the pool is closed.
+            SlideError: the slide cannot be opened (it is tried again on the next lease), is no longer the one that was
+                indexed, or the pool is closed.
         """
         spec = self._specs[slide_id]
         with self._lock:
@@ -84,6 +89,7 @@ class SlidePool:
         try:
             for slide in unused:  # before another is opened
                 slide.close()
+            spec.check_unchanged()
             with handle.lock:
                 if handle.slide is None:
                     handle.slide = spec.open()

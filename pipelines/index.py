@@ -8,6 +8,7 @@ of the slides can be indexed by processes that know nothing of each other (``ind
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import time
@@ -22,10 +23,10 @@ from pipelines.failures import FailedSlides
 from pipelines.index_parts import WHOLE_FILE, IndexPart, merge, take_over
 from pipelines.processes import ProcessDied, each_in_process
 from pipelines.slide import SlideError
-from pipelines.slide_index import SlideResult, SlideTiles, default_threads, file_bytes, index_slide
+from pipelines.slide_index import SlideResult, SlideTiles, default_threads, file_bytes, index_slide, slide_limits
 from pipelines.tile_table import IndexedSlide, IndexSettings, SlideFault, TileTable, check_settings
 
-__all__ = ["IndexSettings", "TileTable", "build_index"]  # the three names that go together outside this folder
+__all__ = ["IndexSettings", "TileTable", "build_index", "pinned"]  # the names that go together outside this folder
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def build_index(
     progress: Callable[[str], None] = lambda line: None,
     retry_failed: bool = False,
     part: IndexPart | None = None,
+    resumed: bool = False,
 ) -> TileTable:
     """The tissue tiles of ``specs``: those that ``out`` has in its index, or in parts of one, and the others found now.
 
@@ -60,9 +62,11 @@ def build_index(
         progress: told one line per slide as it is done.
         retry_failed: try slides again that failed before; otherwise only when their file has changed.
         part: only this part of ``specs``, in a file of its own.
+        resumed: a run that has used this index goes on: a slide that is another now is refused, not indexed anew.
 
     Raises:
-        ValueError: no slides, settings that contradict themselves, or an index in ``out`` made with other settings.
+        ValueError: no slides, settings that contradict themselves, an index in ``out`` made with other settings, or a
+            slide that changed under a run that is resumed.
         SlideError: no slide has tiles; lists the slides and their faults.
         OSError: ``out`` cannot be written.
     """
@@ -86,6 +90,8 @@ def build_index(
         table = taken
         table.save(path)
         known = _tried(table, retry_failed)
+    for slide_id in _changed(table, specs, resumed):
+        del known[slide_id]
     todo = [spec for spec in specs if known.get(spec.slide_id) != wanted[spec.slide_id]]
     if len(todo) < len(specs):
         progress(f"{len(specs) - len(todo)} slides are in {path} already")
@@ -109,6 +115,33 @@ def _tried(table: TileTable, retry_failed: bool) -> dict[str, tuple[int, float |
     return {slide.slide_id: (slide.file_bytes, slide.asked_mpp) for slide in slides}
 
 
+def _changed(table: TileTable, specs: Sequence[SlideSpec], resumed: bool) -> list[str]:
+    """Slides of ``table`` whose files are others now.
+
+    Raises:
+        ValueError: there are some, and the run is ``resumed``; names them.
+    """
+    states = {source.slide_id: source.state for source in table.sources}
+    changed = [
+        spec.slide_id
+        for spec in specs
+        if (state := states.get(spec.slide_id)) and not state.is_of(spec.path, thorough=resumed)
+    ]
+    if changed and resumed:
+        more = f" and {len(changed) - LISTED_FAULTS} more" if len(changed) > LISTED_FAULTS else ""
+        raise ValueError(
+            "a run is resumed with the slides it began with; these were replaced or changed since: "
+            f"{', '.join(changed[:LISTED_FAULTS])}{more}. Put the files back, or begin a new run in another --out"
+        )
+    return changed
+
+
+def pinned(specs: Sequence[SlideSpec], table: TileTable) -> tuple[SlideSpec, ...]:
+    """``specs`` that open only while their files are those of which ``table`` was made."""
+    states = {source.slide_id: source.state for source in table.sources}
+    return tuple(replace(spec, state=states.get(spec.slide_id)) for spec in specs)
+
+
 def _index_slides(
     table: TileTable,
     specs: Sequence[SlideSpec],
@@ -121,23 +154,29 @@ def _index_slides(
     workers = min(workers, len(specs))
     failed = FailedSlides(out / "failed_slides.csv")
     failed.forget([spec.slide_id for spec in specs])
-    task = functools.partial(index_slide, settings=table.settings, threads=default_threads(workers))
+    threads = default_threads(workers)
+    task = functools.partial(index_slide, settings=table.settings, threads=threads)
     found: dict[str, SlideTiles | SlideFault] = {}
     saved_s = time.monotonic()
     try:
-        for done, (spec, result) in enumerate(each_in_process(task, specs, workers), 1):
+        for done, (spec, result) in enumerate(each_in_process(task, specs, workers, slide_limits(threads)), 1):
             if isinstance(result, ProcessDied):
                 result = SlideResult(
                     SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "process", str(result)), None
                 )
+            if result.overlay_png is not None and (fault := _write_overlay(out, spec, result.overlay_png)):
+                result = SlideResult(fault, None)
             found[spec.slide_id] = result.found
-            if result.overlay_png is not None:
-                (out / "tissue" / f"{spec.slide_id}.png").write_bytes(result.overlay_png)
             if isinstance(result.found, SlideFault):
                 failed.add(spec.slide_id, result.found.step, result.found.error)
             elif result.found.unreadable_share:
                 share = f"{result.found.unreadable_share:.1%} of the slide is damaged; tiles there are left out"
                 failed.add(spec.slide_id, "tissue", share)
+            if not isinstance(result.found, SlideFault) and result.found.damaged[0]:
+                count, first = result.found.damaged
+                failed.add(
+                    spec.slide_id, "tiles", f"{count} tiles with tissue cannot be read and are left out: {first}"
+                )
             progress(f"{done}/{len(specs)}  {spec.slide_id}: {_told(result.found)}")
             if time.monotonic() - saved_s > SAVE_EVERY_S:
                 _merged(table, found).save(path)
@@ -146,6 +185,23 @@ def _index_slides(
         table = _merged(table, found)
         table.save(path)
     return table
+
+
+def _write_overlay(out: Path, spec: SlideSpec, picture: bytes) -> SlideFault | None:
+    """Write the picture of a slide; the fault of a name that no file can have.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    path = out / "tissue" / f"{spec.slide_id}.png"
+    try:
+        path.write_bytes(picture)
+    except OSError as fault:
+        if fault.errno != errno.ENAMETOOLONG:
+            raise
+        error = f"{spec.path}: its picture {path.name} has too long a name: rename the slide or its folder"
+        return SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "overlay", error)
+    return None
 
 
 def _merged(table: TileTable, found: Mapping[str, SlideTiles | SlideFault]) -> TileTable:

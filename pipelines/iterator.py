@@ -94,18 +94,19 @@ class TileIterator:
         """Make the targets of ``batch`` those of the tiles whose pixels were read, on whatever rank.
 
         Args:
-            rows: int64 (n,), rows of the table that were read for ``batch.samples``.
+            rows: int64 (n,), rows of the table that were read for ``batch.samples``; ``UNREAD`` where there is none.
 
         Returns:
             whether any target had to be filled again, because its tile was replaced.
 
         Raises:
-            SlideError: the target of a row cannot be read.
+            SlideError: the target of a row cannot be read, and unreadable tiles are replaced.
         """
-        late = np.flatnonzero(batch.has_target & (batch.rows != rows)).tolist()
-        for position in late:
-            self._filler.fill_target(int(batch.samples[position]), int(rows[position]), batch.target(position))
+        late = np.flatnonzero(batch.has_target & (rows != UNREAD) & (batch.rows != rows)).tolist()
         batch.rows[...] = rows
+        for position in late:
+            sample, row = int(batch.samples[position]), int(rows[position])
+            batch.rows[position] = self._filler.follow(sample, row, batch.target(position))
         return bool(late)
 
     def get_state(self) -> dict[str, Any]:
@@ -218,6 +219,16 @@ class _Filler:
             if self.augment is not None:
                 self.augment.apply(sample, image, out)
         return used
+
+    def follow(self, sample: int, row: int, out: NDArray[Any]) -> int:
+        """Write the target of ``row``, whose pixels another rank has read."""
+        try:
+            return self.fill_target(sample, row, out)
+        except (SlideError, OSError) as error:
+            if self.reading.replaces:
+                raise
+            self.faults(self.reading.tiles.slide_id(row), self.reading.tiles.region(row), error)
+            return UNREAD
 
     def fill_target(self, sample: int, row: int, out: NDArray[Any]) -> int:
         """Write the target of exactly ``row``, varied as its pixels are."""

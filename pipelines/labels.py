@@ -14,13 +14,17 @@ from pathlib import Path
 
 from pipelines.annotation_files import annotations_beside, annotations_in
 from pipelines.annotations import SlideAnnotations, read_annotations
-from pipelines.catalog import SlideSpec, match_slide
-from pipelines.table import Table, listed, read_table
+from pipelines.catalog import SlideNames, SlideSpec
+from pipelines.splits import split_folders
+from pipelines.table import Table, listed, read_table, shown
 
 logger = logging.getLogger(__name__)
 
 LABELS_FILE = "labels.csv"
 """A table of this name in the slides' folder is used without being asked for."""
+
+LONGEST_NUMBER = 18
+"""Digits of a class name that is sorted as a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ def find_labels(
     1. ``labels``: a table with columns slide and label, and as it likes patient and mpp.
     2. ``annotations``: a folder of ``<slide>.geojson``, or mask ``.tif`` or ``.png``.
     3. beside the slides: ``labels.csv``, or such annotation files, also in ``annotations/`` and ``masks/``.
-    4. class sub-folders of ``root``: ``root/CLASS/slide.svs``.
+    4. class sub-folders of ``root``: ``root/CLASS/slide.svs``, or ``root/SPLIT/CLASS/slide.svs`` where the folders are
+       called like splits (``train``, ``val``, ``test``).
 
     With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
     patients. Slides without a label and labels without a slide are logged.
@@ -77,6 +82,12 @@ def find_labels(
         f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson, <slide>_mask.tif or .png, or folders "
         "annotations/ or masks/\n"
         f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one"
+        + (
+            f"\nIts folders {', '.join(sorted(set(splits.values())))} are taken for splits, not for classes: make "
+            f"class folders in each of them, as {root / 'train' / 'CLASS' / 'slide.svs'}"
+            if (splits := split_folders(root, specs))
+            else ""
+        )
     )
 
 
@@ -96,17 +107,18 @@ def read_mpp_column(path: Path) -> dict[str, float]:
         except ValueError:
             faults.append(f"line {row.line} ({row['slide']}): {text!r}")
     if faults:
-        raise ValueError(f"{path}: column mpp is a number in um/px or empty; got {'; '.join(faults)}")
+        raise ValueError(f"{path}: column mpp is a number in um/px or empty; got {shown(faults)}")
     return found
 
 
 def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
     ids = {spec.slide_id for spec in specs}
+    names = SlideNames(ids)
     faults: list[str] = []
     name_of: dict[str, str] = {}
     unknown: list[str] = []
     for row in table.rows:
-        slide = match_slide(row["slide"], ids)
+        slide = names.match(row["slide"])
         if slide is None:
             unknown.append(row["slide"] or f"(line {row.line}: no slide)")
         elif not row["label"]:
@@ -128,19 +140,20 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
             f"{next(iter(name_of.values()))!r}"
         )
     if faults:
-        raise ValueError(f"labels {table.path}: " + "\n  ".join(faults))
+        raise ValueError(f"labels {table.path}: {shown(faults)}")
     return _labels(name_of, patients, specs, str(table.path), unknown)
 
 
 def _labels_from_folders(root: Path, specs: Sequence[SlideSpec]) -> SlideLabels | None:
-    """Labels from ``root/CLASS/...``, or None where the folders are not classes.
+    """Labels from ``root/CLASS/...`` or ``root/SPLIT/CLASS/...``, or None where the folders are not classes.
 
-    Folders are not classes when a slide lies outside of them, when there is one only, and when each holds one slide of
-    more than two: that is a folder per slide.
+    Folders are not classes when they are called like splits, when a slide lies outside of them, when there is one only,
+    and when each holds one slide of more than two: that is a folder per slide.
     """
     name_of: dict[str, str] = {}
+    below_root = 1 if split_folders(root, specs) else 0
     for spec in specs:
-        parts = spec.path.relative_to(root).parts
+        parts = spec.path.relative_to(root).parts[below_root:]
         if len(parts) < 2 or parts[0] == spec.slide_id:
             return None
         name_of[spec.slide_id] = parts[0]
@@ -154,8 +167,9 @@ def _labels(
     name_of: Mapping[str, str], patients: Mapping[str, str], specs: Sequence[SlideSpec], source: str, unknown: list[str]
 ) -> SlideLabels:
     names = set(name_of.values())
-    numbers = all(name.isdecimal() for name in names)
+    numbers = all(name.isdecimal() and len(name) <= LONGEST_NUMBER for name in names)
     classes = tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
+    index = {name: number for number, name in enumerate(classes)}
     unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in name_of))
     if unlabelled:
         logger.warning("%s: %d slides have no label and are left out: %s", source, len(unlabelled), listed(unlabelled))
@@ -163,7 +177,7 @@ def _labels(
         logger.warning("%s: %d labels are for slides that are not there: %s", source, len(unknown), listed(unknown))
     return SlideLabels(
         classes,
-        {slide: classes.index(name) for slide, name in sorted(name_of.items())},
+        {slide: index[name] for slide, name in sorted(name_of.items())},
         {slide: patients[slide] for slide in sorted(name_of)},
         source,
         unlabelled,
@@ -177,15 +191,16 @@ def _patients(table: Table | None, specs: Sequence[SlideSpec]) -> dict[str, str]
         return {slide: slide for slide in ids}
     patients, faults = _patients_from_table(table, ids)
     if faults:
-        raise ValueError(f"labels {table.path}: " + "\n  ".join(faults))
+        raise ValueError(f"labels {table.path}: {shown(faults)}")
     return patients
 
 
 def _patients_from_table(table: Table, ids: set[str]) -> tuple[dict[str, str], list[str]]:
     """Patient of every slide of ``ids`` (the slide itself where the table has none), and the contradictions found."""
     named: defaultdict[str, set[str]] = defaultdict(set)
+    names = SlideNames(ids)
     for row in table.rows:
-        slide = match_slide(row["slide"], ids)
+        slide = names.match(row["slide"])
         if slide is not None and row["patient"]:
             named[slide].add(row["patient"])
     faults = [f"slide {s!r} has two patients: {', '.join(sorted(p))}; keep one" for s, p in named.items() if len(p) > 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,8 +23,27 @@ from typing import Any, Generic, TypeVar
 
 ORPHAN_CHECK_S = 0.5
 
+NO_MEMORY = 77
+"""Exit code of a process whose task was refused memory."""
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one item may take.
+
+    Attributes:
+        seconds: from its start to its result.
+        memory_bytes: of private memory of the process; more is refused to it, whatever it was asked for.
+    """
+
+    seconds: float
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s and {self.memory_bytes / (1 << 30):.3g} GiB of memory"
 
 
 @dataclass(frozen=True)
@@ -31,30 +51,46 @@ class ProcessDied:
     """What ended a process while it worked on an item: the signal's name or the exit code."""
 
     cause: str
+    limits: Limits | None = None
 
     def __str__(self) -> str:
         hint = "; the kernel does so when memory runs out" if self.cause == "SIGKILL" else ""
-        return f"the process working on it died ({self.cause}{hint})"
+        allowed = f"; it may take {self.limits}" if self.limits else ""
+        return f"the process working on it died ({self.cause}{hint}){allowed}"
+
+
+class TookTooLong(ProcessDied):
+    """The process was ended because its time was over."""
+
+    def __str__(self) -> str:
+        return f"it was given up after {self.cause}, the time that one may take"
 
 
 class _Worker(Generic[Item, Result]):
     """A process, and the item it works on."""
 
-    def __init__(self, task: Callable[[Item], Result]) -> None:
+    def __init__(self, task: Callable[[Item], Result], limits: Limits | None) -> None:
+        self._limits = limits
         self.connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipelines.processes", str(theirs.fileno()), str(os.getpid())],
+                [
+                    *(sys.executable, "-m", "pipelines.processes"),
+                    *map(str, (theirs.fileno(), os.getpid(), limits.memory_bytes if limits else 0)),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             )
         self._send(task)
         self.item: Item
+        self.deadline_s = float("inf")
 
     def start(self, item: Item) -> None:
         self.item = item
         self._send(item)
+        if self._limits:
+            self.deadline_s = time.monotonic() + self._limits.seconds
 
     def _send(self, value: object) -> None:
         with contextlib.suppress(OSError):  # it is dead already: `finish` will find its end of the connection closed
@@ -66,8 +102,15 @@ class _Worker(Generic[Item, Result]):
             result: Result = self.connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
-            return ProcessDied(signal.Signals(-code).name if code < 0 else f"exit code {code}")
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return ProcessDied("out of memory" if code == NO_MEMORY else cause, self._limits)
         return result
+
+    def give_up(self) -> TookTooLong:
+        """End the process, whose time is over."""
+        assert self._limits, "without limits there is no deadline"
+        self.stop()
+        return TookTooLong(f"{self._limits.seconds:g} s", self._limits)
 
     def stop(self) -> None:
         self.connection.close()
@@ -76,7 +119,7 @@ class _Worker(Generic[Item, Result]):
 
 
 def each_in_process(
-    task: Callable[[Item], Result], items: Sequence[Item], workers: int
+    task: Callable[[Item], Result], items: Sequence[Item], workers: int, limits: Limits | None = None
 ) -> Iterator[tuple[Item, Result | ProcessDied]]:
     """``task`` of every item, in the order of completion; at most ``workers`` at once.
 
@@ -84,24 +127,29 @@ def each_in_process(
         task: importable by its name, or a ``functools.partial`` of such; should return its errors rather than raise.
         items: picklable.
         workers: processes, at least 1.
+        limits: of every item; a process that exceeds them is ended, and another takes the next item.
     """
     waiting = iter(items)
     busy: dict[Connection[Any, Any], _Worker[Item, Result]] = {}
     try:
         for item in _take(waiting, workers):
-            worker = _Worker(task)
+            worker = _Worker(task, limits)
             busy[worker.connection] = worker
             worker.start(item)
         while busy:
-            for ready in wait(list(busy)):
-                assert isinstance(ready, Connection)
-                worker = busy.pop(ready)
-                item, result = worker.item, worker.finish()
+            first_s = min(worker.deadline_s for worker in busy.values())
+            wait_s = None if first_s == float("inf") else max(0.0, first_s - time.monotonic())
+            ready = wait(list(busy), wait_s)
+            late = [c for c, worker in busy.items() if c not in ready and worker.deadline_s <= time.monotonic()]
+            for connection in (*ready, *late):
+                assert isinstance(connection, Connection)
+                worker = busy.pop(connection)
+                item, result = worker.item, worker.finish() if connection in ready else worker.give_up()
                 following = _take(waiting, 1)
                 if isinstance(result, ProcessDied) or not following:
                     worker.stop()
                 if following:
-                    worker = _Worker(task) if isinstance(result, ProcessDied) else worker
+                    worker = _Worker(task, limits) if isinstance(result, ProcessDied) else worker
                     busy[worker.connection] = worker
                     worker.start(following[0])
                 yield item, result
@@ -121,11 +169,19 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _serve(descriptor: int, parent: int) -> None:
+def _serve(descriptor: int, parent: int, memory_bytes: int) -> None:
     """The life of a worker: a task, then item after item, until the other end of the connection is gone.
 
-    ``parent`` is told, not asked for: it may have been killed before this process got here.
+    Args:
+        descriptor: of the connection.
+        parent: told, not asked for: it may have been killed before this process got here.
+        memory_bytes: limit of private memory; 0: none.
     """
+    if memory_bytes:
+        # Not the address space: that counts files mapped into memory, and what allocators reserve without using it.
+        allowed = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = memory_bytes if allowed == resource.RLIM_INFINITY else min(memory_bytes, allowed)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, allowed))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
     threading.Thread(target=_end_with_parent, args=[parent], daemon=True).start()
     with Connection(descriptor) as connection:
@@ -135,7 +191,9 @@ def _serve(descriptor: int, parent: int) -> None:
                 connection.send(task(connection.recv()))
         except (EOFError, BrokenPipeError):
             return
+        except MemoryError:
+            os._exit(NO_MEMORY)
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(*map(int, sys.argv[1:]))

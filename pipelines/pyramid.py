@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 
 from pipelines.geometry import Bounds, Level, ReadPlan, Region, plan_read
-from pipelines.slide import LevelReader, Pixels, SlideError
+from pipelines.slide import UNEXPECTED, LevelReader, Pixels, SlideError, TileReadError
 
 BAND_BYTES = 64 << 20
 """Level pixels held at once while an area is reduced: this, or as much as the result if that is more. So an overview
@@ -57,10 +57,22 @@ class PyramidSlide:
             raise ValueError(f"out must be uint8 {shape} for {region}; got {out.dtype} {out.shape}")
         plan = plan_read(self.levels, region)
         if plan.is_native:
-            self._reader.read_level(plan.level, plan.l_x, plan.l_y, out)
+            self._read_level(plan.level, plan.l_x, plan.l_y, out)
         else:
             self._resample(plan, out)
         return out
+
+    def _read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
+        """Read, and turn what a slide library raises on damaged bytes into an error of ours, its cause chained."""
+        try:
+            self._reader.read_level(level, l_x, l_y, out)
+        except (SlideError, MemoryError):  # memory is the machine's fault
+            raise
+        except Exception as error:
+            raise TileReadError(
+                f"{self.path}: level {level}, x {l_x}, y {l_y}, {out.shape[1]} x {out.shape[0]} px cannot be read: "
+                f"{UNEXPECTED} {type(error).__name__}: {error}"
+            ) from error
 
     def _resample(self, plan: ReadPlan, out: Pixels) -> None:
         """Fill ``out`` with the level's box averaged by area, in bands so that the box is never held whole.
@@ -77,7 +89,7 @@ class PyramidSlide:
         buffer = np.empty((max(b - a for a, b in pairwise(firsts)) * plan.block, plan.l_width, 3), np.uint8)
         for (top, bottom), (first, last) in zip(pairwise(tops), pairwise(firsts), strict=True):
             band = buffer[: (last - first) * plan.block]
-            self._reader.read_level(plan.level, plan.l_x, plan.l_y + first * plan.block, band)
+            self._read_level(plan.level, plan.l_x, plan.l_y + first * plan.block, band)
             if plan.block > 1:
                 band = cv2.resize(band, (columns, last - first), interpolation=cv2.INTER_AREA)
             if band.shape == out[top:bottom].shape:

@@ -20,6 +20,9 @@ from pipelines.slide import Slide
 NARROW_PX = 100
 """Below this many pixels per span, as in a tile full of nuclei, writing pixel by pixel beats a slice per span."""
 
+CROSSINGS = 1 << 26
+"""Of edges and rows of one tile at most: no drawing of tissue has a hundredth of it."""
+
 SPANS_AT_ONCE = 1 << 16
 
 
@@ -74,6 +77,9 @@ def paint(
         grid: pixels of ``out``.
         l0_shift: (x, y) to add to the drawing's coordinates: the corner of the slide's bounds.
         out: uint8 (grid.height, grid.width).
+
+    Raises:
+        ValueError: so many edges cross the tile that they would fill the memory.
     """
     height, width = out.shape
     # t_: tile px, measured from the centre of the first pixel, so that centres are whole numbers
@@ -88,6 +94,8 @@ def paint(
     t_end_y = (drawing.end[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
     row = np.ceil(np.clip(np.minimum(t_start_y, t_end_y), 0, height)).astype(np.int64)
     rows = np.ceil(np.clip(np.maximum(t_start_y, t_end_y), 0, height)).astype(np.int64) - row
+    if rows.sum() > CROSSINGS:
+        raise ValueError(f"{rows.sum()} crossings of edges with the rows of one tile, above {CROSSINGS}")
     crossing = np.flatnonzero(rows)
     edges, row, rows = edges[crossing], row[crossing], rows[crossing]
     polygon = np.repeat(np.arange(len(polygons)), count)[crossing]

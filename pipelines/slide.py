@@ -21,6 +21,10 @@ PADDING = 255
 """Value of pixels outside the slide: white, as the glass around tissue is."""
 
 
+UNEXPECTED = "unexpected"
+"""Word in the message of an error that no rule of ours foresaw; its cause is chained."""
+
+
 class SlideError(Exception):
     """A slide that cannot be used: says the file, what is wrong with it and what to do."""
 

@@ -16,11 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.catalog import SlideSpec
+from pipelines.level_check import damaged_tiles
 from pipelines.overlay import LONGER_SIDE_PX, draw_overlay
+from pipelines.processes import Limits
 from pipelines.slide import Slide, SlideError
+from pipelines.slide_state import SlideState
 from pipelines.tile_table import IndexedSlide, IndexSettings, SlideFault
 from pipelines.tiling import tile_grid, tissue_fractions
 from pipelines.tissue import Overview, TissueMask, find_tissue, read_overview
+
+SLIDE_SECONDS = 900.0
+"""As long may one slide take: ten times what 100,000 x 100,000 px of a single level take on one core."""
+
+SLIDE_BYTES, THREAD_BYTES = 4 << 30, 256 << 20
+"""Private memory that one slide may take, and each thread that reads it: four times what an overview needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +43,7 @@ class SlideTiles:
         tissue_share: the part of the slide that is tissue.
         seconds: that it took.
         unreadable_share: the part of the slide that is damaged; tiles there are left out.
+        damaged: tiles of tissue left out because the level they are read from is damaged there, and the first fault.
     """
 
     source: IndexedSlide
@@ -43,6 +53,7 @@ class SlideTiles:
     tissue_share: float
     seconds: float
     unreadable_share: float
+    damaged: tuple[int, str] = (0, "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +72,19 @@ def file_bytes(path: Path) -> int:
         return 0
 
 
+@dataclass
+class _Progress:
+    """How far a slide has come: the step under way, and its overlay picture."""
+
+    step: str = "open"
+    overlay_png: bytes | None = None
+
+
+def slide_limits(threads: int) -> Limits:
+    """What one slide may take that ``threads`` threads read."""
+    return Limits(SLIDE_SECONDS, SLIDE_BYTES + threads * THREAD_BYTES)
+
+
 def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int) -> SlideResult:
     """Find the tiles of one slide. Returns every fault of the slide instead of raising it.
 
@@ -69,43 +93,62 @@ def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int) -> Slide
         settings: which tiles to cut.
         threads: that read the overview.
     """
+    size = file_bytes(spec.path)
+    progress = _Progress()
+    try:
+        return SlideResult(find_tiles(spec, settings, threads, progress), progress.overlay_png)
+    except Exception as fault:  # slide libraries raise anything; the other slides go on
+        expected = isinstance(fault, SlideError | ValueError | OSError) and str(fault)
+        error = str(fault) if expected else f"{type(fault).__name__}: {fault}"
+        if isinstance(fault, MemoryError) or "Insufficient memory" in error:  # the latter is OpenCV's
+            error = f"it needs more memory than a slide may take, {slide_limits(threads)}: {error}"
+        return SlideResult(SlideFault(spec.slide_id, size, spec.mpp, progress.step, error), progress.overlay_png)
+
+
+def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress: _Progress | None = None) -> SlideTiles:
+    """The tiles of one slide; tells ``progress`` how far it has come.
+
+    Raises:
+        SlideError: the slide cannot be used, or none of its tiles.
+        ValueError: the settings do not fit it.
+    """
+    progress = progress or _Progress()
     started_s = time.perf_counter()
     cv2.setNumThreads(threads)
-    size = file_bytes(spec.path)
-    step = "open"
-    picture: bytes | None = None
-    try:
-        with spec.open() as slide:
-            step = "tiles"
-            stride = settings.stride or settings.tile
-            grid = tile_grid(slide.levels, slide.bounds, settings.tile, settings.mpp, stride)
-            step = "tissue"
-            overview = read_overview(slide, settings.tissue_mpp, threads)
-            tissue = find_tissue(overview)
-            step = "tiles"
-            fractions = tissue_fractions(tissue, grid)
-            damage = TissueMask(overview.unreadable, tissue.l0_x, tissue.l0_y, tissue.downsample, tissue.mpp)
-            intact = tissue_fractions(damage, grid) == 0
-            rows, columns = np.nonzero((fractions >= settings.min_tissue) & intact)
-            l0_x, l0_y, kept = grid.l0_x[columns], grid.l0_y[rows], fractions[rows, columns]
-            step = "overlay"
-            caption = (
-                f"{spec.slide_id}: {len(kept)} of {fractions.size} tiles of {settings.tile} px at {settings.mpp:g} "
-                f"um/px with {settings.min_tissue:.0%} tissue or more; {tissue.share:.0%} of the slide is tissue"
-            )
-            thumbnail = _thumbnail(slide, overview, threads)
-            picture = draw_overlay(thumbnail, tissue, l0_x, l0_y, kept, grid.l0_tile, caption)
-            step = "tiles"
-            if not len(kept):
-                raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
-            level = slide.levels[0]
-            source = IndexedSlide(spec.slide_id, size, spec.mpp, slide.mpp, level.width, level.height, slide.backend)
-    except Exception as fault:  # slide libraries raise anything; the other slides go on
-        expected = isinstance(fault, SlideError | ValueError | OSError | MemoryError) and str(fault)
-        error = str(fault) if expected else f"{type(fault).__name__}: {fault}"
-        return SlideResult(SlideFault(spec.slide_id, size, spec.mpp, step, error), picture)
+    with spec.open() as slide:
+        state = SlideState.of(spec.path)  # before anything is read: what changes meanwhile is another slide
+        progress.step = "tiles"
+        stride = settings.stride or settings.tile
+        grid = tile_grid(slide.levels, slide.bounds, settings.tile, settings.mpp, stride)
+        progress.step = "tissue"
+        overview = read_overview(slide, settings.tissue_mpp, threads)
+        tissue = find_tissue(overview)
+        progress.step = "tiles"
+        fractions = tissue_fractions(tissue, grid)
+        damage = TissueMask(overview.unreadable, tissue.l0_x, tissue.l0_y, tissue.downsample, tissue.mpp)
+        intact = tissue_fractions(damage, grid) == 0
+        rows, columns = np.nonzero((fractions >= settings.min_tissue) & intact)
+        l0_x, l0_y, kept = grid.l0_x[columns], grid.l0_y[rows], fractions[rows, columns]
+        progress.step = "overlay"
+        caption = (
+            f"{spec.slide_id}: {len(kept)} of {fractions.size} tiles of {settings.tile} px at {settings.mpp:g} "
+            f"um/px with {settings.min_tissue:.0%} tissue or more; {tissue.share:.0%} of the slide is tissue"
+        )
+        thumbnail = _thumbnail(slide, overview, threads)
+        progress.overlay_png = draw_overlay(thumbnail, tissue, l0_x, l0_y, kept, grid.l0_tile, caption)
+        progress.step = "tiles"
+        if not len(kept):
+            raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
+        bad, fault = damaged_tiles(slide, l0_x, l0_y, settings.tile, settings.mpp, grid.l0_tile)
+        l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
+        level = slide.levels[0]
+        source = IndexedSlide(
+            *(spec.slide_id, state.file_bytes, spec.mpp, slide.mpp, level.width, level.height, slide.backend),
+            state.modified_ns,
+            state.digest,
+        )
     seconds = time.perf_counter() - started_s
-    return SlideResult(SlideTiles(source, l0_x, l0_y, kept, tissue.share, seconds, damage.share), picture)
+    return SlideTiles(source, l0_x, l0_y, kept, tissue.share, seconds, damage.share, (int(bad.sum()), fault))
 
 
 def default_threads(workers: int) -> int:
@@ -125,7 +168,10 @@ def _why_none(tissue: TissueMask, damage: TissueMask, most: float, settings: Ind
     if damage.mask.any():
         return f"no tile is left: {damage.share:.1%} of the slide is damaged and every tile of tissue touches it"
     if not tissue.mask.any():
-        return "no tissue: nothing on the slide is stained; --min-tissue 0 keeps its tiles all the same"
+        return (
+            "no tissue: nothing on the slide is stained. If its picture in tissue/ shows tissue all the "
+            "same, --min-tissue 0 keeps every tile; a blank slide can stay where it is: it is left out"
+        )
     return (
         f"no tile has {settings.min_tissue:.0%} tissue: the fullest has {most:.1%}, the slide {tissue.share:.1%}; "
         "lower --min-tissue, or ask for a smaller --tile"

@@ -7,17 +7,17 @@ patient's name alone: the order of the slides does not matter, and another slide
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from pipelines.catalog import match_slide
-from pipelines.table import listed, read_table
+from pipelines.catalog import SlideNames, SlideSpec
+from pipelines.csv_cells import original, write_rows
+from pipelines.table import listed, read_table, shown
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,8 @@ class Splits:
     def save(self, path: Path) -> None:
         """Write columns slide, patient, label, split, one line per slide."""
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["slide", "patient", "label", "split"])
-            for slide in sorted(self.split):
-                writer.writerow([slide, self.patient[slide], self.label.get(slide, ""), self.split[slide]])
+            rows = ((s, self.patient[s], self.label.get(s), self.split[s]) for s in sorted(self.split))
+            write_rows(file, [("slide", "patient", "label", "split"), *rows])
 
     @classmethod
     def load(cls, path: Path, patient: Mapping[str, str] | None = None) -> Splits:
@@ -80,17 +78,19 @@ class Splits:
         patients: dict[str, str] = {}
         labels: dict[str, int] = {}
         foreign: list[str] = []
+        names = SlideNames(patient or ())
         for row in table.rows:
-            slide = row["slide"] if patient is None else match_slide(row["slide"], patient.keys())
+            named = original(row["slide"])
+            slide = named if patient is None else names.match(named)
             if slide is None:
-                foreign.append(row["slide"])
+                foreign.append(named)
                 continue
             name = SPELLINGS.get(row["split"].casefold())
             if name is None:
                 faults.append(f"line {row.line}: a split is train, val or test; got {row['split']!r}")
             elif split.setdefault(slide, name) != name:
                 faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
-            patients[slide] = (row["patient"] or slide) if patient is None else patient[slide]
+            patients[slide] = (original(row["patient"]) or slide) if patient is None else patient[slide]
             if row["label"].lstrip("-").isdecimal():
                 labels[slide] = int(row["label"])
         missing = sorted(set(patient or ()) - set(patients))
@@ -104,10 +104,64 @@ class Splits:
         if not faults and "train" not in split.values():
             faults.append("no slide is in train")
         if faults:
-            raise ValueError(f"split file {path}: " + "\n  ".join(faults))
+            raise ValueError(f"split file {path}: {shown(faults)}")
         if foreign:
             logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
         return cls(split, patients, labels)
+
+
+def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
+    """The split of every slide by slide id, where all of them lie in folders of ``root`` that are called like splits
+    (``train/``, ``val/``, ...); nothing where they do not.
+
+    Raises:
+        ValueError: some do, in folders of two splits or more, and some do not.
+    """
+    folder = {spec.slide_id: _first_folder(root, spec) for spec in specs}
+    split = {slide: SPELLINGS[name.casefold()] for slide, name in folder.items() if name.casefold() in SPELLINGS}
+    if len(split) == len(specs):
+        return split
+    if len(set(split.values())) > 1:
+        others = sorted({name or "none" for slide, name in folder.items() if slide not in split})
+        named = sorted({folder[slide] for slide in split})
+        raise ValueError(
+            f"folders called like splits hold every slide of {root} or none: {', '.join(named)} are splits, and there "
+            f"are slides in {listed(others)}, too. Move these into train/, val/ or test/, or give the folders of "
+            "splits other names"
+        )
+    return {}
+
+
+def _first_folder(root: Path, spec: SlideSpec) -> str:
+    parts = spec.path.relative_to(root).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def fixed_splits(
+    split: Mapping[str, str], patient: Mapping[str, str], label: Mapping[str, int], *, validation: float, seed: int
+) -> Splits:
+    """Splits that are given by slide id; where none is "val", patients of "train" are drawn for it, as ``make_splits``
+    does.
+
+    Raises:
+        ValueError: a patient is on two sides, or no slide is in train.
+    """
+    split = dict(split)
+    both = _patients_in_two(split, patient)
+    if both:
+        raise ValueError(
+            f"folders of splits: patients with slides in two of them: {listed(both)}; put all of a patient in one"
+        )
+    train = {slide: patient[slide] for slide, name in split.items() if name == "train"}
+    if not train:
+        raise ValueError(
+            f"folders of splits: no usable slide is in train; got {', '.join(sorted(set(split.values())))}"
+        )
+    if "val" not in split.values():
+        split |= make_splits(
+            train, {slide: label[slide] for slide in train} if label else None, validation=validation, seed=seed
+        ).split
+    return Splits(split, dict(patient), dict(label))
 
 
 def make_splits(

@@ -97,10 +97,14 @@ class TileStream:
             )
         return replace(self, strata=class_of_tile)
 
-    def read(self, pool: SlidePool, on_fault: OnFault | None = None) -> Self:
-        """Read from these slides; ``on_fault(slide_id, region, error)`` is told, once each, of tiles that were replaced
-        because they cannot be read, and, with region None, of slides that do not open."""
-        return replace(self, reading=Read(self.tiles, pool, on_fault))
+    def read(self, pool: SlidePool, on_fault: OnFault | None = None, *, replaces: bool = True) -> Self:
+        """Read from these slides; ``on_fault(slide_id, region, error)`` is told, once each, of tiles that cannot be
+        read, and, with region None, of slides that do not open.
+
+        Args:
+            replaces: another tile is read in place of each; otherwise it is blank, and ``UNREAD`` in ``Batch.rows``.
+        """
+        return replace(self, reading=Read(self.tiles, pool, on_fault, replaces))
 
     def label(self, class_of_tile: NDArray[np.int64]) -> Self:
         """Targets are classes: int64 (n,), one for every row of the table. Without any target they are -1."""

@@ -7,11 +7,15 @@ the line number they stand on, so that every later message can name it. Labels, 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 DELIMITERS = ",;\t"
+
+QUOTE = 'a double quote (") is not closed, or stands within a value; put quotes around the value, and "" for one in it'
+"""What is wrong with a line of which no row can be made."""
 
 ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 """Byte-order marks that Excel writes for "Unicode text"; everything else is UTF-8, with or without its mark."""
@@ -55,15 +59,16 @@ def read_table(path: Path, required: tuple[str, ...]) -> Table:
 
     Raises:
         ValueError: no such file, not text, no rows, a required column is missing (names the columns found and the
-            accepted names), or lines with more values than columns.
+            accepted names), a quote that is not closed, or lines with more values than columns.
     """
-    lines = _read_text(path).splitlines()
+    # Not splitlines: a form feed or a line separator of Unicode within a name ends no line of a CSV file.
+    lines = list(io.StringIO(_read_text(path), newline=None))
     header_at = next((i for i, line in enumerate(lines) if line.strip()), None)
     if header_at is None:
         raise ValueError(f"{path} must hold a table with a header line; it is empty")
     delimiter = max(DELIMITERS, key=lines[header_at].count)
-    reader = csv.reader(lines[header_at:], delimiter=delimiter)
-    header = [name.strip() for name in next(reader)]
+    parsed = _rows(path, lines, header_at, delimiter)
+    header = [name.strip() for name in next(parsed)[1]]
     columns = _columns(header)
     missing = [role for role in required if role not in columns]
     if missing:
@@ -71,12 +76,14 @@ def read_table(path: Path, required: tuple[str, ...]) -> Table:
         raise ValueError(f"{path} lacks a column ({wanted}); its columns are: {', '.join(header)}. Rename or add it")
     rows: list[Row] = []
     too_long: list[str] = []
-    for values in reader:
-        line = header_at + reader.line_num
+    for line, values in parsed:
         if len(values) > len(header) and any(v.strip() for v in values[len(header) :]):
             too_long.append(f"line {line} has {len(values)}")
         if any(v.strip() for v in values):
-            rows.append(Row(line, {r: values[i].strip() for r, i in columns.items() if i < len(values)}))
+            row = Row(line, {r: values[i].strip() for r, i in columns.items() if i < len(values)})
+            if any("\n" in value for value in row.values.values()):
+                raise ValueError(f"{path} line {line}: {QUOTE}")
+            rows.append(row)
     if too_long:
         raise ValueError(
             f"{path}: every line has as many values as the header, {len(header)}; {'; '.join(too_long[:5])}. "
@@ -87,6 +94,18 @@ def read_table(path: Path, required: tuple[str, ...]) -> Table:
     return Table(path, frozenset(columns), tuple(rows))
 
 
+def _rows(path: Path, lines: Sequence[str], header_at: int, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Number of the first line, from 1, and values of every row, the header's first."""
+    reader = csv.reader(lines[header_at:], delimiter=delimiter, strict=True)
+    line = header_at + 1
+    try:
+        for values in reader:
+            yield line, values
+            line = header_at + reader.line_num + 1
+    except csv.Error as fault:
+        raise ValueError(f"{path} line {line}: {QUOTE} ({fault})") from fault
+
+
 def _columns(header: list[str]) -> dict[str, int]:
     names = [name.casefold() for name in header]
     found = {role: [names.index(a) for a in aliases if a in names] for role, aliases in ALIASES.items()}
@@ -94,15 +113,31 @@ def _columns(header: list[str]) -> dict[str, int]:
 
 
 def _read_text(path: Path) -> str:
+    if (
+        path.exists() and not path.is_file() and not path.is_dir()
+    ):  # a pipe would be waited for, and could be read only once
+        raise ValueError(f"{path} must be a file: it is read more than once. Write the table into one")
     try:
         data = path.read_bytes()
-        return data.decode(ENCODINGS.get(data[:2], "utf-8-sig"))
     except OSError as fault:
         raise ValueError(f"{path} cannot be read: {fault.strerror or fault}. Check the path") from fault
+    try:
+        text = data.decode(ENCODINGS.get(data[:2], "utf-8-sig"))
     except UnicodeDecodeError as fault:
+        line = data.count(b"\n", 0, fault.start) + 1
         raise ValueError(
-            f"{path} must be a CSV text file in UTF-8; byte {fault.start} is not. Save it as UTF-8"
+            f"{path} must be a CSV text file in UTF-8; byte {fault.start}, in line {line}, is not. Save it as UTF-8"
         ) from fault
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise ValueError(f"{path} must be a CSV text file in UTF-8; line {line} has a NUL. Save it as UTF-8")
+    return text
+
+
+def shown(faults: Sequence[str], most: int = 8) -> str:
+    """Faults for a message, a line each: the first ones, and how many more there are."""
+    more = [f"and {len(faults) - most} more"] if len(faults) > most else []
+    return "\n  ".join([*faults[:most], *more])
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.geometry import MPP_MAX, MPP_MIN, Region
+from pipelines.slide_state import SlideState
 
 FORMAT = 1
 """Of the Parquet file; raised when an older one can no longer be read as it is."""
@@ -40,6 +41,11 @@ class IndexSettings:
     """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile."""
     tissue_mpp: float = 8.0
     """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
+
+    @property
+    def picture_mpp(self) -> float | None:
+        """um/px that a picture without any may be taken to have: ``mpp`` where nothing but the default is asked."""
+        return self.mpp if self.mpp == IndexSettings.mpp else None
 
     def validate(self) -> list[str]:
         """Every fault of these settings, each with its rule and the value received."""
@@ -73,6 +79,13 @@ class IndexedSlide:
     width: int
     height: int
     backend: str
+    modified_ns: int = 0
+    digest: str = ""
+
+    @property
+    def state(self) -> SlideState | None:
+        """What its file was; None in an index that was made before this was kept."""
+        return SlideState(self.file_bytes, self.modified_ns, self.digest) if self.digest else None
 
 
 @dataclass(frozen=True)

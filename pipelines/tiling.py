@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from pipelines.geometry import Bounds, Level, best_level, l0_from_t, l_from_l0
 from pipelines.tissue import TissueMask
 
+MOST_TILES = 10_000_000
+"""Of one slide: 200,000 x 200,000 px have as many tiles of 64 px. More is a damaged size, or a mistyped --tile."""
+
 
 @dataclass(frozen=True, eq=False)
 class TileGrid:
@@ -38,7 +41,7 @@ def tile_grid(levels: Sequence[Level], bounds: Bounds, tile: int, mpp: float, st
     """Tiles of ``tile`` px at ``mpp`` every ``stride`` px over ``bounds``.
 
     Raises:
-        ValueError: a tile is larger than the slide, or no level is fine enough for ``mpp``.
+        ValueError: a tile is larger than the slide, no level is fine enough for ``mpp``, or more than ``MOST_TILES``.
     """
     best_level(levels, mpp)
     l0_mpp = levels[0].mpp
@@ -50,6 +53,14 @@ def tile_grid(levels: Sequence[Level], bounds: Bounds, tile: int, mpp: float, st
             f"a tile of {tile} px at {mpp:g} um/px is {l0_tile} px of level 0 and larger than the slide "
             f"({bounds.width} x {bounds.height} px at {l0_mpp:.4g} um/px); the largest that fits is --tile {largest} "
             f"at --mpp {mpp:g}"
+        )
+
+    l0_stride = max(1, l0_from_t(stride, mpp, l0_mpp))
+    tiles = -(-bounds.width // l0_stride) * -(-bounds.height // l0_stride)
+    if tiles > MOST_TILES:
+        raise ValueError(
+            f"a slide has at most {MOST_TILES:,} tiles; every {stride} px at {mpp:g} um/px there would be {tiles:,} on "
+            f"this one of {bounds.width} x {bounds.height} px; is its size true? ask for a larger --tile or --stride"
         )
 
     def origins(l0_start: int, l0_length: int) -> NDArray[np.int64]:

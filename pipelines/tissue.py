@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.geometry import Region, best_level, l0_from_l, l_from_l0
-from pipelines.slide import PADDING, Pixels, Slide, TileReadError
+from pipelines.slide import PADDING, Pixels, Slide, SlideError, TileReadError
 
 Mask = NDArray[np.bool_]
 
@@ -31,6 +31,9 @@ MOST_UNREADABLE = 0.5
 
 OVERVIEW_PX = 40_000_000
 """Most px of an overview, which bounds memory at about 0.9 GB: a coarser one is read of what would have more."""
+
+MOST_LEVEL_PX = 40_000_000_000
+"""Most px of the level that an overview is read of: 200,000 x 200,000 px without a coarser level take minutes."""
 
 SATURATION_FLOOR, SATURATION_CEILING = 14, 40
 """Otsu's threshold (0-255) is kept in here. Glass with JPEG noise stays below the floor; a picture full of tissue
@@ -97,12 +100,19 @@ def read_overview(slide: Slide, mpp: float, threads: int) -> Overview:
     A damaged place is left white, as small as it can be told apart, and marked unreadable.
 
     Raises:
+        SlideError: the level to be read has more than ``MOST_LEVEL_PX``.
         TileReadError: more than ``MOST_UNREADABLE`` of the slide is damaged; the first fault found.
     """
     bounds = slide.bounds
     least_mpp = slide.mpp * math.sqrt(bounds.width * bounds.height / OVERVIEW_PX)
     mpp = max(mpp, slide.mpp, least_mpp)
     level = best_level(slide.levels, mpp)
+    if bounds.width * bounds.height / level.downsample**2 > MOST_LEVEL_PX:
+        raise SlideError(
+            f"{slide.path}: tissue is looked for on a level of at most {MOST_LEVEL_PX:,} px; the coarsest that is fine "
+            f"enough has {level.width:,} x {level.height:,} px; convert the slide to a pyramid with coarser levels "
+            "(for example with `vips tiffsave --tile --pyramid`)"
+        )
     reduction = max(1, round(mpp / level.mpp), math.ceil(least_mpp / level.mpp))
     downsample = level.downsample * reduction
     width, height = (max(1, l_from_l0(side, downsample)) for side in (bounds.width, bounds.height))

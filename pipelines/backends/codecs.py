@@ -6,6 +6,7 @@ Follows TIFF 6.0 (LZW, deflate, horizontal differencing) and Aperio's numbers fo
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -22,9 +23,11 @@ TileDecoder: TypeAlias = Callable[[bytes, Pixels], None]
 _JPEG, _JPEG2000 = 7, (33005, 34712)
 _BLACK_IS_ZERO, _RGB, _YCBCR = 1, 2, 6
 _DIFFERENCED = 2
+_CODESTREAM: Final = b"\xff\x4f\xff\x51"
+_MAX_PARTS: Final = 4096
 _UNPACK: Final[dict[int, Callable[[bytes, int], bytes | bytearray]]] = {
-    1: lambda data, size: data[:size],
-    5: lambda data, size: imagecodecs.lzw_decode(data, out=size),
+    1: lambda data, size: data,
+    5: lambda data, size: imagecodecs.lzw_decode(data, out=size + 1),  # one more than fits tells that more would come
     8: lambda data, size: imagecodecs.zlib_decode(data, out=size),
     32946: lambda data, size: imagecodecs.zlib_decode(data, out=size),
 }
@@ -77,6 +80,7 @@ class _Jpeg2000:
         self._samples = samples
 
     def __call__(self, data: bytes, out: Pixels) -> None:
+        self._check_size(data, out)
         try:
             pixels = imagecodecs.jpeg2k_decode(data)
         except RuntimeError as error:
@@ -85,3 +89,16 @@ class _Jpeg2000:
         if pixels.shape != (*out.shape[:2], self._samples) or pixels.dtype != np.uint8:
             raise ValueError(f"{pixels.dtype} {pixels.shape} instead of uint8 {(*out.shape[:2], self._samples)}")
         out[...] = pixels
+
+    def _check_size(self, data: bytes, out: Pixels) -> None:
+        """The decoder allocates what the SIZ marker asks for (ITU-T T.800, A.5.1), so that is read first."""
+        at = data.find(_CODESTREAM)
+        if at < 0 or len(data) < at + 42:
+            raise ValueError("no JPEG 2000 codestream")
+        right, bottom, left, top, part_width, part_height, _, _, samples = struct.unpack_from(">8IH", data, at + 8)
+        size, parts = (bottom - top, right - left), right * bottom / max(1, part_width * part_height)
+        if (*size, samples) != (*out.shape[:2], self._samples) or parts > _MAX_PARTS:
+            raise ValueError(
+                f"a JPEG 2000 stream of {size[1]} x {size[0]} px, {samples} samples and {parts:.0f} parts instead of "
+                f"{out.shape[1]} x {out.shape[0]} px and {self._samples} samples"
+            )

@@ -6,6 +6,7 @@ Gives a ``Slide``. The picture is decoded whole on the first read and kept, henc
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -14,9 +15,14 @@ from PIL import Image, UnidentifiedImageError
 
 from pipelines.backends.memory import MemoryReader
 from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.tiff_levels import refuse_planes, refuse_samples
+from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.geometry import levels_from_sizes
 from pipelines.pyramid import PyramidSlide
 from pipelines.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
+
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
+"""No other reader of Pillow is asked: some start programs (Ghostscript for EPS), whatever the file is called."""
 
 LIMIT_PIXELS = 80_000_000
 """8,000 x 10,000 px, 240 MB decoded, just below what Pillow itself warns of. Larger ones belong in a tiled file."""
@@ -31,11 +37,18 @@ class ImageReader:
         self._path = path
         self._lock = threading.Lock()
         self._pixels: MemoryReader | None = None
+        self._fault = ""
 
     def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
         with self._lock:
+            if self._fault:  # it takes as long to fail as to succeed, and regions are many
+                raise TileReadError(self._fault)
             if self._pixels is None:
-                self._pixels = MemoryReader([_decode(self._path)])
+                try:
+                    self._pixels = MemoryReader([_decode(self._path)])
+                except TileReadError as fault:
+                    self._fault = str(fault)
+                    raise
             pixels = self._pixels
         pixels.read_level(level, l_x, l_y, out)
 
@@ -47,14 +60,16 @@ def open_image(path: Path, *, mpp: float | None) -> PyramidSlide:
     """A one-level slide over a picture.
 
     Raises:
-        NotThisFormat: not a picture that Pillow knows.
-        SlideError: larger than ``LIMIT_PIXELS``, or ``mpp`` is not given.
+        NotThisFormat: not a picture of one of ``FORMATS``.
+        SlideError: larger than ``LIMIT_PIXELS``, a TIFF of more than one 8-bit picture, or ``mpp`` is not given.
     """
+    with contextlib.suppress(NotThisFormat):  # no TIFF
+        _refuse_tiff(path)
     try:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=FORMATS) as picture:
             width, height = picture.size
     except UnidentifiedImageError:
-        raise NotThisFormat(f"{path}: not a picture that Pillow knows") from None
+        raise NotThisFormat(f"{path}: not a picture of a known format ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(path, str(error)) from None
     except Exception as error:  # Pillow's readers raise whatever their parsers stumble over
@@ -63,6 +78,19 @@ def open_image(path: Path, *, mpp: float | None) -> PyramidSlide:
         raise _too_large(path, f"it has {width} x {height} px")
     levels = levels_from_sizes([(width, height)], level0_mpp(path, None, None, mpp))
     return PyramidSlide(path, ImageReader(path), levels)
+
+
+def _refuse_tiff(path: Path) -> None:
+    """Refuse a TIFF that Pillow would read as something else, or for which it would ask too much memory.
+
+    Raises:
+        SlideError: damaged, or its pixels are not those of one 8-bit picture.
+    """
+    tiff = read_tiff(path)
+    refuse_samples(tiff, tiff.pages[0])
+    refuse_planes(tiff, tiff.pages[0])
+    if faults := check_tiff(path):
+        raise SlideError(f"{path}: damaged TIFF: {'; '.join(faults)}")
 
 
 def _too_large(path: Path, what: str) -> SlideError:
@@ -75,7 +103,7 @@ def _too_large(path: Path, what: str) -> SlideError:
 def _decode(path: Path) -> Pixels:
     """All pixels, transparent ones blended onto white."""
     try:
-        with Image.open(path) as file:
+        with Image.open(path, formats=FORMATS) as file:
             picture: Image.Image = file
             if picture.mode.startswith(("I", "F")):
                 raise TileReadError(f"{path}: a slide has 8 bits per channel; this picture has mode {picture.mode!r}")

@@ -23,6 +23,10 @@ _ADOBE: Final = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
 """An Adobe segment but for its last byte: 0 says that the components are RGB (or grey), 1 that they are YCbCr."""
 
 
+class OtherJpeg(ValueError):
+    """Whole JPEG data of a kind that is not read here; another reader may."""
+
+
 class JpegTiles:
     """Decoder of the JPEG tiles of one level.
 
@@ -52,6 +56,42 @@ class JpegTiles:
         decode(self._header + data[start:], out)
 
 
+def colour_fault(
+    tables: bytes | None, data: bytes, *, samples: int, ycbcr: bool, factors: tuple[int, int]
+) -> str | None:
+    """What in a tile's own headers contradicts the colours that the TIFF's tags give it; None when nothing does.
+
+    Args:
+        tables: the level's JPEGTables.
+        data: one tile.
+        samples: components per px by the tags.
+        ycbcr: the tags say YCbCr, not RGB or grey.
+        factors: by how much the tags say that chroma is coarser, across and down.
+
+    Raises:
+        ValueError: the tile is not JPEG.
+    """
+    if data[:2] != SOI:
+        raise ValueError(f"not JPEG data: it begins with {data[:4].hex(' ') or 'nothing'}")
+    parts = segments(data)
+    frame = next((part for marker, part in parts if marker == _SOF0 or marker in _OTHER_FRAMES), None)
+    if frame is None or len(frame) < 10 or len(frame) < 10 + 3 * frame[9]:
+        raise ValueError("no frame in its header")
+    if frame[9] != samples:
+        return f"its JPEG data have {frame[9]} components, its tags {samples} samples"
+    if samples == 1:
+        return None
+    adobe = next((p[15] for m, p in segments(tables or SOI) + parts if m == _APP14 and p[4:9] == b"Adobe"), None)
+    marked = any(marker == _APP0 for marker, _ in parts)  # JFIF has no RGB
+    each = [(f >> 4, f & 15) for f in frame[11 : 10 + 3 * samples : 3]]
+    subsampled = each[0] != each[1]
+    if not ycbcr and (adobe == 1 or (adobe is None and marked) or subsampled):
+        return "its JPEG data are YCbCr, its tags say RGB"
+    if ycbcr and (adobe == 0 or not (subsampled or adobe == 1 or marked or factors == (1, 1))):
+        return "its JPEG data are RGB, its tags say YCbCr"
+    return None
+
+
 @dataclass(frozen=True)
 class StreamHeader:
     """What stands before the scan data of a baseline JPEG stream.
@@ -74,7 +114,8 @@ class StreamHeader:
         """Read the header of ``stream``, which may go on behind it.
 
         Raises:
-            ValueError: not a baseline JPEG stream of 3 components, or its header is longer than ``stream``.
+            OtherJpeg: not baseline.
+            ValueError: not a JPEG stream of 3 components, or its header is longer than ``stream``.
         """
         if stream[:2] != SOI:
             raise ValueError(f"not JPEG data: it begins with {stream[:4].hex(' ') or 'nothing'}")
@@ -82,7 +123,7 @@ class StreamHeader:
         parts = segments(stream)
         for marker, part in parts:
             if marker in _OTHER_FRAMES:
-                raise ValueError(f"frame of kind {marker:#04x} is not baseline")
+                raise OtherJpeg(f"frame of kind {marker:#04x} is not baseline")
             if marker == _SOF0:
                 frame, factors = at, part[11::3]
             elif marker == _DRI:
@@ -90,6 +131,8 @@ class StreamHeader:
             at += len(part)
         if frame < 0 or len(factors) != 3 or not parts or parts[-1][0] != _SOS:
             raise ValueError("no frame of 3 components, or no scan, in its header")
+        if not all(1 <= f >> 4 <= 4 and 1 <= f & 15 <= 4 for f in factors):
+            raise ValueError(f"sampling factors {factors.hex(' ')}; they are 1 to 4")
         mcu_width, mcu_height = 8 * max(f >> 4 for f in factors), 8 * max(f & 15 for f in factors)
         return cls(stream[:at], frame, mcu_width, mcu_height, interval)
 

@@ -6,6 +6,8 @@ TIFFs are mapped into memory, everything else is read piece by piece (``mask_tif
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +23,14 @@ WHOLE_PIXELS = 64 << 20
 """A striped TIFF up to this size is decoded once; reading a tile of it would decode whole rows again and again."""
 
 BAND_ROWS = 1024
+
+PNG_BYTES = 1 << 30
+"""Largest picture that is decoded; of those above ``WHOLE_PIXELS`` one at a time."""
+
+CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
+"""Of a decoded PNG, by colour type."""
+
+_large = threading.Lock()
 
 
 class Mask(Protocol):
@@ -80,17 +90,24 @@ def open_mask(path: Path) -> Mask:
     Raises:
         SlideError: it cannot be read, or has several channels that differ.
     """
+    if not path.is_file():
+        raise SlideError(
+            f"mask {path} cannot be read: it must be a file; there is none, or a pipe or folder of that name"
+        )
     if path.suffix.lower() == ".png":
         return ArrayMask(path, _png_values(path))
     mask = TiffMask(path)
-    with tifffile.TiffFile(path) as file:
-        page = file.pages.first
-        if page.is_memmappable:
-            return ArrayMask(
-                path, np.memmap(path, page.dtype.newbyteorder(file.byteorder), "r", page.dataoffsets[0], page.shape)
-            )
-        if not page.is_tiled and mask.width * mask.height <= WHOLE_PIXELS:
-            return ArrayMask(path, _whole(mask))
+    try:
+        with tifffile.TiffFile(path) as file:
+            page = file.pages.first
+            if page.is_memmappable:
+                dtype = page.dtype.newbyteorder(file.byteorder)
+                return ArrayMask(path, np.memmap(path, dtype, "r", page.dataoffsets[0], page.shape))
+            is_tiled = page.is_tiled
+    except Exception as fault:  # tifffile raises nearly anything on damaged files
+        raise SlideError(f"mask {path} cannot be read as TIFF: {fault}. Save it again") from fault
+    if not is_tiled and mask.width * mask.height <= WHOLE_PIXELS:
+        return ArrayMask(path, _whole(mask))
     return mask
 
 
@@ -104,12 +121,24 @@ def _png_values(path: Path) -> NDArray[np.integer]:
     """The values as stored: palette indices, and grey values of 1, 2 and 4 bits, which decoders spread over 0..255."""
     try:
         data = path.read_bytes()
-        pixels: NDArray[np.integer] = imagecodecs.png_decode(data)
+        # PNG specification, 11.2.2 IHDR: width, height, bits of a sample, colour type. A file of a kilobyte can ask for
+        # terabytes.
+        width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+        size_bytes = width * height * CHANNELS.get(data[25], 4) * (2 if data[24] > 8 else 1)
+        if size_bytes > PNG_BYTES:
+            raise SlideError(
+                f"mask {path} is {width} x {height} px, {size_bytes >> 20} MiB decoded; a PNG may have "
+                f"{PNG_BYTES >> 20}. Save it as a tiled TIFF"
+            )
+        with _large if size_bytes > WHOLE_PIXELS else contextlib.nullcontext():
+            pixels: NDArray[np.integer] = imagecodecs.png_decode(data)
     except OSError as fault:
         raise SlideError(f"mask {path} cannot be read: {fault.strerror or fault}") from fault
+    except SlideError:
+        raise
     except Exception as fault:  # imagecodecs raises its own classes for each codec
         raise SlideError(f"mask {path} is damaged: {fault}. Save it again") from fault
-    bits, colour = data[24], data[25]  # PNG specification, 11.2.2 IHDR
+    bits, colour = data[24], data[25]
     if colour == 3:
         return _palette_indices(data, pixels)
     if pixels.ndim == 3:

@@ -17,6 +17,8 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
+from pipelines.backends.tiff_table import table_fault
+from pipelines.backends.tiff_tags import read_tiff
 from pipelines.slide import SlideError, TileReadError
 
 PIECE_BYTES = 256 << 20
@@ -35,6 +37,15 @@ class TiffMask:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        try:
+            tiff = read_tiff(path)
+        except (SlideError, OSError) as fault:
+            what = str(fault).removeprefix(f"{path}: ")
+            raise SlideError(f"mask {path} cannot be read as TIFF: {what}. Save it again") from fault
+        faults = [*tiff.faults, *filter(None, [table_fault(tiff.pages[0], tiff.size_bytes)])]
+        if faults or not tiff.pages[0].is_sorted:  # tifffile would go on with the defaults of what it cannot read
+            what = "; ".join(faults) or "its tags are out of order"
+            raise SlideError(f"mask {path} cannot be read as TIFF: it is damaged: {what}. Save it again")
         try:
             with tifffile.TiffFile(path) as file:
                 page = file.pages.first

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from pipelines.backends.jpeg import EOI, StreamHeader, decode
+from pipelines.backends.jpeg import EOI, OtherJpeg, StreamHeader, decode
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_levels import resolution_mpp
 from pipelines.backends.tiff_page import Page, Tag
@@ -60,7 +60,7 @@ def open_ndpi(path: Path, *, mpp: float | None) -> PyramidSlide:
 
     Raises:
         NotThisFormat: not NDPI, or without a list of restart segments; says why.
-        SlideError: cut short or damaged, or without a plausible mpp.
+        SlideError: cut short or damaged, a level's stream or list of segments among it, or without a plausible mpp.
         ValueError: ``mpp`` is implausible.
         OSError: the file cannot be read.
     """
@@ -91,8 +91,10 @@ def _grid(tiff: Tiff, page: Page, fd: int) -> TileGrid:
     start, stream_bytes = page.number(Tag.STRIP_OFFSETS, 0), page.number(Tag.STRIP_BYTES, 0)
     try:
         header = StreamHeader.parse(os.pread(fd, min(stream_bytes, _HEADER_BYTES), start))
-    except ValueError as error:
+    except OtherJpeg as error:
         raise NotThisFormat(f"{name}: its JPEG header is not read here: {error}") from error
+    except ValueError as error:  # OpenSlide would leave out the level, or make up another
+        raise SlideError(f"{tiff.path}: damaged NDPI: {name.removeprefix(f'{tiff.path}: ')}: {error}") from error
     if not header.interval:
         if page.width * page.height > _WHOLE_PIXELS:
             raise NotThisFormat(f"{name}: its JPEG stream has no restart markers")
@@ -108,9 +110,12 @@ def _grid(tiff: Tiff, page: Page, fd: int) -> TileGrid:
         )
     ends = np.append(starts[1:], stream_bytes)
     if starts[0] != header.scan_start or (ends <= starts).any():
-        raise NotThisFormat(f"{name}: its list of restart segments does not fit its JPEG stream")
+        raise SlideError(f"{name}: damaged NDPI: its list of restart segments does not fit its JPEG stream")
     width = header.interval * header.mcu_width
-    segment = RestartSegments(header.resized(width, header.mcu_height))
+    try:
+        segment = RestartSegments(header.resized(width, header.mcu_height))
+    except ValueError as error:
+        raise NotThisFormat(f"{name}: {error}") from error
     return TileGrid(page.width, page.height, width, header.mcu_height, start + starts, ends - starts, segment)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError
 
 from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
-from pipelines.backends.tiff_tags import check_tiff
+from pipelines.backends.tiff_levels import resolution_mpp
+from pipelines.backends.tiff_table import MAX_SIDE
+from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.geometry import Bounds, Level, l0_from_l
 from pipelines.pyramid import PyramidSlide
 from pipelines.slide import NotThisFormat, Pixels, SlideError, TileReadError
@@ -145,6 +148,10 @@ def open_openslide(path: Path, *, mpp: float | None) -> PyramidSlide:
         l0_mpp = level0_mpp(
             path, _number(properties.get("openslide.mpp-x")), _number(properties.get("openslide.mpp-y")), mpp
         )
+        if properties.get("openslide.vendor") == "generic-tiff" and mpp is None:  # OpenSlide takes any unit for an inch
+            l0_mpp = level0_mpp(path, *resolution_mpp(read_tiff(path).pages[0]), mpp)
+        if max(max(size) for size in slide.level_dimensions) > MAX_SIDE:
+            raise SlideError(f"{path}: levels of {slide.level_dimensions} px; a side has at most {MAX_SIDE} px")
         levels = tuple(
             Level(i, width, height, downsample, l0_mpp * downsample)
             for i, ((width, height), downsample) in enumerate(
@@ -152,7 +159,7 @@ def open_openslide(path: Path, *, mpp: float | None) -> PyramidSlide:
             )
         )
         box = [_number(properties.get(f"openslide.bounds-{name}")) for name in ("x", "y", "width", "height")]
-        x, y, width, height = (None if value is None else int(value) for value in box)
+        x, y, width, height = (None if value is None or not math.isfinite(value) else int(value) for value in box)
         bounds = None if x is None or y is None or width is None or height is None else Bounds(x, y, width, height)
         return PyramidSlide(path, OpenSlideReader(path, slide), levels, bounds)
     except BaseException:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import stat
 from pathlib import Path
 from typing import Final, Protocol, cast
 
+from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_tags import check_tiff
-from pipelines.slide import NotThisFormat, Slide, SlideError
+from pipelines.slide import UNEXPECTED, NotThisFormat, Slide, SlideError
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +39,31 @@ def open_any(path: Path, *, mpp: float | None, backend: str) -> Slide:
     """
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r} for {path}")
-    if not path.exists():
-        raise SlideError(f"{path}: there is no such file")
-    if path.is_file() and path.stat().st_size == 0:
+    if mpp is not None:
+        level0_mpp(path, None, None, mpp)
+    try:
+        status = path.stat()
+    except OSError as error:
+        what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise SlideError(f"{path}: {what}") from error
+    is_file = stat.S_ISREG(status.st_mode)
+    if not is_file and not stat.S_ISDIR(status.st_mode):
+        raise SlideError(f"{path}: neither a file nor a folder but a pipe, socket or device; a slide is a file")
+    if is_file and status.st_size == 0:
         raise SlideError(f"{path}: the file is empty (0 bytes); copy it again")
     asked = BACKENDS if backend == "auto" else (backend,)
     said: list[str] = []
-    for name in asked if path.is_file() else set(asked).intersection(READS_FOLDERS):
+    for name in asked if is_file else set(asked).intersection(READS_FOLDERS):
         try:
             slide = _opener(name)(path, mpp=mpp)
         except NotThisFormat as reason:
             said.append(f"{name}: {str(reason).removeprefix(f'{path}: ')}")
         except OSError as error:
             raise SlideError(f"{path}: the file cannot be read: {error.strerror or error}") from error
+        except SlideError:
+            raise
+        except Exception as error:  # the last net: a damaged file ends no command, whatever a library makes of it
+            raise SlideError(f"{path}: {name} cannot open it: {UNEXPECTED} {type(error).__name__}: {error}") from error
         else:
             log.debug("%s: opened with %s (asked: %s), %g um/px", path, name, backend, slide.mpp)
             return slide

@@ -10,15 +10,19 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from pipelines.backends.tiff_page import Page, Tag
+from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
 from pipelines.backends.tiff_tags import Tiff
-from pipelines.slide import NotThisFormat
+from pipelines.slide import NotThisFormat, SlideError
 
 _REDUCED, _MASK = 1, 4
 """Bits of the SubfileType tag."""
 _UM_PER_UNIT: Final = {2: 25_400.0, 3: 10_000.0}
 """um per ResolutionUnit: inch, centimetre. Without a unit, resolutions are only an aspect ratio."""
 _UM_PER_OME_UNIT: Final = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4}
+YCBCR: Final = 6
+_JPEG: Final = (6, 7)
+_COLOURS: Final = {1: (0, 1, 3), 3: (2, YCBCR)}
+"""PhotometricInterpretation by samples per px: grey either way round and palette; RGB and YCbCr."""
 _PRINT_UM: Final = 20.0
 """Coarser than this, the tag is a writer's default (72, 96, 300 or 1200 dots per inch), not a scanner's resolution."""
 
@@ -28,6 +32,8 @@ def level_pages(tiff: Tiff) -> list[Page]:
 
     Raises:
         NotThisFormat: not tiled, or a format whose tiles are not one plain grid per level.
+        SlideError: samples that are not 8-bit whole numbers, channels in pages of their own, or sizes that contradict
+            each other.
     """
     first = tiff.pages[0]
     _refuse_other_vendors(tiff)
@@ -40,8 +46,57 @@ def level_pages(tiff: Tiff) -> list[Page]:
         candidates = [first, *_reduced(tiff)]
     if not first.is_tiled:
         raise NotThisFormat(f"{tiff.path}: not a tiled TIFF: its first image lies in strips")
-    levels = sorted((p for p in candidates if p.is_tiled), key=lambda p: (p.width, p.height), reverse=True)
-    return [levels[0], *(level for level in levels[1:] if _is_reduction(levels[0], level))]
+    refuse_planes(tiff, first)
+    finest, *coarser = sorted((p for p in candidates if p.is_tiled), key=lambda p: (p.width, p.height), reverse=True)
+    levels = [finest, *(level for level in coarser if _is_reduction(finest, level))]
+    if finest is not candidates[0] or (coarser and len(levels) == 1):
+        sizes = ", ".join(f"{p.width} x {p.height}" for p in candidates)
+        raise SlideError(f"{tiff.path}: damaged TIFF: the pages ({sizes} px) are not one image made smaller")
+    for level in levels:
+        refuse_samples(tiff, level)
+    return levels
+
+
+def refuse_samples(tiff: Tiff, page: Page) -> None:
+    """Refuse samples that libraries read as something else without a word.
+
+    Raises:
+        SlideError: they are not unsigned numbers of 8 bits, or the tags about their colours contradict each other.
+    """
+    bits, kinds = set(page.array(Tag.BITS).tolist()) or {1}, set(page.array(Tag.SAMPLE_FORMAT).tolist()) or {1}
+    if max(bits) > 8 or min(bits) < 1 or kinds != {1}:
+        kind = {2: "signed", 3: "floating-point"}.get(max(kinds), "")
+        raise SlideError(
+            f"{tiff.path}: a slide has unsigned samples of 8 bits; page {page.index} has {kind} samples "
+            f"of {sorted(bits)} bits (SampleFormat {sorted(kinds)}); convert it to 8-bit RGB"
+        )
+    samples, colours = page.number(Tag.SAMPLES, 1), page.number(Tag.PHOTOMETRIC, UNREADABLE)
+    compression = page.number(Tag.COMPRESSION, 1)
+    if (samples in (1, 3) and colours not in _COLOURS[samples]) or (colours == YCBCR and compression not in _JPEG):
+        raise SlideError(
+            f"{tiff.path}: damaged TIFF: page {page.index} has {samples} samples per px, compression {compression} and "
+            f"colours of kind {colours} (PhotometricInterpretation), which do not go together"
+        )
+
+
+def refuse_planes(tiff: Tiff, page: Page) -> None:
+    """Refuse channels in pages of their own, of which a reader would show the first.
+
+    Raises:
+        SlideError: other pages hold a single channel of the size of ``page``.
+    """
+    planes = [
+        other
+        for other in tiff.pages
+        if (other.width, other.height) == (page.width, page.height)
+        and other.number(Tag.SAMPLES, 1) == page.number(Tag.SAMPLES, 1) == 1
+        and not other.number(Tag.SUBFILE, 0) & (_REDUCED | _MASK)
+    ]
+    if len(planes) > 1:
+        raise SlideError(
+            f"{tiff.path}: {len(planes)} pages of {page.width} x {page.height} px hold one channel or plane each; "
+            "a slide is one RGB or grey image; merge the channels to 8-bit RGB, or save one of them alone"
+        )
 
 
 def recorded_mpp(page: Page) -> tuple[float | None, float | None]:
@@ -52,7 +107,7 @@ def recorded_mpp(page: Page) -> tuple[float | None, float | None]:
         mpp = _number(found[1]) if found else None
         return mpp, mpp
     if _is_ome(page):
-        pixels = re.search(r"<(?:\w+:)?Pixels\b[^>]*>", description)
+        pixels = re.search(r"<(?:\w+:)?Pixels\b[^<>]*>", description)
         if pixels:
             return _ome_mpp(pixels[0], "X"), _ome_mpp(pixels[0], "Y")
     return resolution_mpp(page)
@@ -60,7 +115,7 @@ def recorded_mpp(page: Page) -> tuple[float | None, float | None]:
 
 def resolution_mpp(page: Page) -> tuple[float | None, float | None]:
     """um/px by the resolution tags; None without a unit, or when it is a screen's or printer's resolution."""
-    um = _UM_PER_UNIT.get(page.number(Tag.RESOLUTION_UNIT, 2))
+    um = _UM_PER_UNIT.get(page.number(Tag.RESOLUTION_UNIT, UNREADABLE))  # the inch of the standard is a guess
     mpps: list[float | None] = []
     for tag in (Tag.X_RESOLUTION, Tag.Y_RESOLUTION):
         fraction = page.array(tag)

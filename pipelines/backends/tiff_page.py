@@ -10,9 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+UNREADABLE: Final = -1
+"""Value of a numeric tag that is there and cannot be read: it is not absent, so no default holds, and no rule fits."""
 
 
 class Tag(IntEnum):
@@ -40,7 +44,9 @@ class Tag(IntEnum):
     TILE_OFFSETS = 324
     TILE_BYTES = 325
     SUB_IFDS = 330
+    SAMPLE_FORMAT = 339
     JPEG_TABLES = 347
+    CHROMA_FACTORS = 530
     XMP = 700
     NDPI_FORMAT = 65420
     NDPI_LENS = 65421
@@ -57,14 +63,16 @@ class Page:
         index: position in the file's chain; pages of SubIFDs carry their parent's.
         tags: values of the tags in ``Tag``, as flat arrays; a rational is two numbers.
         sub_pages: its SubIFDs.
+        is_sorted: its tags ascend, as TIFF 6.0 has it; one that does not may be another tag, damaged.
     """
 
     index: int
     tags: Mapping[int, NDArray[np.generic]] = field(repr=False)
     sub_pages: tuple[Page, ...] = ()
+    is_sorted: bool = True
 
     def number(self, tag: int, default: int) -> int:
-        """First value of a numeric tag."""
+        """First value of a numeric tag; ``default`` when it is absent, ``UNREADABLE`` when it is damaged."""
         values = self.tags.get(tag)
         return default if values is None or values.size == 0 else int(values[0])
 

@@ -14,6 +14,14 @@ from numpy.typing import NDArray
 
 from pipelines.backends.tiff_page import Page, Tag
 
+MAX_SIDE: Final = 1 << 24
+"""Of an image, px: 16 times what scanners make."""
+MAX_TILE_SIDE: Final = 1 << 16
+MAX_TILE_BYTES: Final = 1 << 28
+"""Of a decoded tile, 8192 x 8192 px of 4 bytes: OpenSlide and libtiff allocate it before they look at the data."""
+MAX_EMPTY_PIXELS: Final = 1 << 34
+MAX_PIXELS_PER_BYTE: Final = 4096
+"""Blank JPEG tiles reach some 100 px per byte. An image above both is nearly all left out, or its size is damaged."""
 _FAULTS_NAMED: Final = 3
 
 
@@ -22,8 +30,18 @@ def table_fault(page: Page, size_bytes: int) -> str | None:
     name = _name(page)
     if page.width < 1 or page.height < 1:
         return f"{name}: an image is at least 1 x 1 px"
-    if page.is_tiled and min(page.number(Tag.TILE_WIDTH, 0), page.number(Tag.TILE_HEIGHT, 0)) < 1:
-        return f"{name}: tile size {page.number(Tag.TILE_WIDTH, 0)} x {page.number(Tag.TILE_HEIGHT, 0)} px"
+    if max(page.width, page.height) > MAX_SIDE:
+        return f"{name}: an image has at most {MAX_SIDE} px a side"
+    if page.width * page.height > max(MAX_EMPTY_PIXELS, MAX_PIXELS_PER_BYTE * size_bytes):
+        return f"{name}: so many px do not fit into a file of {size_bytes} bytes"
+    tile_width, tile_height = page.number(Tag.TILE_WIDTH, 0), page.number(Tag.TILE_HEIGHT, 0)
+    px_bytes = page.number(Tag.SAMPLES, 1) * -(-int(page.array(Tag.BITS).max(initial=1)) // 8)
+    if page.is_tiled and not (
+        min(tile_width, tile_height) >= 1
+        and max(tile_width, tile_height) <= MAX_TILE_SIDE
+        and tile_width * tile_height * max(4, px_bytes) <= MAX_TILE_BYTES
+    ):
+        return f"{name}: tile size {tile_width} x {tile_height} px of {px_bytes} bytes"
     kind, columns, rows, offsets, counts = _table(page)
     expected = columns * rows
     if min(len(offsets), len(counts)) < expected:

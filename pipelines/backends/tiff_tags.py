@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.tiff_page import Page, Tag
+from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
 from pipelines.backends.tiff_table import data_faults
 from pipelines.slide import NotThisFormat, SlideError
 
@@ -31,9 +31,24 @@ _TYPES: Final = {1: "B", 2: "B", 3: "H", 4: "I", 5: "I", 6: "b", 7: "B", 8: "h",
     18: "Q",
 }
 _RATIONAL: Final = 5
+_BYTES: Final = frozenset({1, 2, 6, 7})
+_WHOLE: Final = frozenset({1, 3, 4, 8, 9, 13, 16, 17, 18})
+_TYPES_OF: Final = dict.fromkeys((Tag.DESCRIPTION, Tag.SOFTWARE, Tag.JPEG_TABLES, Tag.XMP), _BYTES) | {
+    Tag.X_RESOLUTION: frozenset({_RATIONAL}),
+    Tag.Y_RESOLUTION: frozenset({_RATIONAL}),
+    Tag.NDPI_LENS: _WHOLE | {_RATIONAL, 11, 12},
+}
+"""Types that a tag may have; all others hold whole numbers. Of another type it would be read as another value."""
 MAX_PAGES: Final = 4096
 """More than any slide has (focal planes included): a longer chain is a damaged file that leads to itself."""
 MAX_SUB_PAGES: Final = 64
+MAX_ENTRIES: Final = 1 << 17
+"""Of all directories together, 32 for each of the most pages: a few thousand pages of 65,535 entries take minutes."""
+MAX_PAGE_ENTRIES: Final = 1024
+MAX_FAULTS: Final = 16
+"""As many are found before a file is given up as damaged all over, and no further directory is read."""
+MAX_VALUE_BYTES: Final = 1 << 28
+"""Of one tag: offsets of 33 million tiles. All tags together may have four times as much."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ def check_tiff(path: Path) -> list[str]:
     for page in tiff.pages:
         for level in (page, *page.sub_pages):
             faults += data_faults(level, tiff.size_bytes)
-    return faults
+    return faults if len(faults) <= MAX_FAULTS else [*faults[:MAX_FAULTS], f"{len(faults) - MAX_FAULTS} more"]
 
 
 def read_tiff(path: Path) -> Tiff:
@@ -89,6 +104,7 @@ class _Reader:
         self._size = os.fstat(descriptor).st_size
         self._faults: list[str] = []
         self._seen: set[int] = set()
+        self._entries_left, self._value_bytes_left = MAX_ENTRIES, 4 * MAX_VALUE_BYTES
         head = os.pread(descriptor, 16, 0)
         kinds = {b"II*\0": ("<", False), b"MM\0*": (">", False), b"II+\0": ("<", True), b"MM\0+": (">", True)}
         if head[:4] not in kinds:
@@ -129,6 +145,8 @@ class _Reader:
 
     def _page(self, offset: int, index: int) -> tuple[Page | None, int]:
         """The page at ``offset`` and the offset of the next, 0 at the end; no page when the directory is damaged."""
+        if len(self._faults) >= MAX_FAULTS:
+            return None, 0
         if offset in self._seen:
             self._faults.append(f"directory {index} at offset {offset} was read before: the pages form a circle")
             return None, 0
@@ -142,8 +160,12 @@ class _Reader:
             return None, 0
         count = int(struct.unpack(self._order + "HQ"[self._big], os.pread(self._fd, number_bytes, offset))[0])
         body_bytes = count * entry_bytes
+        self._entries_left -= count
         if body_bytes + next_bytes > self._size - offset - number_bytes:
             self._faults.append(f"directory {index} at offset {offset}: {count} entries do not fit into the file")
+            return None, 0
+        if count > MAX_PAGE_ENTRIES or self._entries_left < 0:
+            self._faults.append(f"directory {index} at offset {offset}: {count} entries are more than a slide has")
             return None, 0
         has_high = self._ndpi and self._size > 0xFFFFFFFF
         body = os.pread(self._fd, body_bytes + next_bytes + (4 * count if has_high else 0), offset + number_bytes)
@@ -152,7 +174,8 @@ class _Reader:
             high = body[body_bytes + 8 + 4 * i :][:4] if has_high else b""
             self._entry(body[i * entry_bytes : (i + 1) * entry_bytes], high, index, tags)
         following = struct.unpack_from(self._order + ("Q" if next_bytes == 8 else "I"), body, body_bytes)[0]
-        return Page(index, tags), int(following)
+        numbers = [struct.unpack_from(self._order + "H", body, i * entry_bytes)[0] for i in range(count)]
+        return Page(index, tags, is_sorted=numbers == sorted(numbers)), int(following)
 
     def _sub_pages(self, page: Page) -> tuple[Page, ...]:
         found = (self._page(int(offset), page.index)[0] for offset in page.array(Tag.SUB_IFDS)[:MAX_SUB_PAGES])
@@ -163,8 +186,12 @@ class _Reader:
         tag, kind, count = struct.unpack_from(self._order + ("HHQ" if self._big else "HHI"), entry)
         if tag not in _KNOWN:
             return
-        if kind not in _TYPES:
-            self._faults.append(f"page {index}: tag {tag} has the unknown type {kind}")
+        allowed = _TYPES_OF.get(Tag(tag), _WHOLE)
+        if allowed is not _BYTES:
+            tags[tag] = np.array([UNREADABLE])  # until it is read
+        if kind not in _TYPES or kind not in allowed or not count:
+            what = f"the unknown type {kind}" if kind not in _TYPES else f"{count} values of type {kind}"
+            self._faults.append(f"page {index}: tag {tag} ({Tag(tag).name}) has {what}")
             return
         dtype = np.dtype(self._order + _TYPES[kind])
         value_bytes = count * dtype.itemsize * (2 if kind == _RATIONAL else 1)
@@ -181,5 +208,13 @@ class _Reader:
                     f"lies past the end of the file of {self._size} bytes"
                 )
                 return
+            self._value_bytes_left -= value_bytes
+            if value_bytes > MAX_VALUE_BYTES or self._value_bytes_left < 0:
+                self._faults.append(f"page {index}: tag {tag} has {value_bytes} bytes; no slide's tags have as many")
+                return
             raw = os.pread(self._fd, value_bytes, start)
-        tags[tag] = np.frombuffer(raw, dtype)
+        values = np.frombuffer(raw, dtype)
+        if dtype.kind == "f" and not np.isfinite(values).all():
+            self._faults.append(f"page {index}: tag {tag} ({Tag(tag).name}) is {values[0]}")
+            return
+        tags[tag] = values

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.codecs import TileDecoder, decoder
+from pipelines.backends.jpeg import JpegTiles, colour_fault
 from pipelines.backends.padding import Inside, pad
 from pipelines.backends.resolution import level0_mpp
-from pipelines.backends.tiff_levels import level_pages, recorded_mpp
-from pipelines.backends.tiff_page import Page, Tag
+from pipelines.backends.tiff_levels import YCBCR, level_pages, recorded_mpp
+from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
 from pipelines.backends.tiff_table import table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
 from pipelines.geometry import levels_from_sizes
@@ -31,8 +32,8 @@ from pipelines.slide import PADDING, NotThisFormat, Pixels, SlideError, TileRead
 
 log = logging.getLogger(__name__)
 
-MAX_TILE_PIXELS: Final = 1 << 26
-"""8192 x 8192: larger tiles are whole images, which gain nothing from this reader."""
+_HEADERS_TRIED: Final = 16
+_HEADER_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,41 @@ def _grid(tiff: Tiff, page: Page) -> TileGrid:
     decode = decoder(page)
     if isinstance(decode, str):
         raise NotThisFormat(f"{tiff.path}: page {page.index}: {decode}")
-    if tile_width * tile_height > MAX_TILE_PIXELS:
-        raise NotThisFormat(f"{tiff.path}: page {page.index}: tiles of {tile_width} x {tile_height} px are not read")
     tiles = page.grid[0] * page.grid[1]
-    offsets, byte_counts = page.array(Tag.TILE_OFFSETS)[:tiles], page.array(Tag.TILE_BYTES)[:tiles]
-    return TileGrid(page.width, page.height, tile_width, tile_height, offsets, byte_counts, decode)
+    offsets, byte_counts = page.array(Tag.TILE_OFFSETS), page.array(Tag.TILE_BYTES)
+    if not len(offsets) == len(byte_counts) == tiles:
+        raise SlideError(
+            f"{tiff.path}: damaged TIFF: page {page.index} of {page.width} x {page.height} px has {tiles} tiles, its "
+            f"table {len(offsets)} offsets and {len(byte_counts)} byte counts"
+        )
+    grid = TileGrid(page.width, page.height, tile_width, tile_height, offsets, byte_counts, decode)
+    if isinstance(decode, JpegTiles):
+        _check_colours(tiff, page, grid)
+    return grid
+
+
+def _check_colours(tiff: Tiff, page: Page, grid: TileGrid) -> None:
+    """Hold the page's tags against the first tile whose JPEG headers can be read.
+
+    Raises:
+        SlideError: they contradict each other, so that one of them is damaged and the colours would be wrong.
+    """
+    chroma = page.array(Tag.CHROMA_FACTORS)
+    with tiff.path.open("rb") as file:
+        for i in np.flatnonzero(grid.byte_counts > 0)[:_HEADERS_TRIED]:
+            data = os.pread(file.fileno(), min(int(grid.byte_counts[i]), _HEADER_BYTES), max(0, int(grid.offsets[i])))
+            try:
+                fault = colour_fault(
+                    page.blob(Tag.JPEG_TABLES),
+                    data,
+                    samples=page.number(Tag.SAMPLES, 1),
+                    ycbcr=page.number(Tag.PHOTOMETRIC, UNREADABLE) == YCBCR,
+                    factors=(int(chroma[0]), int(chroma[1])) if len(chroma) == 2 else (2, 2),
+                )
+            except ValueError:
+                continue  # a damaged tile, which fails alone when it is read
+            if fault:
+                raise SlideError(
+                    f"{tiff.path}: damaged TIFF: page {page.index}: {fault}; its colours cannot be trusted"
+                )
+            return

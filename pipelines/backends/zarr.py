@@ -1,59 +1,60 @@
 """Zarr slides: OME-Zarr 0.4 (Zarr v2) and 0.5 (Zarr v3) image pyramids, and a bare Zarr array.
 
-Takes a folder, gives a ``Slide``. Follows the OME-Zarr 0.4 and 0.5 specifications (Moore et al., OME-Zarr: a
-cloud-optimized bioimaging file format, 2023): axes in any order, um/px from the scales and the axes' units. Of time
-points and focal planes the first is read. A chunk that is absent is the fill value, as Zarr has it, not a fault.
+Takes a folder, gives a ``Slide``. ``ome_zarr`` reads and judges what the store says of itself; the Zarr library
+only ever sees arrays that it let through. Axes may be in any order; of time points and focal planes the first is read.
+A chunk that is absent was left out as empty or was lost: it is the fill value where a coarser level bears that out,
+and unreadable everywhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+import stat
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import zarr
 import zarr.storage
 
+from pipelines.backends.ome_zarr import ZarrImage, read_image
 from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
 from pipelines.geometry import levels_from_sizes
 from pipelines.pyramid import PyramidSlide
-from pipelines.slide import NotThisFormat, Pixels, SlideError, TileReadError
-
-MARKERS: Final = ("zarr.json", ".zgroup", ".zarray")
-"""One of these files lies at the root of every Zarr store (v3, v2 group, v2 array)."""
-
-UM_PER_UNIT: Final = {
-    "angstrom": 1e-4, "picometer": 1e-6, "nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4,
-    "decimeter": 1e5, "meter": 1e6, "inch": 25_400.0,
-    "nm": 1e-3, "um": 1.0, "µm": 1.0, "μm": 1.0, "micron": 1.0, "mm": 1e3, "cm": 1e4, "m": 1e6,
-}  # fmt: skip
-"""Lengths of the specification that a slide may be given in, and the short forms that writers use instead."""
+from pipelines.slide import Pixels, SlideError, TileReadError
 
 BAND_BYTES = 64 << 20
 """Decoded pixels held beside the caller's array; a band ends where chunks end, so that no chunk is decoded twice."""
+
+_BLURRED_PX: Final = 1
+"""Px of a coarser level, at the edge of what was left out, that its neighbours may have run into."""
 
 
 class ZarrReader:
     """A ``LevelReader`` over one Zarr array per level.
 
     Args:
-        path: the store, for messages.
-        arrays: one per level, uint8, all with the axes ``axes``.
-        axes: names, one per dimension; ``x`` and ``y`` are among them, ``c`` may be.
+        path: the store.
+        image: what it holds.
+        arrays: one per level, uint8.
     """
 
     name = "zarr"
 
-    def __init__(self, path: Path, arrays: Sequence[zarr.Array], axes: Sequence[str]) -> None:
-        self._path = path
+    def __init__(self, path: Path, image: ZarrImage, arrays: Sequence[zarr.Array]) -> None:
+        self._path, self._image = path, image
         self._arrays = tuple(arrays)
-        self._axes = tuple(axes)
+        self._axes = image.axes
         kept = [axis for axis in self._axes if axis in "yxc"]
         self._to_yxc = [kept.index(axis) for axis in "yxc" if axis in kept]
+        self._empty: set[tuple[int, tuple[int, ...]]] = set()
 
     def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
+        if not self._arrays:
+            raise SlideError(f"{self._path}: the slide was closed; open it again to read from it")
         array = self._arrays[level]
         y_axis = self._axes.index("y")
         inside = pad(out, l_x, l_y, array.shape[self._axes.index("x")], array.shape[y_axis])
@@ -66,9 +67,16 @@ class ZarrReader:
         while start < rows:
             y = inside.l_y + start
             stop = min(rows, start + band_rows - y % band_rows)
-            where = {"y": slice(y, y + stop - start), "x": slice(inside.l_x, inside.l_x + columns), "c": slice(None)}
+            box = self._box(slice(inside.l_x, inside.l_x + columns), slice(y, y + stop - start))
+            for chunk in self._absent(level, box):
+                if not self._was_left_out(level, chunk):
+                    raise TileReadError(
+                        f"{self._path}: level {level}, chunk {'.'.join(map(str, chunk))} is not in the store, and no "
+                        f"coarser level shows that it is empty (fill value {self._image.arrays[level].fill}): the "
+                        "slide was copied in part, or has to be written with its empty chunks"
+                    )
             try:
-                band = np.asarray(array[tuple(where.get(axis, 0) for axis in self._axes)])
+                band = np.asarray(array[self._index(box)])
             except Exception as error:  # codecs raise whatever they like on damaged chunks
                 raise TileReadError(
                     f"{self._path}: pixels cannot be read at level {level}, x {inside.l_x}, y {y}, "
@@ -81,87 +89,85 @@ class ZarrReader:
     def close(self) -> None:
         self._arrays = ()
 
+    def _box(self, x: slice, y: slice) -> tuple[slice, ...]:
+        """A box of px of a level, the first of its other axes but the channels, one slice per axis."""
+        channels = self._image.arrays[0].shape[self._axes.index("c")] if "c" in self._axes else 1
+        sides = {"x": x, "y": y, "c": slice(0, channels)}
+        return tuple(sides.get(axis, slice(0, 1)) for axis in self._axes)
+
+    def _index(self, box: tuple[slice, ...]) -> tuple[slice | int, ...]:
+        return tuple(side if axis in "xyc" else 0 for axis, side in zip(self._axes, box, strict=True))
+
+    def _absent(self, level: int, box: tuple[slice, ...]) -> list[tuple[int, ...]]:
+        """Chunks of ``box`` that have no file and are not known to be empty.
+
+        Raises:
+            TileReadError: something else than a chunk lies in the place of one.
+        """
+        about, metadata = self._image.arrays[level], self._arrays[level].metadata
+        ranges = [range(s.start // n, -(-s.stop // n)) for s, n in zip(box, about.chunks, strict=True)]
+        most_bytes = 2 * math.prod(about.chunks) + 65536
+        absent: list[tuple[int, ...]] = []
+        for chunk in itertools.product(*ranges):
+            if (level, chunk) in self._empty:
+                continue
+            file = self._path / about.path / metadata.encode_chunk_key(chunk)
+            try:
+                status = file.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                absent.append(chunk)
+                continue
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most_bytes:
+                what = f"has {status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "is no file"
+                raise TileReadError(
+                    f"{self._path}: level {level}, {file} {what}; a chunk {about.chunks} is a file of {most_bytes} "
+                    "bytes at most"
+                )
+        return absent
+
+    def _was_left_out(self, level: int, chunk: tuple[int, ...]) -> bool:
+        """True when the finest coarser level that is whole over a chunk has nothing but the fill value there."""
+        fine = self._image.arrays[level]
+        if fine.fill is None:
+            return False
+        for coarser in range(level + 1, len(self._arrays)):
+            array = self._image.arrays[coarser]
+            box: list[slice] = []
+            for axis, i, n, fine_side, side in zip(
+                self._axes, chunk, fine.chunks, fine.shape, array.shape, strict=True
+            ):
+                first, last = i * n, min((i + 1) * n, fine_side)
+                if axis in "xy":
+                    ratio = side / fine_side
+                    first = 0 if first == 0 else math.ceil(first * ratio) + _BLURRED_PX
+                    last = side if last == fine_side else math.floor(last * ratio) - _BLURRED_PX
+                box.append(slice(first, last) if axis in "xyc" else slice(0, 1))
+            if any(s.start >= s.stop for s in box):
+                return False
+            if not self._absent(coarser, tuple(box)):
+                empty = bool((np.asarray(self._arrays[coarser][tuple(box)]) == fine.fill).all())
+                if empty:
+                    self._empty.add((level, chunk))
+                return empty
+        return False
+
 
 def open_zarr(path: Path, *, mpp: float | None) -> PyramidSlide:
     """A slide over a Zarr store.
 
     Raises:
         NotThisFormat: not a folder with Zarr metadata at its root.
-        SlideError: no image in the store, pixels that are not 8-bit RGB or grey, or no usable mpp.
+        SlideError: no image in the store, codecs that are not run, pixels that are not 8-bit RGB or grey, or no usable
+            mpp.
     """
-    if not path.is_dir() or not any((path / marker).is_file() for marker in MARKERS):
-        raise NotThisFormat(f"{path}: not a folder with one of {', '.join(MARKERS)}")
+    image = read_image(path)
+    store = zarr.storage.LocalStore(path, read_only=True)
     try:
-        node = zarr.open(store=zarr.storage.LocalStore(path, read_only=True), mode="r")
-        alone = isinstance(node, zarr.Array)
-        arrays, axes, scale = ([node], _bare_axes(path, node), (None, None)) if alone else _multiscale(path, node)
-    except SlideError:
-        raise
-    except Exception as error:  # the metadata is JSON written by anyone
-        raise SlideError(
-            f"{path}: the Zarr metadata cannot be used ({type(error).__name__}: {error}); is this an OME-Zarr image?"
-        ) from error
-    sizes = [(array.shape[axes.index("x")], array.shape[axes.index("y")]) for array in arrays]
-    _check_pixels(path, arrays, axes)
-    return PyramidSlide(path, ZarrReader(path, arrays, axes), levels_from_sizes(sizes, level0_mpp(path, *scale, mpp)))
-
-
-def _multiscale(path: Path, group: zarr.Group) -> tuple[list[zarr.Array], list[str], tuple[float | None, float | None]]:
-    """Arrays finest first, axes, and (x, y) um/px of the first image of an OME-Zarr group."""
-    attributes: Mapping[str, Any] = group.attrs.get("ome", group.attrs)
-    if "bioformats2raw.layout" in attributes:  # a collection of images; the slide is the first
-        group = group["0"]
-        attributes = group.attrs.get("ome", group.attrs)
-    multiscales = attributes.get("multiscales")
-    if not multiscales:
-        below = sorted(name for name, _ in group.members())
-        raise SlideError(
-            f"{path}: this Zarr group has no `multiscales`, so it is no OME-Zarr image; it holds "
-            f"{', '.join(below[:8]) or 'nothing'}; give the path of the image inside it"
-        )
-    image = multiscales[0]
-    axes = [axis["name"] for axis in image["axes"]]
-    arrays = [group[dataset["path"]] for dataset in image["datasets"]]
-    if any(array.ndim != len(axes) for array in arrays) or not {"x", "y"} <= set(axes):
-        shapes = [array.shape for array in arrays]
-        raise SlideError(
-            f"{path}: axes must name every dimension, x and y among them; got axes {axes}, arrays {shapes}"
-        )
-    scale = [1.0] * len(axes)
-    for transform in [*image["datasets"][0]["coordinateTransformations"], *image.get("coordinateTransformations", ())]:
-        if transform["type"] == "scale":
-            scale = [a * float(b) for a, b in zip(scale, transform["scale"], strict=True)]
-    um = {
-        axis["name"]: s * UM_PER_UNIT[axis["unit"]]
-        for axis, s in zip(image["axes"], scale, strict=True)
-        if axis.get("unit") in UM_PER_UNIT  # without a unit a scale says nothing about um
-    }
-    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].shape[axes.index("x")])
-    return [arrays[i] for i in order], axes, (um.get("x"), um.get("y"))
-
-
-def _bare_axes(path: Path, array: zarr.Array) -> list[str]:
-    """Axes of an array that stands alone: its v3 dimension names, else from the place of the 3 channels."""
-    names = getattr(array.metadata, "dimension_names", None)
-    if names and None not in names:
-        axes = [str(name) for name in names]
-        if {"x", "y"} <= set(axes):
-            return axes
-    if array.ndim == 3 and array.shape[2] == 3:
-        return ["y", "x", "c"]
-    if array.ndim == 3 and array.shape[0] == 3:
-        return ["c", "y", "x"]
-    raise SlideError(
-        f"{path}: a Zarr array that is no OME-Zarr image must be (height, width, 3) or (3, height, width), or name its "
-        f"dimensions x, y and c; got {array.shape}, names {names}"
+        arrays = [zarr.open_array(store, path=a.path, zarr_format=a.zarr_format, mode="r") for a in image.arrays]
+    except Exception as error:  # what the library itself finds wrong with metadata
+        raise SlideError(f"{path}: the Zarr metadata cannot be used ({type(error).__name__}: {error})") from error
+    x, y = image.axes.index("x"), image.axes.index("y")
+    sizes = [(array.shape[x], array.shape[y]) for array in image.arrays]
+    return PyramidSlide(
+        path, ZarrReader(path, image, arrays), levels_from_sizes(sizes, level0_mpp(path, *image.mpp, mpp))
     )
-
-
-def _check_pixels(path: Path, arrays: Sequence[zarr.Array], axes: Sequence[str]) -> None:
-    for array in arrays:
-        channels = array.shape[axes.index("c")] if "c" in axes else 1
-        if array.dtype != np.uint8 or channels not in (1, 3):
-            raise SlideError(
-                f"{path}: pixels must be uint8 with 1 or 3 channels; array {array.path or '/'} is {array.dtype} "
-                f"with {channels} channels (shape {array.shape}, axes {axes}); convert it to 8-bit RGB"
-            )

@@ -29,12 +29,13 @@ class Batch:
     Attributes:
         images: uint8 (a, h, w, 3), RGB: those of the tiles whose pixels are read here, in order; usually all n.
         targets: int64 (b,), or uint8 (b, h, w) with 255 for "ignore": those that are read here, in order.
-        rows: int64 (n,), rows of the ``TileTable`` that were read, replacements included; where no pixels are read
-            here, the rows that were to be read.
+        rows: int64 (n,), rows of the ``TileTable`` that were read, replacements included, ``UNREAD`` where there is
+            none; where no pixels are read here, the rows that were to be read.
         samples: int64 (n,), global sample numbers; all randomness of a sample follows from its number.
         first_sample: the first sample number of the **global** batch.
         release: gives the arrays back; call it once their contents are no longer needed, more calls do nothing.
         has_image, has_target: bool (n,), which tiles have a place in ``images`` and ``targets``.
+        wanted: int64 (n,), rows of the table that were to be read.
     """
 
     images: Pixels
@@ -45,6 +46,12 @@ class Batch:
     release: Callable[[], None]
     has_image: NDArray[np.bool_]
     has_target: NDArray[np.bool_]
+    wanted: Rows
+
+    @property
+    def replaced(self) -> int:
+        """Tiles whose pixels were read here, and are another tile's: their own cannot be read."""
+        return int(np.count_nonzero(self.has_image & (self.rows != self.wanted)))
 
     def image(self, position: int) -> Pixels:
         """Where the pixels of tile ``position`` are written."""

@@ -147,6 +147,7 @@ class Readahead:
                 _Once(partial(self._released, buffer)),
                 wanted.image,
                 wanted.target,
+                wanted.rows,
             )
             read = np.flatnonzero(wanted.image | wanted.target).tolist()
             job = _Job(batch, buffer, len(read))

@@ -1,4 +1,4 @@
-"""Tiles from slides, straight into the batch; a tile that cannot be read is replaced by one that can.
+"""Tiles from slides, straight into the batch; a tile that cannot be read is replaced by one that can, or left blank.
 
 Takes a row of the table and the arrays to fill; gives the row that was used. The replacement is the next tile of the
 same slide in table order, then the next slide's: a function of the row and of the files, so that all ranks agree.
@@ -32,8 +32,8 @@ MAX_FAULTS_PER_SLIDE = 10
 """Tiles tried of one slide: the rest of a truncated file is bad, so the next slide comes long before its last tile."""
 
 UNREAD = -1
-"""In place of a row: its target could not be read, and whether it is replaced is for the rank to say that has the
-pixels."""
+"""In place of a row: it could not be read and nothing was read in its place. Where a rank has only the target, whether
+it is replaced is for the rank to say that has the pixels."""
 
 OnFault = Callable[[str, Region | None, Exception], None]
 """Told (slide_id, region, error), once per tile; region is None for a slide that does not open."""
@@ -61,12 +61,14 @@ class Read:
     Attributes:
         tiles: the table.
         pool: opens and keeps the slides; knows every slide of the table.
-        on_fault: told of every tile that was replaced, by a reading thread, one call at a time.
+        on_fault: told of every tile that could not be read, by a reading thread, one call at a time.
+        replaces: read another tile in place of one that cannot be read; otherwise it is blank, and its row ``UNREAD``.
     """
 
     tiles: TileTable
     pool: SlidePool
     on_fault: OnFault | None
+    replaces: bool = True
 
     def fill(self, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: FaultLog) -> int:
         """Write the pixels of ``row``, or of its replacement, into ``image`` and its target into ``out``.
@@ -75,7 +77,7 @@ class Read:
             out: None where another rank has the target; a slide whose targets cannot be read is replaced all the same.
 
         Returns:
-            the row that was used.
+            the row that was used, or ``UNREAD``.
 
         Raises:
             SlideError: ``MAX_FAULTS`` tiles cannot be read; names them.
@@ -97,6 +99,9 @@ class Read:
                     # OSError: the network share under an open slide went away; to training that is the same fault.
                     self.pool.discard(slide_id)
                     report(slide_id, region if opened else None, error)
+                    if not self.replaces:
+                        image[...] = 0
+                        return UNREAD
                     faults.append(f"{slide_id}, {region if opened else 'does not open'}: {error}")
                     if len(faults) == MAX_FAULTS:
                         raise self._given_up(row, faults) from error

@@ -51,8 +51,8 @@ def test_symbolic_trace_computes_the_same_and_keeps_the_check() -> None:
 
 def test_group_norm_makes_a_tile_independent_of_its_batch() -> None:
     torch.manual_seed(0)
-    model = UNet(classes=2, base=8, norm="group")
-    x = torch.rand(2, 3, 32, 32)
+    model = UNet(classes=2, base=8, norm="group").double()
+    x = torch.rand(2, 3, 32, 32, dtype=torch.float64)
     torch.testing.assert_close(model(x)[:1], model(x[:1]))
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipelines.catalog import find_slides, match_slide, slide_stem
+from pipelines.catalog import SlideNames, find_slides, slide_stem
+from pipelines.slide import SlideError
+from pipelines.tile_table import IndexSettings
 
 REAL = Path(__file__).parents[2] / "data" / "real"
 
@@ -37,10 +41,10 @@ def test_every_known_name_is_a_slide(tmp_path: Path) -> None:
     touch(
         tmp_path,
         *["a.svs", "b.tif", "c.TIFF", "d.btf", "e.ndpi", "f.mrxs", "g.scn", "h.bif", "i.vms", "j.vmu"],
-        *["k.svslide", "l.dcm", "m.png", "n.jpg", "o.jpeg"],
+        *["k.svslide", "l.dcm", "m.png", "n.jpg", "o.jpeg", "t.qptiff"],
         *["p.ome.tif", "q.ome.zarr/", "deep/er/r.zarr/", "deep/s.v2.svs"],
     )
-    assert ids(tmp_path) == [*"abcdefghijklmnopqr", "s.v2"]
+    assert ids(tmp_path) == [*"abcdefghijklmnopqr", "s.v2", "t"]
 
 
 def test_what_is_no_slide(tmp_path: Path) -> None:
@@ -51,6 +55,21 @@ def test_what_is_no_slide(tmp_path: Path) -> None:
         *["f.mrxs", "f/Data0000.dat", "f/thumbnail.png", "g.zarr/0/0.png", ".h.zarr/0.png"],
     )
     assert ids(tmp_path) == ["a", "f", "g"]
+
+
+def test_pictures_without_any_mpp_take_the_one_given_for_pictures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    touch(tmp_path, "a.png", "b.JPG", "c.tif", "d.png")
+
+    def mpps(**given: Any) -> list[float | None]:
+        return [spec.mpp for spec in find_slides(tmp_path, **given)]
+
+    assert mpps() == [None] * 4
+    assert mpps(picture_mpp=0.5, mpp_by_slide={"d": 0.3}) == [0.5, 0.5, None, 0.3]
+    assert "2 pictures record no um/px, as 'a'" in caplog.text
+    assert mpps(picture_mpp=0.5, mpp=0.25) == [0.25] * 4
+    assert (IndexSettings().picture_mpp, IndexSettings(mpp=1.0).picture_mpp) == (0.5, None)
 
 
 def test_the_pictures_of_a_vms_slide_are_its_own(tmp_path: Path) -> None:
@@ -116,7 +135,40 @@ def test_names_in_tables() -> None:
     known = {"a.1", "B", "b", "Case"}
     cases = {"a.1": "a.1", "a.1.svs": "a.1", "x/y/a.1.ome.tif": "a.1", "C:\\s\\a.1.tif": "a.1", "B.svs": "B", "b": "b"}
     cases |= {"case.svs": "Case", "CASE": "Case", "c": None, "": None, "a": None}  # type: ignore[dict-item]
-    assert {name: match_slide(name, known) for name in cases} == cases
-    assert match_slide("X", {"x", "y"}) == "x"
-    assert match_slide("aB", {"ab", "AB"}) is None
+    names = SlideNames(known)
+    assert {name: names.match(name) for name in cases} == cases
+    assert SlideNames({"x", "y"}).match("X") == "x"
+    assert SlideNames({"ab", "AB"}).match("aB") is None
     assert slide_stem("x.ome.zarr") == slide_stem("x.SVS") == slide_stem("x") == "x"
+
+
+def test_odd_files_cost_themselves_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "ok.svs", "locked/s.svs")
+    for name in (b"caf\xe9.svs", b"two\nlines.svs"):
+        os.close(os.open(os.fsencode(tmp_path) + b"/" + name, os.O_CREAT, 0o644))
+    for pipe in ("pipe.svs", "series.dcm", "other.vms"):
+        os.mkfifo(tmp_path / pipe)
+    (tmp_path / "gone.dcm").symlink_to(tmp_path / "nowhere.dcm")
+    scandir = os.scandir
+
+    def locked(path: str) -> object:  # root may list everything
+        if os.fspath(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    specs = {spec.slide_id: spec for spec in find_slides(tmp_path)}
+    said = {
+        "caf\\xe9": "must be UTF-8",
+        "two\\x0alines": "without control characters",
+        "pipe": "pipe, socket or device",
+        "series": "pipe, socket or device",
+        "other": "pipe, socket or device",
+        "gone": "a link that leads nowhere",
+        "locked/": "cannot be listed: Permission denied",
+    }
+    assert specs.keys() == {"ok", *said}
+    for slide_id, words in said.items():
+        with pytest.raises(SlideError, match=words) as fault:
+            specs[slide_id].open()
+        str(fault.value).encode()

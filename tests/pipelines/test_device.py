@@ -30,7 +30,7 @@ def batch_of(n: int, size: int = 16, first: int = 100, *, masks: bool = False) -
     targets = images[..., 0] // 64 if masks else np.arange(n)
     samples = np.arange(first, first + n)
     every = np.ones(n, bool)
-    return Batch(images, targets, samples, samples, first, lambda: None, every, every)
+    return Batch(images, targets, samples, samples, first, lambda: None, every, every, samples)
 
 
 def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +83,7 @@ def test_ranks_draw_what_one_process_draws() -> None:
         lambda: None,
         batch.has_image[3:],
         batch.has_target[3:],
+        batch.wanted[3:],
     )
     assert torch.equal(whole[3:], made(feed, half, [3])[0])
 

@@ -55,6 +55,12 @@ class Spec:
     delay_s: float = 0.0
     failures: int = 0
 
+    changed: bool = False
+
+    def check_unchanged(self) -> None:
+        if self.changed:
+            raise SlideError(f"{self.slide_id}: this is not the slide that was indexed")
+
     def open(self) -> CountedSlide:
         time.sleep(self.delay_s)
         if self.failures:
@@ -65,6 +71,17 @@ class Spec:
             self.counter.opened += 1
             self.counter.most = max(self.counter.most, self.counter.open)
         return CountedSlide(self.counter)
+
+
+def test_a_slide_that_changed_is_not_lent_even_when_it_is_open() -> None:
+    pool, counter, specs = make(1, 1)
+    with pool.lease("s0"):
+        pass
+    specs[0].changed = True
+    with pytest.raises(SlideError, match="not the slide that was indexed"), pool.lease("s0"):
+        pass
+    pool.close()
+    assert counter.open == 0
 
 
 def make(n: int, capacity: int, delay_s: float = 0.0) -> tuple[SlidePool, Counter, Sequence[Spec]]:

@@ -2,19 +2,23 @@
 
 import logging
 import os
+import struct
+import time
 from dataclasses import replace
 
 import cv2
 import numpy as np
 import pytest
 
+from pipelines.backends.tiff_page import Tag
+from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog import SlideSpec, find_slides
 from pipelines.failures import FailedSlides
-from pipelines.index import IndexSettings, TileTable, build_index
+from pipelines.index import IndexSettings, TileTable, build_index, pinned
 from pipelines.index_parts import IndexPart
-from pipelines.processes import ProcessDied
+from pipelines.processes import Limits, ProcessDied
 from pipelines.slide import SlideError
-from tests.helpers.real import DICOM, NDPI, SVS
+from tests.helpers.real import DICOM, NDPI, PYRAMID_TIFF, SVS
 
 SETTINGS = IndexSettings(tile=512)
 
@@ -73,7 +77,7 @@ def test_a_slide_that_kills_its_process_is_named(tmp_path, monkeypatch):
     # A library that aborts cannot be had on purpose; processes that die for good are in test_processes.py.
     from pipelines import index as module
 
-    def each(task, specs, workers):
+    def each(task, specs, workers, limits):
         for spec in specs:
             yield spec, ProcessDied("SIGABRT") if spec.slide_id == "killer" else task(spec)
 
@@ -83,6 +87,61 @@ def test_a_slide_that_kills_its_process_is_named(tmp_path, monkeypatch):
     assert FailedSlides(tmp_path / "failed_slides.csv").rows() == [
         ("killer", "process", "the process working on it died (SIGABRT)")
     ]
+
+
+class Slow(SlideSpec):
+    def open(self):
+        time.sleep(600)
+
+
+class Greedy(SlideSpec):
+    def open(self):
+        return np.ones(3 << 30, np.uint8)
+
+
+def test_a_slide_that_takes_too_much_is_named_with_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.index.slide_limits", lambda threads: Limits(8, 2 << 30))
+    specs = [Slow("slow", SVS), Greedy("greedy", SVS), *specs_of(svs=SVS)]
+    assert build_index(specs, SETTINGS, tmp_path, workers=2).slides == ("svs",)
+    failed = {slide: (step, error) for slide, step, error in FailedSlides(tmp_path / "failed_slides.csv").rows()}
+    assert failed["slow"] == ("process", "it was given up after 8 s, the time that one may take")
+    assert failed["greedy"][0] == "open"
+    assert "it needs more memory than a slide may take, 900 s and 4." in failed["greedy"][1]
+
+
+def write_sparse(path, side, tile=4096):
+    """A BigTIFF of ``side`` x ``side`` px whose tiles were never written: offsets and byte counts are 0."""
+    tiles = (-(-side // tile)) ** 2
+    table = 16 + 8 + 14 * 20 + 8
+    entries = [
+        (256, 4, 1, side), (257, 4, 1, side), (258, 3, 3, 8 | 8 << 16 | 8 << 32), (259, 3, 1, 8), (262, 3, 1, 2),
+        (277, 3, 1, 3), (282, 5, 1, 20000 | 1 << 32), (283, 5, 1, 20000 | 1 << 32), (284, 3, 1, 1), (296, 3, 1, 3),
+        (322, 4, 1, tile), (323, 4, 1, tile), (324, 16, tiles, table), (325, 16, tiles, table + 8 * tiles),
+    ]  # fmt: skip
+    page = struct.pack("<Q", len(entries)) + b"".join(struct.pack("<HHQQ", *entry) for entry in entries) + bytes(8)
+    path.write_bytes(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 16) + page + bytes(16 * tiles))
+
+
+def test_a_sparse_slide_of_a_million_px_is_refused_at_once(tmp_path):
+    write_sparse(tmp_path / "sparse.tif", 1 << 20)
+    begun_s = time.monotonic()
+    assert build_index(specs_of(sparse=tmp_path / "sparse.tif", svs=SVS), SETTINGS, tmp_path, workers=1).slides == (
+        "svs",
+    )
+    assert time.monotonic() - begun_s < 60
+    ((slide, step, error),) = FailedSlides(tmp_path / "failed_slides.csv").rows()
+    assert slide == "sparse"
+    assert step in ("open", "tissue")
+    assert "1,048,576" in error or "1048576" in error
+
+
+def test_a_name_too_long_for_its_picture_costs_its_slide_only(tmp_path):
+    name = "d" * 255  # a DICOM slide is called by its folder, which may be as long
+    table = build_index(specs_of(**{name: SVS}, svs=SVS), SETTINGS, tmp_path, workers=1)
+    assert table.slides == ("svs",)
+    ((slide, step, error),) = FailedSlides(tmp_path / "failed_slides.csv").rows()
+    assert (slide, step) == (name, "overlay")
+    assert "too long a name: rename the slide or its folder" in error
 
 
 def test_all_bad_is_an_error_that_lists_them(tmp_path):
@@ -145,6 +204,69 @@ def test_a_changed_slide_is_indexed_anew(tmp_path):
     path.unlink()
     os.link(NDPI, path)
     assert contents(build_index(specs_of(s=path), SETTINGS, tmp_path / "out", workers=1)) != contents(first)
+
+
+def replaced(path, by=SVS, at=700_000):
+    """Another slide of the same size and time in the place of ``path``."""
+    before = path.stat()
+    whole = bytearray(by.read_bytes())
+    whole[at : at + 200_000] = whole[at + 200_000 : at + 400_000]
+    path.unlink()
+    path.write_bytes(whole)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_slide_replaced_by_one_of_the_same_size_is_indexed_anew_or_refused(tmp_path):
+    path = tmp_path / "s.svs"
+    path.write_bytes(SVS.read_bytes())
+    specs = specs_of(s=path)
+    table = build_index(specs, SETTINGS, tmp_path / "out", workers=1)
+    (spec,) = pinned(specs, table)
+    spec.check_unchanged()
+    os.utime(path)
+    spec.check_unchanged()  # touched, not replaced
+    lines = []
+    build_index(specs, SETTINGS, tmp_path / "out", workers=1, progress=lines.append, resumed=True)
+    replaced(path)
+    with pytest.raises(ValueError, match=r"replaced or changed since: s\. Put the files back"):
+        build_index(specs, SETTINGS, tmp_path / "out", workers=1, resumed=True)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(SlideError, match="not the slide that was indexed"):
+        spec.check_unchanged()
+    build_index(specs, SETTINGS, tmp_path / "out", workers=1, progress=lines.append)
+    assert [line.split(":")[0] for line in lines] == [
+        f"1 slides are in {tmp_path / 'out/tiles.parquet'} already",
+        "1/1  s",
+    ]
+
+
+@pytest.mark.parametrize("damage", ["table", "pixels"])
+def test_damage_of_the_level_that_is_read_is_seen_though_the_overview_is_whole(tmp_path, damage):
+    # 13 x 18 compressed tiles of 178 px... the overview comes from a coarser level, which stays whole.
+    path = tmp_path / "s.tif"
+    whole = bytearray(PYRAMID_TIFF.read_bytes())
+    page = read_tiff(PYRAMID_TIFF).pages[0]
+    offsets, counts = page.array(Tag.TILE_OFFSETS), page.array(Tag.TILE_BYTES)
+    if damage == "table":
+        entries = counts.astype("<u4").tobytes()
+        at = whole.index(entries)
+        whole[at : at + 4] = bytes(4)
+    else:
+        for offset, count in zip(offsets.tolist(), counts.tolist(), strict=True):
+            whole[offset : offset + count] = bytes(count)
+    path.write_bytes(whole)
+    settings = replace(SETTINGS, min_tissue=0)
+    if damage == "pixels":
+        with pytest.raises(SlideError, match="most tiles cannot be read, though the slide's overview can"):
+            build_index(specs_of(s=path), settings, tmp_path / "out", workers=1)
+        return
+    table = build_index(specs_of(s=path), settings, tmp_path / "out", workers=1)
+    before = build_index(specs_of(s=PYRAMID_TIFF), settings, tmp_path / "whole", workers=1)
+    assert len(table) == len(before) - 1
+    assert (0, 0) not in zip(table.l0_x.tolist(), table.l0_y.tolist(), strict=True)
+    ((slide, step, error),) = FailedSlides(tmp_path / "out" / "failed_slides.csv").rows()
+    assert (slide, step) == ("s", "tiles")
+    assert error.startswith("1 tiles with tissue cannot be read and are left out: ")
 
 
 def test_failed_slides_are_remembered_until_a_retry_or_a_change(tmp_path):
@@ -245,7 +367,7 @@ def test_parts_are_taken_over_by_the_whole(tmp_path, monkeypatch):
     # A slide that failed is tried again by a user, one whose file has changed by everybody.
     tried = []
     monkeypatch.setattr(
-        module, "each_in_process", lambda t, s, w: (tried.extend(i.slide_id for i in s), each(t, s, w))[1]
+        module, "each_in_process", lambda t, s, w, limits: (tried.extend(i.slide_id for i in s), each(t, s, w))[1]
     )
     cv2.imwrite(str(tmp_path / "b.png"), np.full((1700, 1700, 3), 200, np.uint8))
     build_index(specs, settings, out, workers=1, retry_failed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pipelines.annotations import SlideAnnotations
 from pipelines.catalog import SlideSpec, find_slides
 from pipelines.labels import SlideLabels, find_labels, read_mpp_column
+from pipelines.splits import split_folders
 from tests.helpers.drawings import box, write_geojson
 
 
@@ -146,5 +148,65 @@ def test_mpp_column(tmp_path: Path) -> None:
     path.write_text("slide,label\na,x\n")
     assert read_mpp_column(path) == {}
     path.write_text("slide,mpp\na,fine\nb,0.5\nc,x\n")
-    with pytest.raises(ValueError, match=r"line 2 \(a\): 'fine'; line 4 \(c\): 'x'"):
+    with pytest.raises(ValueError, match=r"line 2 \(a\): 'fine'\n  line 4 \(c\): 'x'"):
         read_mpp_column(path)
+
+
+def test_a_hundred_thousand_rows_are_read_in_seconds(tmp_path: Path) -> None:
+    """Every row once looked at every slide: 75 s."""
+    names = [f"Slide_{k:04}" for k in range(1000)]
+    specs = tuple(SlideSpec(name, tmp_path / f"{name}.svs") for name in names)
+    lines = [f"{name.lower()}.svs,{k % 2}" for k, name in enumerate(names)]
+    lines += [f"case_{k},{k % 3}" for k in range(100_000)]
+    (tmp_path / "labels.csv").write_text("slide,label\n" + "\n".join(lines))
+    begun_s = time.process_time()
+    found = find_labels(tmp_path, specs)
+    assert time.process_time() - begun_s < 20
+    assert isinstance(found, SlideLabels)
+    assert (len(found.label), len(found.unknown)) == (1000, 100_000)
+
+
+def test_many_contradictions_are_a_short_message(tmp_path: Path) -> None:
+    names = [f"s{k}.svs" for k in range(1000)]
+    text = "".join(f"{name},{label}\n" for name in names for label in "ab")
+    with pytest.raises(ValueError, match="slide 's0' is 'b' here and 'a' before; keep one") as fault:
+        from_table(tmp_path, "slide,label\n" + text, *names)
+    assert "and 992 more" in str(fault.value)
+    assert len(str(fault.value)) < 2000
+
+
+def test_folders_called_like_splits_are_no_classes(tmp_path: Path) -> None:
+    """A folder of pictures with train/ and val/ was once learned as two classes of these names."""
+    specs = slides(tmp_path, "train/normal/a.png", "train/tumour/b.png", "Validation/normal/c.png", "val/tumour/d.png")
+    found = find_labels(tmp_path, specs)
+    assert isinstance(found, SlideLabels)
+    assert found.classes == ("normal", "tumour")
+    assert found.label == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert split_folders(tmp_path, specs) == {"a": "train", "b": "train", "c": "val", "d": "val"}
+
+
+@pytest.mark.parametrize("inner", ["", "x/"])
+def test_splits_without_classes_say_what_to_do(tmp_path: Path, inner: str) -> None:
+    specs = slides(tmp_path, *(f"{split}/{inner}{split}{k}.png" for split in ("train", "valid") for k in range(2)))
+    with pytest.raises(
+        ValueError, match=r"train, val are taken for splits, not for classes: make class folders in each"
+    ):
+        find_labels(tmp_path, specs)
+    (tmp_path / "labels.csv").write_text("slide,label\ntrain0,a\ntrain1,b\nvalid0,a\n")
+    found = find_labels(tmp_path, specs)
+    assert isinstance(found, SlideLabels)
+    assert found.classes == ("a", "b")
+
+
+def test_splits_beside_other_folders_are_refused(tmp_path: Path) -> None:
+    specs = slides(tmp_path, "train/a.png", "val/b.png", "extra/c.png", "d.png")
+    with pytest.raises(ValueError, match=r"train, val are splits, and there are slides in extra, none, too"):
+        find_labels(tmp_path, specs)
+
+
+def test_one_class_may_be_called_like_a_split(tmp_path: Path) -> None:
+    found = find_labels(
+        tmp_path, slides(tmp_path, *(f"{name}/{name}{k}.png" for name in ("test", "probe") for k in "ab"))
+    )
+    assert isinstance(found, SlideLabels)
+    assert found.classes == ("probe", "test")

@@ -6,8 +6,8 @@ import time
 import psutil
 import pytest
 
-from pipelines.processes import ProcessDied, each_in_process
-from tests.helpers.work import main_module, process_of, sleep_if_odd, square
+from pipelines.processes import Limits, ProcessDied, TookTooLong, each_in_process
+from tests.helpers.work import hold, main_module, process_of, sleep_if_odd, square
 
 
 def children():
@@ -43,6 +43,23 @@ def test_a_process_that_dies_costs_its_item_only(workers):
 def test_all_may_die():
     results = list(each_in_process(square, [-signal.SIGKILL] * 3, 2))
     assert [result for _, result in results] == [ProcessDied("SIGKILL")] * 3
+
+
+def test_an_item_that_takes_too_long_is_given_up_and_the_others_go_on():
+    before = children()
+    results = dict(each_in_process(sleep_if_odd, [1, 0, 2, 4], 2, Limits(3, 4 << 30)))
+    assert isinstance(results[1], TookTooLong)
+    assert str(results[1]) == "it was given up after 3 s, the time that one may take"
+    assert {i: results[i] for i in (0, 2, 4)} == {0: 0, 2: 2, 4: 4}
+    assert children() == before
+
+
+def test_memory_beyond_the_limit_is_refused_and_the_others_go_on():
+    results = dict(each_in_process(hold, [1, 3000, 2], 1, Limits(60, 1 << 30)))
+    assert (results[1], results[2]) == (1 << 20, 2 << 20)
+    assert str(results[3000]) == (
+        "the process working on it died (out of memory); it may take 60 s and 1 GiB of memory"
+    )
 
 
 def test_the_callers_main_is_not_imported():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.splits import Splits, make_splits
+from pipelines.splits import Splits, fixed_splits, make_splits
 
 patients_of_slides = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 4)), min_size=1, max_size=120
@@ -164,3 +164,25 @@ def test_overlap_is_counted() -> None:
 def test_nothing_to_train_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no slide is in train"):
         load(tmp_path, "slide,split\na,val\n")
+
+
+def test_given_splits_stay_as_they_are() -> None:
+    given = {"a": "train", "b": "train", "c": "val", "d": "test"}
+    found = fixed_splits(given, {s: s for s in given}, {"a": 0, "b": 1, "c": 0, "d": 1}, validation=0.5, seed=0)
+    assert found.split == given
+
+
+def test_without_a_folder_of_it_validation_is_drawn_from_train() -> None:
+    given = {f"s{k}": "test" if k < 2 else "train" for k in range(10)}
+    label = {slide: k % 2 for k, slide in enumerate(given)}
+    found = fixed_splits(given, {s: s for s in given}, label, validation=0.25, seed=0)
+    assert found.slides("test") == ("s0", "s1")
+    assert len(found.slides("val")) == 2
+    assert len(found.slides("train")) == 6
+
+
+def test_given_splits_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="patients with slides in two of them: p; put all"):
+        fixed_splits({"a": "train", "b": "val"}, {"a": "p", "b": "p"}, {}, validation=0.2, seed=0)
+    with pytest.raises(ValueError, match="no usable slide is in train; got test, val"):
+        fixed_splits({"a": "test", "b": "val"}, {"a": "a", "b": "b"}, {}, validation=0.2, seed=0)

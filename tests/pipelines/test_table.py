@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,16 @@ def test_the_first_name_counts(tmp_path: Path) -> None:
         (b"slide,label\n", r"must name at least one slide; it has a header \(slide, label\)"),
         (b"name;grade\na;1\n", r"lacks a column \(slide: slide or slide_id or image or filename; label: .*name, grade"),
         (b"slide,label\na,1,2\nb,1\n", "as many values as the header, 2; line 2 has 3"),
-        (b"slide,label\n\xff\xfa,1\n", r"CSV text file in UTF-8; byte 12 is not"),
+        (b"slide,label\n\xff\xfa,1\n", r"CSV text file in UTF-8; byte 12, in line 2, is not"),
+        ("slide,label\na,1\nbösartig,1\n".encode("latin-1"), r"UTF-8; byte 17, in line 3, is not. Save it as UTF-8"),
+        (b"slide,label\na,1\nb\0,1\n", "line 3 has a NUL"),
+        ("slide,label\na,1\n".encode("utf-16-le"), "line 1 has a NUL"),
+        (b'slide,label\na,1\nb,"1\nc,2\nd,3\n', r"line 3: a double quote \(\"\) is not closed"),
+        (b'slide,label\na,1\nb,"1\nc,2\nd,"3\n', r"line 3: a double quote"),
+        (b'slide,label\na,1\n"b,1\nc",2\n', r"line 3: a double quote"),
+        (b'slide,label\na,"1"st\n', r"line 2: a double quote .* stands within a value"),
+        (b'slide,label\na,1\nb,"' + b"1\n" * 100_000, r"line 3: a double quote"),
+        (b'"slide,label\na,1\n', r"line 1: a double quote"),
     ],
 )
 def test_faults(tmp_path: Path, content: bytes, complaint: str) -> None:
@@ -67,3 +77,17 @@ def test_no_file(tmp_path: Path) -> None:
 def test_listed() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed([str(i) for i in range(10)], most=3) == "0, 1, 2 and 7 more"
+
+
+def test_a_cell_that_is_not_ours_to_read_may_have_line_breaks(tmp_path: Path) -> None:
+    """As Excel writes remarks of several lines; a form feed or Unicode's line separator ends no line."""
+    text = 'slide,remark,label\na,"two\nlines",1\nb\x0c,x\u2028y,2\n'
+    rows = read_table(write(tmp_path / "t.csv", text), ("slide", "label")).rows
+    assert [(row.line, row["slide"], row["label"]) for row in rows] == [(2, "a", "1"), (4, "b", "2")]
+
+
+def test_a_pipe_is_no_table(tmp_path: Path) -> None:
+    """It once kept the command waiting for ever."""
+    os.mkfifo(tmp_path / "t.csv")
+    with pytest.raises(ValueError, match="must be a file: it is read more than once"):
+        read_table(tmp_path / "t.csv", ("slide",))

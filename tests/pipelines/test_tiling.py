@@ -21,7 +21,7 @@ def grids(draw):
     )
     largest = int(min(bounds.width, bounds.height) / ratio) - 1
     tile = draw(st.integers(8, largest))
-    stride = draw(st.integers(max(1, tile // 7), tile))
+    stride = draw(st.integers(max(2, tile // 7), tile))
     size = (bounds.l0_x + bounds.width, bounds.l0_y + bounds.height)
     return levels_from_sizes([size], l0_mpp), bounds, tile, l0_mpp * ratio, stride
 
@@ -70,6 +70,12 @@ def test_fraction_equals_brute_force(case, downsample, seed):
             first = min(int(np.floor(origin / downsample + 0.5)), px - 1)
             edges += [first, max(first + 1, min(int(np.floor((origin + grid.l0_tile) / downsample + 0.5)), px))]
         assert fractions[row, column] == pytest.approx(mask[edges[0] : edges[1], edges[2] : edges[3]].mean(), abs=1e-6)
+
+
+def test_a_size_that_cannot_be_true_is_refused_at_once():
+    size = (536_870_962, 50)
+    with pytest.raises(ValueError, match=r"at most 10,000,000 tiles; every 32 px .* would be 33,554,436 on this one"):
+        tile_grid(levels_from_sizes([size], 0.5), Bounds(0, 0, *size), 32, 0.5, 32)
 
 
 def test_a_slide_of_one_tile_has_one():

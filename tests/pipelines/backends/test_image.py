@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from pipelines.backends import image as image_backend
@@ -75,6 +77,52 @@ def test_a_picture_that_claims_to_be_huge_is_refused_undecoded(tmp_path: Path) -
     (tmp_path / "a.bmp").write_bytes(data)
     with pytest.raises(SlideError, match="must have at most 80,000,000 px"):
         open_slide(tmp_path / "a.bmp", mpp=0.5)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 40\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_no_program_is_started_for_a_file_that_is_called_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ghostscript = tmp_path / "bin" / "gs"
+    ghostscript.parent.mkdir()
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ghostscript.parent), prepend=":")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # looked for anew
+    (tmp_path / "a.png").write_bytes(EPS)
+    with pytest.raises(SlideError), open_slide(tmp_path / "a.png", mpp=0.5, backend="image") as slide:
+        slide.read(Region(0, 0, 10, 10, 0.5))
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("suffix", ["gif", "webp", "ppm", "tga", "ico"])
+def test_other_formats_of_pillow_are_not_asked(tmp_path: Path, suffix: str) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / f"a.{suffix}")
+    (tmp_path / f"a.{suffix}").rename(tmp_path / "a.png")
+    with pytest.raises(SlideError, match="not a picture of a known format"):
+        open_slide(tmp_path / "a.png", mpp=0.5)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "options", "said"),
+    [
+        (PIXELS.view(np.int8), {"photometric": "rgb"}, "page 0 has signed samples"),
+        (PIXELS[..., 0].view(np.int8), {}, "page 0 has signed samples"),
+        (PIXELS.astype(np.uint16), {"photometric": "rgb"}, r"samples of \[16\] bits"),
+        (PIXELS[..., 0].astype(np.float32), {}, "floating-point samples"),
+        (np.moveaxis(PIXELS, 2, 0), {"photometric": "minisblack"}, "3 pages of 60 x 40 px hold one channel"),
+    ],
+    ids=["int8 rgb", "int8 grey", "uint16", "float", "planes"],
+)
+@pytest.mark.parametrize("tile", [None, (16, 16)])
+def test_a_tiff_of_other_pixels_is_refused_by_name(
+    tmp_path: Path, pixels: np.ndarray, options: dict[str, Any], said: str, tile: tuple[int, int] | None
+) -> None:
+    tifffile.imwrite(tmp_path / "a.tif", pixels, tile=tile, **options)
+    with pytest.raises(SlideError, match=said):
+        open_slide(tmp_path / "a.tif", mpp=0.5)
 
 
 def test_a_picture_cut_short_fails_when_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -214,3 +215,43 @@ def test_an_uncompressed_file_is_not_loaded(tmp_path: Path) -> None:
     mask = open_mask(tmp_path / "m.tif")
     assert isinstance(mask, ArrayMask)
     assert mask.nbytes == 0
+
+
+def test_a_pipe_is_no_mask(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.png")
+    with pytest.raises(SlideError, match="must be a file"):
+        open_mask(tmp_path / "m.png")
+
+
+@pytest.mark.parametrize("change", ["count", "order"])
+def test_a_damaged_tag_is_not_replaced_by_its_default(tmp_path: Path, change: str) -> None:
+    """Without its BitsPerSample a mask of classes was read as one of 0 and 1."""
+    path = tmp_path / "m.tif"
+    tifffile.imwrite(path, VALUES, **TIFFS["tiled"])
+    data = bytearray(path.read_bytes())
+    at = data.index(struct.pack("<HHI", 258, 3, 1))
+    if change == "count":
+        data[at + 4 : at + 8] = struct.pack("<I", 0x7FFFFFFF)
+    else:
+        data[at : at + 2] = struct.pack("<H", 296)
+    path.write_bytes(data)
+    with pytest.raises(SlideError, match=r"mask .*m\.tif cannot be read as TIFF: it is damaged: .*(258|out of order)"):
+        open_mask(path)
+
+
+def test_only_our_errors_for_any_damage_to_the_head(tmp_path: Path) -> None:
+    chance = np.random.default_rng(5)
+    tifffile.imwrite(tmp_path / "m.tif", VALUES, **TIFFS["tiled"])
+    (tmp_path / "m.png").write_bytes(imagecodecs.png_encode(VALUES))
+    for name in ("m.tif", "m.png"):
+        whole = (tmp_path / name).read_bytes()
+        for _ in range(150):
+            data = bytearray(whole)
+            for at in chance.integers(4, min(400, len(data)), chance.integers(1, 4)):
+                data[at] = chance.choice([0, 1, 2, 0x7F, 0x80, 0xFF])
+            path = tmp_path / f"damaged-{name}"
+            path.write_bytes(data)
+            try:
+                open_mask(path).values()
+            except SlideError as fault:
+                assert "damaged-m" in str(fault)  # noqa: PT017 - one of many outcomes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
-from pipelines.slide import NotThisFormat, SlideError
+from pipelines.slide import NotThisFormat, SlideError, open_slide
 from tests.helpers.real import NDPI, OME_TIFF, PYRAMID_TIFF, SVS
 from tests.helpers.tiff_damage import with_tile_entry
 
@@ -95,6 +95,25 @@ def test_impossible_structure_is_said(tmp_path: Path, body: bytes, fault: str) -
     path.write_bytes(b"II*\0" + body)
     with pytest.raises(AssertionError, match=fault):
         raise AssertionError(check_tiff(path))
+
+
+def test_a_file_damaged_all_over_is_given_up_in_a_short_message(tmp_path: Path) -> None:
+    """Garbage taken for directories was read to its end: a message of a megabyte after 20 s."""
+    entries = [(int(tag), 99, 1, 0) for tag in Tag] * 20
+    body, at = b"", 8
+    for _ in range(50):
+        page = directory(*entries, following=at + 6 + 12 * len(entries))
+        body, at = body + page, at + len(page)
+    path = tmp_path / "slide.tif"
+    path.write_bytes(b"II*\0" + struct.pack("<I", 8) + body)
+    faults = check_tiff(path)
+    assert len(faults) == 17
+    assert faults[-1].endswith("more")
+    with pytest.raises(SlideError) as error:
+        open_slide(path, mpp=0.5)
+    assert len(str(error.value)) < 5_000
+    path.write_bytes(b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", 5_000) + bytes(100_000))
+    assert check_tiff(path) == ["directory 0 at offset 8: 5000 entries are more than a slide has"]
 
 
 def test_other_files_have_no_tiff_faults_and_are_no_tiff(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiled import open_tiled
 from pipelines.geometry import Region
-from pipelines.slide import NotThisFormat, SlideError, TileReadError
+from pipelines.slide import NotThisFormat, SlideError, TileReadError, open_slide
 from tests.helpers.openslide_pixels import openslide_pixels
 from tests.helpers.tiff_damage import tile_extent, with_bit_rot, with_bytes, with_tile_entry
 
@@ -282,3 +282,39 @@ def test_a_closed_slide_says_so() -> None:
     slide.close()
     with pytest.raises(SlideError, match="closed"):
         slide.read(Region(0, 0, 10, 10, slide.mpp))
+
+
+def qptiff(path: Path, pages: list[np.ndarray], **options: Any) -> Path:
+    """Pages as Akoya's scanners write them: full resolution, thumbnail, reduced resolutions, label."""
+    about = "<PerkinElmer-QPI-ImageDescription><ImageType>{}</ImageType></PerkinElmer-QPI-ImageDescription>"
+    thumbnail = tissue()[::8, ::8]
+    with tifffile.TiffWriter(path, bigtiff=True) as file:
+        for i, pixels in enumerate(pages):
+            kind = "ReducedResolution" if options.get("reduced") and i else "FullResolution"
+            file.write(
+                pixels, tile=(128, 128), description=about.format(kind), metadata=None, software="PerkinElmer-QPI",
+                photometric="rgb" if pixels.ndim == 3 else "minisblack", **RESOLUTION,
+                **({"subfiletype": 1} if kind == "ReducedResolution" else {}),
+            )  # fmt: skip
+            if i == 0:
+                file.write(thumbnail, description=about.format("Thumbnail"), metadata=None, photometric="rgb")
+        file.write(thumbnail[:, :40], description=about.format("Label"), metadata=None, photometric="rgb")
+    return path
+
+
+def test_a_brightfield_qptiff_is_read(tmp_path: Path) -> None:
+    pixels = tissue()
+    path = qptiff(tmp_path / "a.qptiff", [pixels, pixels[::2, ::2]], reduced=True)
+    with open_tiled(path, mpp=None) as slide:
+        assert [(level.width, level.height) for level in slide.levels] == [
+            (pixels.shape[1], pixels.shape[0]),
+            (pixels[::2, ::2].shape[1], pixels[::2, ::2].shape[0]),
+        ]
+    np.testing.assert_array_equal(read_all(path), pixels)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_fluorescence_qptiff_is_refused_by_name(tmp_path: Path, dtype: Any) -> None:
+    channels = [tissue()[..., i].astype(dtype) for i in range(3)]
+    with pytest.raises(SlideError, match="3 pages of 600 x 500 px hold one channel"):
+        open_slide(qptiff(tmp_path / "a.qptiff", channels))

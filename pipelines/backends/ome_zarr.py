@@ -1,0 +1,196 @@
+"""Which arrays of a Zarr store are the levels of a slide, and how many um their pixels measure.
+
+Takes the folder of an OME-Zarr image, of a collection of them, or of a bare array; gives a ``ZarrImage``. Axes may be
+in any order. What the metadata leave open is refused, because it would be read as another picture. Follows OME-Zarr
+0.4 and 0.5 (Moore et al., OME-Zarr: a cloud-optimized bioimaging file format, 2023).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pipelines.backends.zarr_metadata import ZarrArray, read_array, read_json
+from pipelines.slide import NotThisFormat, SlideError
+
+log = logging.getLogger(__name__)
+
+MARKERS: Final = ("zarr.json", ".zgroup", ".zarray")
+"""One of these files lies at the root of every Zarr store (v3, v2 group, v2 array)."""
+
+MAX_LEVELS: Final = 64
+SCALE_TOLERANCE: Final = 0.1
+"""By which the extent of a level, px times scale, may differ from that of level 0, besides the rounding of its side."""
+
+AXIS_TYPES: Final = {"t": "time", "c": "channel", "z": "space", "y": "space", "x": "space"}
+UM_PER_UNIT: Final = {
+    "angstrom": 1e-4, "picometer": 1e-6, "nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4,
+    "decimeter": 1e5, "meter": 1e6, "inch": 25_400.0,
+    "nm": 1e-3, "um": 1.0, "µm": 1.0, "μm": 1.0, "micron": 1.0, "mm": 1e3, "cm": 1e4, "m": 1e6,
+}  # fmt: skip
+"""Lengths of the specification that a slide may be given in, and the short forms that writers use instead."""
+
+
+@dataclass(frozen=True)
+class ZarrImage:
+    """Arrays finest first, their axes, and um/px in x and y, None where the store is silent."""
+
+    arrays: tuple[ZarrArray, ...]
+    axes: tuple[str, ...]
+    mpp: tuple[float | None, float | None]
+
+
+def read_image(root: Path) -> ZarrImage:
+    """The first image of the store at ``root``.
+
+    Raises:
+        NotThisFormat: not a folder with Zarr metadata.
+        SlideError: no image in it, a codec that is not run, or metadata that contradict themselves.
+    """
+    if not root.is_dir() or not any((root / marker).is_file() for marker in MARKERS):
+        raise NotThisFormat(f"{root}: not a folder with one of {', '.join(MARKERS)}")
+    try:
+        attributes = _attributes(root, "")
+        if attributes is None:
+            array = read_array(root, "")
+            image = ZarrImage((array,), _bare_axes(root, array), (None, None))
+        else:
+            image = _multiscale(root, attributes)
+        _check_image(root, image)
+    except SlideError:
+        raise
+    except Exception as error:  # any key may be absent or of another type
+        raise SlideError(
+            f"{root}: the Zarr metadata cannot be used ({type(error).__name__}: {error}); is this an OME-Zarr image?"
+        ) from error
+    return image
+
+
+def _attributes(root: Path, path: str) -> Mapping[str, Any] | None:
+    """OME attributes of the group at ``path``; None when an array lies there."""
+    folder = root / path
+    if (folder / "zarr.json").is_file():
+        document = read_json(root, path, "zarr.json")
+        if document["node_type"] == "array":
+            return None
+        attributes: Mapping[str, Any] = document.get("attributes", {})
+    elif (folder / ".zarray").is_file():
+        return None
+    else:
+        read_json(root, path, ".zgroup")
+        attributes = read_json(root, path, ".zattrs") if (folder / ".zattrs").is_file() else {}
+    ome: Mapping[str, Any] = attributes.get("ome", attributes)
+    return ome
+
+
+def _multiscale(root: Path, attributes: Mapping[str, Any]) -> ZarrImage:
+    """The first image of an OME-Zarr group."""
+    below = ""
+    if "bioformats2raw.layout" in attributes:  # a collection of images; the slide is the first
+        below, inner = "0/", _attributes(root, "0")
+        attributes = inner or {}
+    multiscales = attributes.get("multiscales")
+    if not multiscales:
+        members = sorted(child.name for child in root.iterdir() if any((child / m).is_file() for m in MARKERS))
+        raise SlideError(
+            f"{root}: this Zarr group has no `multiscales`, so it is no OME-Zarr image; it holds "
+            f"{', '.join(members[:8]) or 'nothing'}; give the path of the image inside it"
+        )
+    image = multiscales[0]
+    datasets = image["datasets"]
+    if not 1 <= len(datasets) <= MAX_LEVELS:
+        raise SlideError(f"{root}: an image has 1 to {MAX_LEVELS} levels; this one names {len(datasets)}")
+    axes = tuple(axis["name"] for axis in image["axes"])
+    for axis in image["axes"]:
+        if axis.get("type") not in (None, AXIS_TYPES.get(axis["name"])):
+            raise SlideError(f"{root}: axis {axis['name']!r} is of type {axis['type']!r}; axes are named t, c, z, y, x")
+    arrays = [read_array(root, below + str(dataset["path"])) for dataset in datasets]
+    if any(len(array.shape) != len(axes) for array in arrays) or not {"x", "y"} <= set(axes):
+        shapes = [array.shape for array in arrays]
+        raise SlideError(
+            f"{root}: axes must name every dimension, x and y among them; got axes {list(axes)}, arrays {shapes}"
+        )
+    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].shape[axes.index("x")])
+    of_image = image.get("coordinateTransformations", ())
+    scales = [_scale(root, [*datasets[i]["coordinateTransformations"], *of_image], len(axes)) for i in order]
+    arrays = [arrays[i] for i in order]
+    first = scales[0]
+    if first is None or not all(
+        _same_extent(axes, arrays[0], first, a, s) for a, s in zip(arrays, scales, strict=True)
+    ):
+        if first is not None:
+            log.warning("%s: the scales of its levels contradict their sizes, so its um/px is not known", root)
+        return ZarrImage(tuple(arrays), axes, (None, None))
+    um = {
+        axis["name"]: s * UM_PER_UNIT[axis["unit"]]
+        for axis, s in zip(image["axes"], first, strict=True)
+        if axis.get("unit") in UM_PER_UNIT  # without a unit a scale says nothing about um
+    }
+    return ZarrImage(tuple(arrays), axes, (um.get("x"), um.get("y")))
+
+
+def _same_extent(
+    axes: Sequence[str], first: ZarrArray, first_scale: Sequence[float], array: ZarrArray, scale: Sequence[float] | None
+) -> bool:
+    """True when px times scale of a level is that of level 0 in x and y; also when the level has no scale."""
+    ratios = [
+        (first.shape[i] * first_scale[i] / (array.shape[i] * scale[i]), array.shape[i])
+        for i in (axes.index("x"), axes.index("y"))
+        if scale is not None
+    ]
+    return all(abs(ratio - 1) <= SCALE_TOLERANCE + 2 / side for ratio, side in ratios)
+
+
+def _scale(root: Path, transforms: Sequence[Mapping[str, Any]], axes: int) -> list[float] | None:
+    """Length of a px along each axis; None where no transform says it."""
+    for transform in transforms:
+        if transform["type"] not in ("identity", "scale", "translation"):
+            raise SlideError(f"{root}: the coordinate transformation {str(transform['type'])[:60]!r} is not known")
+    factors = [transform["scale"] for transform in transforms if transform["type"] == "scale"]
+    if any(len(factor) != axes or not all(float(f) > 0 for f in factor) for factor in factors):
+        raise SlideError(f"{root}: a scale has one positive number for each of {axes} axes; got {factors}")
+    return [math.prod(map(float, along)) for along in zip(*factors, strict=True)] or None
+
+
+def _bare_axes(root: Path, array: ZarrArray) -> tuple[str, ...]:
+    """Axes of an array that stands alone: its v3 dimension names, else from the place of the 3 channels."""
+    names = array.dimension_names
+    if names and {"x", "y"} <= set(names):
+        return names
+    if len(array.shape) == 3 and array.shape[2] == 3:
+        return ("y", "x", "c")
+    if len(array.shape) == 3 and array.shape[0] == 3:
+        return ("c", "y", "x")
+    raise SlideError(
+        f"{root}: a Zarr array that is no OME-Zarr image must be (height, width, 3) or (3, height, width), or name its "
+        f"dimensions x, y and c; got {array.shape}, names {names}"
+    )
+
+
+def _check_image(root: Path, image: ZarrImage) -> None:
+    """Refuse pixels that are not 8-bit grey or RGB, and levels that are not one picture made smaller."""
+    axes = image.axes
+    if len(set(axes)) < len(axes) or any(
+        axis not in AXIS_TYPES and side > 1 for axis, side in zip(axes, image.arrays[0].shape, strict=True)
+    ):  # of an axis that nobody knows the first would be read: one colour of three
+        raise SlideError(f"{root}: axes are named t, c, z, y and x, each once; got {list(axes)}")
+    x, y = axes.index("x"), axes.index("y")
+    first = image.arrays[0].shape
+    for array in image.arrays:
+        channels = array.shape[axes.index("c")] if "c" in axes else 1
+        if not re.fullmatch(r"uint8|[|<>]?u1", array.dtype) or channels not in (1, 3):
+            raise SlideError(
+                f"{root}: pixels must be uint8 with 1 or 3 channels; array {array.path or '/'} is {array.dtype} "
+                f"with {channels} channels (shape {array.shape}, axes {list(axes)}); convert it to 8-bit RGB"
+            )
+        width, height = array.shape[x], array.shape[y]
+        if abs(height - width * first[y] / first[x]) > 2 + 0.01 * height:
+            raise SlideError(
+                f"{root}: level {array.path or '/'} of {width} x {height} px is not level 0 of {first[x]} x {first[y]} "
+                "px made smaller: the metadata are damaged"
+            )
