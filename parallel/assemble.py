@@ -7,7 +7,7 @@ wrong with a strategy is found here, before the first step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from parallel.strategy import Strategy
 from parallel.trace import Traced
 from parallel.trace_alone import trace_alone
 from parallel.update import Copy, MakeOptimizer, Update
+from parallel.updated_faults import refuse_schedule
 
 
 def assemble(
@@ -111,13 +112,16 @@ def put_to_work(
     placement, rank = strategy.placement, communicator.rank
     keeping = strategy.keeping
     schedule = strategy.schedule(partition.links, nominal_costs(partition) if keeping.offload == "overlap" else None)
+    refuse_schedule(traced, partition, schedule, placement, strategy.name)
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
     holders = Holders(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
     cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, keeping)) for number in numbers}
     keeper = Keeper(keeping, device, meter=meter)
     stages = {
-        number: _stage(cut, number, partition, strategy, holders, device, loss, autocast, splits, keeper, meter)
+        number: _stage(
+            cut, number, partition, strategy, holders, device, loss, autocast, splits, keeper, meter, traced.updated
+        )
         for number, cut in cuts.items()
     }
     with not_counted() if keeping.parameters else contextlib.nullcontext():
@@ -171,6 +175,7 @@ def _stage(
     splits: bool,
     keeper: Keeper,
     meter: ActivationMeter | None,
+    updated: Collection[str],
 ) -> Stage:
     """Stage ``number``, with the same weights on all ranks that hold it."""
     ranks = holders.of_stage[number]
@@ -194,6 +199,7 @@ def _stage(
         compiled=strategy.compile,
         keeper=keeper,
         meter=meter,
+        updated=updated,
     )
 
 

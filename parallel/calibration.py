@@ -2,20 +2,20 @@
 
 Takes a device and how ranks will use it; gives a ``CostModel``. Ranks that share a machine share its memory and its
 caches, so as many processes as will run together are timed together. Readings are the fastest of several runs. Models
-are kept as JSON in ``$XDG_CACHE_HOME/megatile``, else ``~/.cache/megatile``, one for each device, number of cores,
-version of torch, threads, processes, type and memory layout; none is shipped.
+are kept as JSON in ``$XDG_CACHE_HOME/megatile``, else ``~/.cache/megatile`` (``cache``), one for each device, number of
+cores, version of torch, threads, processes, type and memory layout; none is shipped.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import dataclasses
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,16 +24,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from parallel.cache import keep, kept_at
 from parallel.calibration_design import Product
+from parallel.core_use import BUSY, CoreUse, others_now
 from parallel.cost_model import CostModel, Curve, PassModel, load
 from parallel.op import Convolution
 from parallel.product import PASSES, Work, work_of_shape
 from parallel.regression import fit
 
+log = logging.getLogger(__name__)
+
 QUICK_S, LONG_S = 45.0, 90.0
 """Budgets: where a plan waits for it, and for the smallest error."""
 
-FORMAT = 2
+FORMAT = 3
 """Raised when models kept by earlier versions no longer hold."""
 
 BEST = 0.1
@@ -53,11 +57,24 @@ def load_or_calibrate(
     heap_kept: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
-    """The model kept of an earlier calibration as long as this one, else a new one, which is kept. As ``calibrate``."""
+    """The model kept of an earlier calibration as long as this one, else a new one, which is kept. As ``calibrate``.
+
+    One that was made on a busy machine is used only as long as that is busy.
+    """
     path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
-    kept = load(path)
+    kept = load(path) if path else None
     if kept is not None and kept.seconds_taken >= seconds:
-        return kept
+        if kept.others <= BUSY:
+            return kept
+        if (now := others_now()) > BUSY:
+            log.warning(
+                "this machine was calibrated while other programs took %.0f %% of its cores, and now they take "
+                "%.0f %%: real times may be shorter; calibrated again once it is calm",
+                100 * kept.others,
+                100 * now,
+            )
+            return kept
+        log.warning("calibrating again: other programs took %.0f %% of the cores then, and are gone", 100 * kept.others)
     model = calibrate(
         device,
         threads=threads,
@@ -67,10 +84,13 @@ def load_or_calibrate(
         heap_kept=heap_kept,
         seconds=seconds,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(model.to_json())
-    os.replace(file.name, path)  # ranks of one machine may come here at once
+    if model.others > BUSY:
+        log.warning(
+            "other programs took %.0f %% of the cores while this machine was calibrated: real times may be shorter; "
+            "calibrated again once it is calm",
+            100 * model.others,
+        )
+    keep(path, model.to_json())
     return model
 
 
@@ -105,9 +125,11 @@ def calibrate(
         "heap_kept": heap_kept,
         "seconds": seconds,
     }
+    use = CoreUse()
     found = _run([settings | {"seed": seed} for seed in range(together)], seconds)
+    others = use.others() if device.type == "cpu" else 0.0
     key = calibration_key(device, threads, together, dtype, channels_last, heap_kept)
-    return fit_model(found, key, seconds)
+    return dataclasses.replace(fit_model(found, key, seconds), others=others)
 
 
 def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
@@ -166,13 +188,6 @@ def calibration_key(
         "channels_last": channels_last,
         "heap_kept": heap_kept,
     }
-
-
-def kept_at(key: dict[str, Any]) -> Path:
-    """File of the model of this calibration, whether there is one or not."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return base / "megatile" / f"costs-{digest[:16]}.json"
 
 
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:

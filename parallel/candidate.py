@@ -60,6 +60,11 @@ class Candidate:
         return self.splits and SCHEDULES[self.name].replicas == 2
 
     @property
+    def copies(self) -> int:
+        """Of each stage, in all groups."""
+        return self.groups * (1 + self.paired)
+
+    @property
     def stages(self) -> int:
         return self.depth * self.chunks
 

@@ -9,9 +9,7 @@ each device, number of cores, version of torch, threads and ranks; none is shipp
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -20,7 +18,8 @@ from typing import Any
 
 import torch
 
-from parallel.calibration import calibration_key, kept_at
+from parallel.cache import keep, kept_at
+from parallel.calibration import calibration_key
 from parallel.keeping.copies import CudaCopies
 
 FORMAT = 1
@@ -50,16 +49,12 @@ class CopySpeed:
 def load_or_measure_copies(device: torch.device, *, threads: int = 1, together: int = 1) -> CopySpeed:
     """The speed kept of an earlier measurement, else measured now and kept. As ``measure_copies``."""
     key = calibration_key(device, threads, together, torch.uint8, False) | {"format": f"copies {FORMAT}"}
-    path = kept_at(key)
-    path = path.with_name(path.name.replace("costs", "copies"))
-    kept = _load(path)
+    path = kept_at(key, "copies")
+    kept = _load(path) if path else None
     if kept is not None:
         return kept
     found = measure_copies(device, threads=threads, together=together)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump({"key": key, **asdict(found)}, file)
-    os.replace(file.name, path)  # ranks of one machine may come here at once
+    keep(path, json.dumps({"key": key, **asdict(found)}))
     return found
 
 

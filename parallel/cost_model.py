@@ -73,6 +73,7 @@ class CostModel:
         forward: name of an operation -> curve over the bytes that its forward pass moves; ``backward`` likewise.
         fresh: seconds by bytes of one piece of memory that has to come from the kernel.
         expected_error: relative, median over shapes left out of fitting.
+        others: share of the cores' time that other programs took while it was timed.
     """
 
     key: Mapping[str, Any]
@@ -82,6 +83,7 @@ class CostModel:
     fresh: Curve
     expected_error: float
     seconds_taken: float
+    others: float = 0.0
 
     def estimate(self, graph: LayerGraph) -> Costs:
         """Seconds of every layer of ``graph``, for the shape and type it was traced with."""
@@ -146,6 +148,7 @@ class CostModel:
             "fresh": asdict(self.fresh),
             "expected_error": self.expected_error,
             "seconds_taken": self.seconds_taken,
+            "others": self.others,
         }
         return json.dumps(data)
 
@@ -169,6 +172,7 @@ class CostModel:
             _curve(data["fresh"]),
             data["expected_error"],
             data["seconds_taken"],
+            data["others"],
         )
 
 

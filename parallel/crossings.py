@@ -91,7 +91,7 @@ def forms_of(
     traced: Traced, shape: tuple[int, ...], device: torch.device, autocast: torch.dtype | None
 ) -> dict[str, Form | None]:
     """Form of every value in training, by name, for images of ``shape``; None of what is not one tensor."""
-    dtype = next(traced.model.parameters()).dtype
+    dtype = next(traced.model.parameters()).dtype.to_real()
     with left_as_it_was(traced.model):
         traced.model.train()
         facts = fake_run(traced.training, shape, dtype, device, autocast)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -24,11 +24,13 @@ from parallel.keeping.keeper import Keeper
 from parallel.keeping.rule import Keeping
 from parallel.keeping.surroundings import surroundings
 from parallel.microbatch import microbatch_seed, share_of
+from parallel.norm_gradients import mend_norm_gradients
 from parallel.randomness import drawing
 from parallel.sent_bytes import sum_bytes
 from parallel.stage_module import Run, SegmentRun, StageModule
 from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, nothing, set_learning_rate
 from parallel.update import parameters_and_gradients, state_of
+from parallel.updated_buffers import UpdatedBuffers
 
 
 class DataParallelEngine:
@@ -47,6 +49,8 @@ class DataParallelEngine:
         keeper: says what becomes of what forward passes keep. By default autograd keeps it.
         host: ``optimizer`` is the one it has.
         device: that computes, where the parameters are on the host.
+        updated: names of buffers that forward passes update, outside normalisation layers; where there are any, one
+            rank alone.
         bucket_bytes: of gradients averaged at once beside the last backward pass; 0: all, at its end; None: as the
             communicator does.
 
@@ -70,12 +74,14 @@ class DataParallelEngine:
         host: HostOptimizer | None = None,
         device: torch.device | None = None,
         bucket_bytes: int | None = None,
+        updated: Collection[str] = (),
     ) -> None:
         if batch < m:
             raise ValueError(
                 f"{m} microbatches need a batch of at least {m} tiles, got {batch}: raise --batch or lower "
                 "--microbatches"
             )
+        mend_norm_gradients()
         self.module = module
         self.optimizer = optimizer
         self.share = share_of(communicator.rank, communicator.world, m)
@@ -93,6 +99,9 @@ class DataParallelEngine:
         self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
         self._keeper = keeper or Keeper(Keeping(), self._device)
+        self._updated = UpdatedBuffers(module, updated)
+        assert communicator.world == 1 or not self._updated
+        self._keeper.copies_of(self._updated)
         self._precision = functools.partial(
             torch.autocast, self._device.type, self._autocast, enabled=self._autocast is not None
         )
@@ -185,12 +194,15 @@ class DataParallelEngine:
             self.module.through = None
 
     def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        around = functools.partial(surroundings, segment, self._device, self._statistics, self._precision)
+        around = functools.partial(
+            surroundings, segment, self._device, self._statistics, self._precision, self._updated
+        )
         return self._keeper.through(segment, compute, values, self._state(), around)
 
     def _state(self) -> tuple[Tensor, ...]:
-        """Parameters and buffers, which are there anyway."""
-        return (*self.module.parameters(), *self.module.buffers())
+        """Parameters and buffers, which are there anyway and do not change between two passes."""
+        changing = {id(tensor) for tensor in self._updated.tensors}
+        return tuple(t for t in (*self.module.parameters(), *self.module.buffers()) if id(t) not in changing)
 
     def predicting(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -70,12 +70,12 @@ def fake_run(
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             with fake:
-                replaced = _once_each(state, lambda t: _empty_like(t, device))
+                replaced = once_each(state, lambda t: empty_like(t, device))
                 example = torch.empty(shape, dtype=dtype, device=device)
             return _run(training, replaced, example, fake)
         except Exception:  # data-dependent, or an operation without a fake version: the real run tells faults apart
             real = next((t.device for t in state.values()), device)
-            replaced = _once_each(state, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone())
+            replaced = once_each(state, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone())
             return _run(training, replaced, torch.zeros(shape, dtype=dtype, device=real), nullcontext())
 
 
@@ -138,7 +138,7 @@ class _Interpreter(fx.Interpreter):
         return value
 
 
-def _once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Every tensor replaced, one that has two names by one."""
     replaced: dict[int, Tensor] = {}
     for tensor in state.values():
@@ -147,7 +147,7 @@ def _once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) ->
     return {name: replaced[id(tensor)] for name, tensor in state.items()}
 
 
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -74,7 +74,7 @@ class FullyShardedEngine(DataParallelEngine):
             autocast=autocast,
             statistics=statistics,
         )
-        self._dtype = next(module.parameters()).dtype
+        self._dtype = next(module.parameters()).dtype.to_real()
         self._idle = len(self.share) < len(share_of(0, communicator.world, m))
 
     def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:

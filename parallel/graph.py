@@ -67,11 +67,13 @@ class LayerGraph:
         inseparable: pairs (first, last) of positions in ``layers`` between which no cut may fall: a value changed in
             place, or parameters or buffers used several times. Disjoint and sorted.
         classes: path of a module -> name of its class; only for labels.
+        whole: path of a module that could not be looked into -> why; only for messages.
     """
 
     layers: tuple[Layer, ...]
     inseparable: tuple[tuple[int, int], ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    whole: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     by_name: Mapping[str, Layer] = field(init=False, repr=False, compare=False)
     position: Mapping[str, int] = field(init=False, repr=False, compare=False)
 

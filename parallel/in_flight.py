@@ -22,6 +22,7 @@ class InFlight:
             activations go to the host, put away, or gone.
         random: where the stage's random numbers began: a seed, or a state handed on by an earlier stage.
         recomputed: the first forward pass kept nothing else.
+        buffers: values that forward passes update, as the first one found them, where it is recomputed.
         roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
         arrivals: by name of the value received: where its gradients end up, where activations go to the host.
     """
@@ -31,8 +32,14 @@ class InFlight:
     targets: Tensor | None
     random: int | Tensor
     recomputed: bool
+    buffers: list[Tensor | None] = field(default_factory=list)
     roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
     arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
+
+
+def can_need_grad(tensor: Tensor) -> bool:
+    """True of the types that autograd differentiates: real and complex floating point."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def edges_of(value: Any, was_promised: bool) -> list[GradientEdge | None]:
@@ -41,7 +48,7 @@ def edges_of(value: Any, was_promised: bool) -> list[GradientEdge | None]:
     Args:
         was_promised: gradients of all of them were asked for, whether anything flows back from there or not.
     """
-    wanted = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    wanted = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and can_need_grad(leaf)]
     if was_promised:
         return [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in wanted]
     return [get_gradient_edge(leaf) for leaf in wanted if leaf.requires_grad]
@@ -50,7 +57,7 @@ def edges_of(value: Any, was_promised: bool) -> list[GradientEdge | None]:
 def promised(value: Any) -> Any:
     """``value`` of a pass without gradients, marked where recomputation will ask for one."""
     return tree_map(
-        lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf,
+        lambda leaf: leaf.detach().requires_grad_(can_need_grad(leaf)) if isinstance(leaf, Tensor) else leaf,
         value,
     )
 

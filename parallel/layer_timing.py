@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from parallel.in_flight import can_need_grad
 from parallel.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
 from parallel.trace import Traced
 
@@ -131,7 +132,7 @@ def _kept(traced: Traced) -> Iterator[None]:
 
 def _copy(leaf: Any) -> Any:
     """With a history, as in training."""
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+    if not isinstance(leaf, Tensor) or not can_need_grad(leaf):
         return leaf
     return leaf.detach().requires_grad_().clone()
 

@@ -10,7 +10,6 @@ Between two ranks, receives are posted in the order of the sends. Message n of a
 from __future__ import annotations
 
 import collections
-import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel.comm.communicator import Communicator, Work
+from parallel.unpickling import UnknownTypeError, dump, load
 
 TAGS = 32767
 
@@ -123,13 +123,14 @@ class Messenger:
             The form, which a receiver knows too.
 
         Raises:
-            ValueError: the form differs from that of the first value of this kind.
+            ValueError: the form differs from that of the first value of this kind, or holds an object that is no plain
+                data.
         """
         form, tensors = take_apart(value)
         tag = _next(self._sent, peer)
         known = self._known.setdefault(("sent", kind), form)
         if known is form:
-            header = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+            header = torch.frombuffer(bytearray(_header(form)), dtype=torch.uint8)
             self._begin(torch.tensor([header.numel()]), peer, tag)
             self._begin(header, peer, tag)
         elif known != form:  # the order of dims may differ: the announced one is sent
@@ -204,7 +205,7 @@ class Incoming:
             self._works.pop().wait()
             header = torch.empty(int(self._length), dtype=torch.uint8)
             self._begin(header).wait()
-            self._form = pickle.loads(header.numpy().tobytes())
+            self._form = load(header.numpy().tobytes(), Form, TensorForm)
             self._messenger.learn(self._peer, self._kind, self._form)
             self._ask_for_tensors(self._form)
         return self._form
@@ -222,6 +223,16 @@ class Incoming:
 
     def _begin(self, tensor: Tensor) -> Work:
         return self._messenger.communicator.irecv(tensor, self._peer, self._tag)
+
+
+def _header(form: Form) -> bytes:
+    try:
+        return dump(form, Form, TensorForm)
+    except UnknownTypeError as fault:
+        raise ValueError(
+            f"between stages go tensors, plain values, tuples, lists, dicts and named tuples of them; {fault}: return "
+            "such a structure there, or cut the model elsewhere (--stages)"
+        ) from fault
 
 
 def _next(counter: collections.Counter[int], peer: int) -> int:

@@ -155,10 +155,7 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     """
     allowed = cut_positions(graph)
     if not 1 <= stages <= len(allowed) + 1:
-        raise ValueError(
-            f"the model can be cut into 1 to {len(allowed) + 1} stages; got {stages}. A stage needs a layer of its "
-            "own, and values changed in place and shared parameters hold layers together"
-        )
+        raise ValueError(too_many(graph, len(allowed) + 1, stages))
     costs = equal_cost(graph) if costs is None else costs
     sums = list(accumulate(costs, initial=0.0))
     ends = [0, *allowed, len(graph.layers)]
@@ -167,6 +164,21 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     limit = _smallest_limit(upto, stages)
     chosen = _fewest_bytes(upto, [crossing[end] for end in ends], stages, limit)
     return Partition(graph, tuple(ends[block] for block in chosen))
+
+
+def too_many(graph: LayerGraph, most: int, stages: int) -> str:
+    """That a model of at most ``most`` stages cannot have ``stages``, and why not."""
+    text = (
+        f"the model can be cut into 1 to {most} stages; got {stages}. A stage needs a layer of its own, and values "
+        "changed in place and shared parameters hold layers together"
+    )
+    reasons = [f"{path} ({graph.classes.get(path, 'module')}): {why}" for path, why in graph.whole.items()]
+    if reasons:
+        text += (
+            f". Modules that stay whole, of which the largest decides: {'; '.join(reasons)}. Move what such a line "
+            "decides or switches into a submodule of its own inside of it, and the rest of the module is cut, too"
+        )
+    return text
 
 
 def _places(graph: LayerGraph) -> dict[str, int]:

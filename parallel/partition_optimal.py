@@ -19,7 +19,7 @@ import numpy as np
 
 from parallel.bottleneck import Loads, Pair, best_chain, best_pairs
 from parallel.graph import LayerGraph
-from parallel.partition import Partition, cut_positions
+from parallel.partition import Partition, cut_positions, too_many
 from parallel.windows import Windows, thinned
 
 PLACES = 72
@@ -89,10 +89,7 @@ def partition_optimal(
     assert not paired or stages == ranks, (stages, ranks)
     places = [0, *(cut_positions(graph) if positions is None else positions), len(graph.layers)]
     if not 1 <= stages < len(places):
-        raise ValueError(
-            f"the model can be cut into 1 to {len(places) - 1} stages; got {stages}. A stage needs a layer of its own, "
-            "and values changed in place and shared parameters hold layers together"
-        )
+        raise ValueError(too_many(graph, len(places) - 1, stages))
     speeds = [1.0] * ranks if speeds is None else speeds
 
     def search(chosen: Sequence[int] | None, known: Sequence[int] | None = None) -> tuple[float, list[int]]:

@@ -62,6 +62,11 @@ class Planner:
                 free.append(name)
         most = self.cutting.most_stages
         found = list(candidates(ranks, self.task.batch, names=free, most_stages=most, depth=depth, m=m))
+        if self.task.one_copy:
+            several = [candidate for candidate in found if candidate.copies > 1]
+            found = [candidate for candidate in found if candidate.copies == 1]
+            for name in {one.name: None for one in several if one.name not in {other.name for other in found}}:
+                yield Row(Candidate(name, ranks, 1, 1), refused=self.task.one_copy)
         if len(found) <= FEW:
             yield from (self.row(candidate, savings) for candidate in found)
             return
@@ -140,7 +145,7 @@ class Planner:
         given = candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages)
         if name in self.task.refused:
             return None
-        for candidate in leanest(given):
+        for candidate in leanest(one for one in given if one.copies == 1 or not self.task.one_copy):
             row = self.row(candidate, savings)
             if row.fits:
                 return row

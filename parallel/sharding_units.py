@@ -29,8 +29,14 @@ def sharding_units(module: nn.Module) -> list[list[nn.Module]]:
         Disjoint or nested units, inner ones before those around them; empty when there are no blocks.
 
     Raises:
-        ValueError: a parameter without dims, which cannot be divided.
+        ValueError: a parameter without dims, which cannot be divided, or parameters of several types.
     """
+    types = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()})
+    if len(types) > 1:
+        raise ValueError(
+            f"the parameters are {' and '.join(types)}, and --parallel fsdp divides those of one type alone: make them "
+            "one, as torch.view_as_complex of a real parameter does, or use --parallel ddp"
+        )
     for name, parameter in module.named_parameters():
         if not parameter.dim():
             raise ValueError(

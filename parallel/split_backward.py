@@ -128,7 +128,9 @@ class _InputGradientOnly(torch.autograd.Function):
         cast = weight.to(x.dtype)
         ctx.save_for_backward(x, cast)
         ctx.use = operation, weight, bias, waiting, meter
-        return operation.forward(x, cast, None if bias is None else bias.to(x.dtype))
+        output = operation.forward(x, cast, None if bias is None else bias.to(x.dtype))
+        # Torch's linear of maps gives a view of what it made for it alone; in-place operations on that are refused.
+        return output.data if output._is_view() else output
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from parallel.randomness import drawing
 from parallel.split_backward import DeferredWeights
 from parallel.stage_module import Run, SegmentRun, StageModule
 from parallel.step import Loss
+from parallel.updated_buffers import UpdatedBuffers
 
 LOSS = "#loss"
 """Name of the last stage's only value."""
@@ -48,6 +49,7 @@ class Stage:
         compiled: run the module through ``torch.compile``.
         keeper: of the rank; says what becomes of what forward passes keep. By default autograd keeps it.
         meter: counts the bytes kept between the halves of a split backward pass.
+        updated: names of buffers that forward passes update, outside normalisation layers.
 
     Raises:
         ValueError: ``split`` for a module whose backward pass cannot be split exactly.
@@ -67,6 +69,7 @@ class Stage:
         compiled: bool = False,
         keeper: Keeper | None = None,
         meter: ActivationMeter | None = None,
+        updated: Collection[str] = (),
     ) -> None:
         self.module = module
         self.statistics = statistics
@@ -77,6 +80,8 @@ class Stage:
         self._autocast = autocast
         self._weights = DeferredWeights(module, meter) if split else None
         self._keeper = keeper or Keeper(Keeping(), device, meter=meter)
+        self._updated = UpdatedBuffers(module, updated)
+        self._keeper.copies_of(self._updated)
         # Inductor's own random numbers would differ from those of the plain model.
         self._run: Callable[..., Any] = torch.compile(module, options={"fallback_random": True}) if compiled else module
         self._in_flight: dict[int, InFlight] = {}
@@ -109,6 +114,7 @@ class Stage:
             By name what later stages use, with ``RANDOM_STATE`` if the stage draws; ``LOSS`` in the last stage.
         """
         self._in_flight[i] = flight = InFlight(tiles, values, targets, random, recomputed)
+        flight.buffers = self._updated.values() if recomputed else []
         with self.statistics.microbatch(i, tiles):
             if not recomputed:
                 return self._compute(i, flight)
@@ -130,7 +136,7 @@ class Stage:
         """The forward pass of microbatch ``i`` again, keeping what backward needs; counted nowhere."""
         flight = self._in_flight[i]
         flight.values = restore(flight.values)
-        with self.statistics.frozen():
+        with self.statistics.frozen(), self._updated.as_of(flight.buffers):
             self._compute(i, flight)
 
     def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
@@ -187,7 +193,7 @@ class Stage:
                 scopes.enter_context(self._keeper.watching((self, i), self._state()))
             scopes.enter_context(self._in_segments())
             given = self._run(*self._entering(flight))
-            outputs = dict(zip(self.module.outputs, given, strict=True))
+            outputs = dict(zip(self.module.outputs, self._updated.apart(given), strict=True))
             if self._loss is not None:
                 (output,) = outputs.values()
                 assert flight.targets is not None
@@ -226,12 +232,13 @@ class Stage:
             self.module.through = None
 
     def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        around = functools.partial(surroundings, segment, self._device, self.statistics, self._precision)
+        around = functools.partial(surroundings, segment, self._device, self.statistics, self._precision, self._updated)
         return self._keeper.through(segment, compute, values, self._state(), around)
 
     def _state(self) -> tuple[Tensor, ...]:
-        """Parameters and buffers, which are there anyway."""
-        return (*self.module.parameters(), *self.module.buffers())
+        """Parameters and buffers, which are there anyway and do not change between two passes."""
+        changing = {id(tensor) for tensor in self._updated.tensors}
+        return tuple(t for t in (*self.module.parameters(), *self.module.buffers()) if id(t) not in changing)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:

@@ -19,6 +19,7 @@ class Task:
         batch: tiles of a step over all ranks.
         slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
         refused: strategy -> why the model cannot be trained with it.
+        one_copy: why no two ranks may hold a copy of a stage; empty where they may.
     """
 
     graph: LayerGraph
@@ -26,3 +27,4 @@ class Task:
     batch: int
     slots: int
     refused: Mapping[str, str] = field(default_factory=dict)
+    one_copy: str = ""

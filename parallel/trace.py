@@ -9,10 +9,11 @@ torch.fx: Practical Program Capture and Transformation for Deep Learning in Pyth
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from torch import Tensor, fx, nn
 
 from parallel.fake_run import Facts, fake_run
 from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.hints import Hints, any_number_of_values
+from parallel.norm_gradients import mend_norm_gradients
 from parallel.tracer import GraphTracer, scope_of
+from parallel.updated_search import Updated, updated_buffers
 
 DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.", "timm.")
 """Packages whose modules draw random numbers whenever they can, so that one run shows it."""
@@ -36,6 +40,7 @@ class Traced:
         evaluation: what runs in evaluation, the same object where nothing differs. A value that both make has one name.
         model: as it was given.
         modes: path -> (training, evaluation) flags of modules that do not follow the model's ``train()``.
+        updated: path -> buffers outside norm layers that forward passes of training update.
     """
 
     graph: LayerGraph
@@ -43,6 +48,7 @@ class Traced:
     evaluation: fx.GraphModule
     model: nn.Module
     modes: dict[str, tuple[bool, bool]]
+    updated: dict[str, Updated] = field(default_factory=dict)
 
 
 def trace(
@@ -51,6 +57,8 @@ def trace(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     autocast: torch.dtype | None = None,
+    whole: Mapping[str, str] = MappingProxyType({}),
+    in_place: bool = False,
 ) -> Traced:
     """Layers of ``module`` and what passes between them.
 
@@ -60,19 +68,28 @@ def trace(
         shape: (n, c, h, w) of a microbatch; bytes and flops are for it, the graph holds for every shape.
         device: where the layers will run.
         autocast: type for mixed precision there; None computes in ``dtype``.
+        whole: path of a module that is one layer, whatever is in it -> why.
+        in_place: ``x += y`` changes the memory of ``x``, as in the model; else a layer gives the sum in its place, and
+            neighbours can be cut apart. It matters where what lies in that memory is used by another name.
 
     Raises:
         ValueError: the module's own forward cannot be traced, or does not run on ``shape``.
     """
-    with left_as_it_was(module):
+    mend_norm_gradients()  # before the graph names the functions
+    with left_as_it_was(module), any_number_of_values():
         module.train()
+        updated = updated_buffers(module, shape, dtype)
+        opaque = dict(whole)
         modes_in_training = _modes(module)
-        training = _graph(module)
+        training = _graph(module, opaque, shape, dtype, in_place)
         facts = fake_run(training, shape, dtype, torch.device(device), autocast)
     with left_as_it_was(module):
         module.eval()
         modes_in_evaluation = _modes(module)
-        evaluation = _graph(module)
+        known = len(opaque)
+        evaluation = _graph(module, opaque, shape, dtype, in_place)
+    if len(opaque) > known:  # a module is whole in both modes, or its parameters would be in several stages
+        return trace(module, shape, dtype, device, autocast, opaque, in_place)
     if _program(training) == _program(evaluation):
         evaluation = training
     else:
@@ -82,30 +99,53 @@ def trace(
         for path, mode in modes_in_training.items()
         if (mode, modes_in_evaluation[path]) != (True, False)
     }
-    return Traced(_layers(module, training, evaluation, facts), training, evaluation, module, modes)
+    graph = _layers(module, training, evaluation, facts, opaque)
+    return Traced(graph, training, evaluation, module, modes, updated)
+
+
+def _assigned(module: nn.Module) -> dict[str, str]:
+    """Path of each module whose forward, traced just now, assigned a buffer -> its name. No graph records that."""
+    return {
+        path: name
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if isinstance(buffer, fx.Proxy)
+    }
 
 
 def _modes(module: nn.Module) -> dict[str, bool]:
     return {path: part.training for path, part in module.named_modules()}
 
 
-def _graph(module: nn.Module) -> fx.GraphModule:
-    """The graph of ``module`` in its present mode; what cannot be traced becomes a leaf, innermost first."""
-    opaque: set[str] = set()
+def _graph(
+    module: nn.Module, opaque: dict[str, str], shape: tuple[int, ...], dtype: torch.dtype, in_place: bool
+) -> fx.GraphModule:
+    """The graph of ``module`` in its present mode; what cannot be traced is added to ``opaque``, innermost first."""
     while True:
-        tracer = GraphTracer(opaque)
+        tracer = GraphTracer(opaque, Hints(module, shape, dtype), in_place=in_place)
         try:
-            graph = tracer.trace(module)
+            with left_as_it_was(module), torch.set_grad_enabled(module.training):
+                graph = tracer.trace(module)
+                assigned = _assigned(module)
         except Exception as error:
             if tracer.failed is None:
                 raise ValueError(
                     f"the forward of {type(module).__name__} itself cannot be cut into layers: {error}. Where: "
-                    f"{_where(error)}. What depends on the data or the shape there, or switches gradients or autocast, "
-                    "belongs in a submodule, which then stays whole"
+                    f"{_where(error)}. Move what that line decides or switches into a submodule: an nn.Module with a "
+                    "forward of its own, made in __init__ and called there; it then stays whole and the rest is cut"
                 ) from error
-            opaque.add(tracer.failed)
-        else:
+            opaque[tracer.failed] = f"{error}, at {_where(error)}"
+            continue
+        if "" in assigned:
+            name = assigned[""]
+            raise ValueError(
+                f"the forward of {type(module).__name__} itself cannot be cut into layers: it assigns its buffer "
+                f"{name}, which a graph does not record: update it in place, as self.{name}.copy_(...) does, or in a "
+                "submodule"
+            )
+        if not assigned:
             return fx.GraphModule(module, graph)
+        opaque |= {path: f"it assigns its buffer {name}" for path, name in assigned.items()}
 
 
 def _where(error: BaseException) -> str:
@@ -172,7 +212,11 @@ def _name_alike(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
 
 
 def _layers(
-    module: nn.Module, training: fx.GraphModule, evaluation: fx.GraphModule, facts: dict[str, Facts]
+    module: nn.Module,
+    training: fx.GraphModule,
+    evaluation: fx.GraphModule,
+    facts: dict[str, Facts],
+    opaque: dict[str, str],
 ) -> LayerGraph:
     nodes = list(training.graph.nodes)
     position = {node.name: k for k, node in enumerate(nodes)}
@@ -207,7 +251,7 @@ def _layers(
     common = {node.name for node in evaluation.graph.nodes}
     ranges += [(k - 1, k) for k, node in enumerate(nodes) if node.name not in common]
     classes = {path: type(part).__name__ for path, part in module.named_modules()}
-    return LayerGraph(tuple(layers), merged(ranges), classes)
+    return LayerGraph(tuple(layers), merged(ranges), classes, opaque)
 
 
 def _state(training: fx.GraphModule, node: fx.Node) -> list[Tensor]:

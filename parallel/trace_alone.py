@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import nn
 
 from parallel.comm.communicator import Communicator
-from parallel.trace import Traced, trace
+from parallel.trace import Traced, left_as_it_was, trace
+from parallel.traced_check import first_difference
+from parallel.updated_faults import refuse_checkpointed
+from parallel.updated_search import Updated, checkpointed_norm, updated_buffers
 
 _TRACING = threading.Lock()
 
@@ -27,6 +31,48 @@ def trace_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communi
     """
     communicator.barrier()
     with _TRACING:
-        traced = trace(module, shape, dtype=next(module.parameters()).dtype)
+        traced = trace_as_it_runs(module, shape, next(module.parameters()).dtype.to_real())
     communicator.barrier()
     return traced
+
+
+def trace_as_it_runs(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
+    """What ``trace`` gives, held against the model itself; modules in which they differ stay whole.
+
+    Raises:
+        ValueError: they differ in the model's own forward, the model cannot be traced, or it updates running
+            statistics twice.
+    """
+    with left_as_it_was(module):
+        module.train()
+        refuse_checkpointed(checkpointed_norm(module, shape, dtype))
+    whole: dict[str, str] = {}
+    in_place = False
+    while True:
+        traced = trace(module, shape, dtype, whole=whole, in_place=in_place)
+        difference = first_difference(traced, shape, dtype)
+        if difference is None:
+            return traced
+        if not in_place:
+            in_place = True
+            continue
+        if not (new := difference.paths - whole.keys() - {""}):
+            raise ValueError(difference.text)
+        whole |= dict.fromkeys(new, "it does something else while it is traced")
+
+
+def updated_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communicator) -> dict[str, Updated]:
+    """What ``updated_buffers`` gives for ``module``, which need not be one that can be traced; every rank calls it.
+
+    Raises:
+        ValueError: one of several ranks would update running statistics twice.
+    """
+    communicator.barrier()
+    with _TRACING, left_as_it_was(module):
+        module.train()
+        dtype = next(module.parameters()).dtype.to_real()
+        updated = updated_buffers(module, shape, dtype)
+        if communicator.world > 1:
+            refuse_checkpointed(checkpointed_norm(module, shape, dtype))
+    communicator.barrier()
+    return updated

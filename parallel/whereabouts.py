@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 import time
 from typing import NamedTuple
 
@@ -60,11 +59,10 @@ class Whereabouts:
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
-            # On a disk, the kernel writing the page back could hold up the rank that changes it.
-            folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.truncate(_SIZE)
-                descriptor = os.dup(file.fileno())
+            # Of no disk: there, the kernel writing the page back could hold up the rank that changes it. And of no
+            # folder: /dev/shm may be small, full or read-only.
+            descriptor = os.memfd_create("whereabouts")
+            os.ftruncate(descriptor, _SIZE)
             self.descriptor = descriptor
             self._memory = mmap.mmap(descriptor, _SIZE)
             self.at(AT_REST)

@@ -96,6 +96,8 @@ class MpiCommunicator:
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         flat = in_memory_order(tensor.detach())
+        if flat.is_complex():
+            flat = torch.view_as_real(flat)
         place = self._reachable(flat if flat.dtype in SUMMED else flat.float(), filled=True)
         return self._begin(
             f"all_reduce of {_form(tensor)}",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comm.communicator import CommunicationError, Communicator, Pipeline, PipelinePart, Shards, Work
+from parallel.comm.handshake import KEY, prove_membership
 from parallel.comm.objects import in_memory_order
 from parallel.comm.sent import Departures
 from parallel.comm.torch_group import join_group
@@ -94,6 +95,7 @@ class TorchCommunicator:
         self._departures = Departures()
         backend = "cpu:gloo,cuda:nccl" if self._nccl else "gloo"
         join_group(backend, self.rank, self.world, self._timeout, join_timeout_s)
+        self._prove_membership()
         with _named(f"rank {self.rank} of {self.world}: joining the group"):
             if self._nccl:
                 # All now, as every rank must take part in making each; connections are made when first used.
@@ -153,6 +155,7 @@ class TorchCommunicator:
         part = copy.copy(self)
         part.rank, part.world = list(ranks).index(self.rank), len(ranks)
         part._group, part._ranks = group, chosen
+        part._prove_membership()
         return part
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
@@ -201,6 +204,12 @@ class TorchCommunicator:
         self.barrier()  # a rank that is still talking must not find the others gone
         self._departures.close()
         dist.destroy_process_group()
+
+    def _prove_membership(self) -> None:
+        """Each group has connections of its own; those of NCCL know their key already."""
+        if key := os.environ.get(KEY):
+            others = [rank for rank in range(self.world) if rank != self.rank]
+            prove_membership(self.isend, self.irecv, self.rank, others, key)
 
     def _described(self, operation: str, tensor: Tensor, rest: str = "") -> str:
         form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from parallel.comm.communicator import CommunicationError
 from parallel.comm.in_time import in_time
+from parallel.comm.loopback import stay_on_host
 from parallel.comm.torch_join import join_attempt
 from parallel.comm.torch_store import open_store
 
@@ -37,6 +38,7 @@ def join_group(backend: str, rank: int, world: int, timeout: timedelta, join_tim
         ToldElsewhere: the same, told by another rank.
     """
     begun_s = time.monotonic()
+    stay_on_host()
     store = open_store(rank, world, join_timeout_s)
     left_s = max(join_timeout_s / 10, join_timeout_s - (time.monotonic() - begun_s))
     connect = functools.partial(

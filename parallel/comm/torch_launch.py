@@ -1,25 +1,30 @@
-"""Start the ranks of a run on this machine through torch's elastic launcher.
+"""Start the ranks of a run on this machine, as processes of torch's elastic launcher.
 
-Takes a command; every rank runs it with RANK, WORLD_SIZE, LOCAL_RANK and the rendezvous address in its environment, as
-under ``torchrun``. Signals are handed to the ranks rather than ending them, so that they finish their step and save.
+Takes a command; every rank runs it with RANK, WORLD_SIZE, LOCAL_RANK as under ``torchrun``, and the file they meet in
+in its environment. Signals are handed to the ranks rather than ending them, so that they finish their step and save.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import signal
+import tempfile
 import threading
-import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import psutil
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
+from parallel.comm.handshake import KEY
+from parallel.comm.loopback import loopback_variables
+from parallel.comm.torch_store import PRIVATE_STORE
+
+POLL_S = 0.1
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
 
 log = logging.getLogger(__name__)
 
@@ -69,20 +74,38 @@ def launch_ranks(ranks: int, command: Sequence[str], max_restarts: int = 0) -> i
 
 
 def _launch_once(ranks: int, command: Sequence[str]) -> int:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        # Its own restarts would go on after a signal that came while no rank was there to take it.
-        max_restarts=0,
-    )
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as failed:
-        _, failure = failed.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    return 0
+    # Torch's rendezvous, its agent's own store, listens on every address and unpickles what it is handed. A file in a
+    # folder that is this user's alone has no port.
+    with tempfile.TemporaryDirectory(prefix="megatile-ranks-") as name:
+        folder = Path(name)
+        logs = folder / "logs"
+        logs.mkdir()
+        key = secrets.token_hex()
+        context = start_processes(
+            "rank",
+            command[0],
+            dict.fromkeys(range(ranks), tuple(command[1:])),
+            {rank: _environment(rank, ranks, folder / "store", key) for rank in range(ranks)},
+            DefaultLogsSpecs(str(logs)),
+        )
+        try:
+            result = context.wait(period=POLL_S)
+        finally:
+            context.close()
+    assert result is not None
+    if not result.failures:
+        return 0
+    first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+
+
+def _environment(rank: int, ranks: int, store: Path, key: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        PRIVATE_STORE: str(store),
+        KEY: key,
+        **loopback_variables(),
+    }

@@ -23,6 +23,7 @@ from parallel.keeping.offload import Flight, OverlapOffload
 from parallel.keeping.packing import Holding, Packed, Packer, storages_of
 from parallel.keeping.recompute import Again, unpack
 from parallel.keeping.rule import Keeping
+from parallel.updated_buffers import UpdatedBuffers
 
 
 class Segment(Protocol):
@@ -76,10 +77,16 @@ class Keeper:
         self._flights: dict[Any, Flight] = {}
         self._packer: Packer = self._plain
         self._hosts: list[HostParameters] = []
+        self._updated: list[UpdatedBuffers] = []
 
     def streams(self, host: HostParameters) -> None:
         """Forward passes use parameters of ``host``, of which nothing is kept on the device."""
         self._hosts.append(host)
+
+    def copies_of(self, updated: UpdatedBuffers) -> None:
+        """Forward passes update these buffers: what is kept of them are copies."""
+        if updated:
+            self._updated.append(updated)
 
     @property
     def moves(self) -> bool:
@@ -89,7 +96,8 @@ class Keeper:
     @property
     def idle(self) -> bool:
         """Autograd keeps what it keeps, and nobody counts it."""
-        return not self.moves and not self.rule.segmented and self._meter is None and not self._hosts
+        hooked = self.moves or self.rule.segmented or self._meter is not None
+        return not hooked and not self._hosts and not self._updated
 
     @contextlib.contextmanager
     def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[Packer]:
@@ -119,6 +127,8 @@ class Keeper:
             packer = self._flights.setdefault(key, self._overlap.flight())
         for host in self._hosts:
             packer = host.packer(packer)
+        for updated in self._updated:
+            packer = updated.packer(packer)
         return packer
 
     def through(

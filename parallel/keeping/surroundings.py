@@ -11,15 +11,21 @@ import torch
 from parallel.batchnorm import RunningStatistics
 from parallel.randomness import drawing, get_random_state
 from parallel.stage_module import SegmentRun
+from parallel.updated_buffers import UpdatedBuffers
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def surroundings(
-    segment: SegmentRun, device: torch.device, statistics: RunningStatistics, precision: Precision
+    segment: SegmentRun,
+    device: torch.device,
+    statistics: RunningStatistics,
+    precision: Precision,
+    updated: UpdatedBuffers,
 ) -> contextlib.AbstractContextManager[None]:
     """Those of a pass that is about to begin; entered once, later."""
     start = get_random_state(device) if segment.draws else None
+    values = updated.values()
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
@@ -28,6 +34,7 @@ def surroundings(
                 scopes.enter_context(drawing(start, device))
             scopes.enter_context(precision())
             scopes.enter_context(statistics.frozen(segment.modules))
+            scopes.enter_context(updated.as_of(values))
             yield
 
     return again()

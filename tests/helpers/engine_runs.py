@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from app.exactness import in_precision
 from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
@@ -16,7 +17,7 @@ from parallel.engine import Engine
 from parallel.step import Microbatch, TrainingEngine
 from parallel.strategy import Strategy
 from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run
-from tests.helpers.small_nets import NETS, batch_of, drawn_once
+from tests.helpers.small_nets import ALL_NETS, batch_of, drawn_once
 
 SEED, LR = 11, 0.05
 SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=1e-3)
@@ -24,11 +25,11 @@ CPU = torch.device("cpu")
 
 
 def net(name: str, dtype: torch.dtype) -> nn.Module:
-    return drawn_once(("engine", name, dtype), 5, lambda: NETS[name][0]().to(dtype))
+    return drawn_once(("engine", name, dtype), 5, lambda: in_precision(ALL_NETS[name][0](), dtype))
 
 
 def build(communicator: Communicator, name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> Engine:
-    model, loss = net(name, steps[0][0][0].dtype), NETS[name][1]
+    model, loss = net(name, steps[0][0][0].dtype), ALL_NETS[name][1]
     make = more.pop("make_optimizer", SGD)
     return assemble(
         model,
@@ -110,4 +111,4 @@ def strategy_for(schedule: str, depth: int, groups: int = 1, **more: Any) -> Str
 
 @functools.cache
 def plain(name: str, m: int, dtype: torch.dtype = torch.float64) -> PlainRun:
-    return plain_run(net(name, dtype), NETS[name][1], SGD, steps_of(m, dtype), seed=SEED, lr=LR)
+    return plain_run(net(name, dtype), ALL_NETS[name][1], SGD, steps_of(m, dtype), seed=SEED, lr=LR)

@@ -59,6 +59,5 @@ def plain_run(
 def largest_error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     """Largest difference of any tensor, relative to the largest value of the tensor it is in."""
     return max(
-        float((expected[name].double() - found[name].double()).abs().max() / max(expected[name].abs().max(), 1e-30))
-        for name in found
+        float((expected[name] - found[name]).abs().max() / max(expected[name].abs().max(), 1e-30)) for name in found
     )

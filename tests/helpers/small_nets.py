@@ -1,4 +1,5 @@
-"""Small models with what makes splitting hard: skips, dropout in several places, in-place changes, several outputs."""
+"""Small models with what makes splitting hard: skips, dropout in several places, in-place changes, several outputs,
+complex values."""
 
 from __future__ import annotations
 
@@ -65,6 +66,28 @@ class TwoOutputs(nn.Module):
         return {"out": self.late(self.more(self.body(stem)).mean((2, 3))), "aux": early}
 
 
+class FourierNet(nn.Module):
+    """A Fourier neural operator in small: what lies between its transforms is complex, one weight is, one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Conv2d(3, 4, 1, bias=False)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.norm = nn.BatchNorm2d(4)
+        self.pairs = nn.Parameter(torch.randn(4, 1, 1, 2))
+        self.drop = nn.Dropout(0.2)
+        self.mix, self.head = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        lifted = torch.relu(self.norm(self.lift(images)))
+        spectrum = torch.fft.rfft2(lifted)
+        mixed = torch.einsum("nchw,cd->ndhw", spectrum, self.weight.to(spectrum.dtype))
+        scaled = mixed * torch.view_as_complex(self.pairs) + spectrum
+        field = torch.fft.irfft2(scaled, s=images.shape[2:])
+        logits: Tensor = self.head(self.drop(torch.tanh(self.mix(field))) + lifted)
+        return logits
+
+
 def pixel_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets)
 
@@ -91,6 +114,7 @@ def drawn_once(key: Hashable, seed: int, make: Callable[[], nn.Module]) -> nn.Mo
 
 
 NETS = {"skips": (SkipNet, pixel_loss), "two-outputs": (TwoOutputs, two_losses)}
+ALL_NETS = {**NETS, "fourier": (FourierNet, pixel_loss)}
 
 
 def batch_of(sizes: list[int], px: int, seed: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

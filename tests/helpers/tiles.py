@@ -57,6 +57,9 @@ class MemorySpec:
     opens: bool = True
     opened: list[str] = field(default_factory=list, compare=False)
 
+    def check_unchanged(self) -> None:
+        """It is in memory."""
+
     def open(self) -> Slide:
         self.opened.append(self.slide_id)
         if not self.opens:

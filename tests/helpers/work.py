@@ -32,3 +32,8 @@ def sleep_if_odd(number: int) -> int:
     """An odd number is not done before ten minutes are over."""
     time.sleep(600 * (number % 2))
     return number
+
+
+def hold(mebibytes: int) -> int:
+    """Takes that much memory, really."""
+    return len(bytes(mebibytes << 20))

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel import calibration
-from parallel.calibration import calibrate, calibration_key, fit_model, kept_at, load_or_calibrate
+from parallel.cache import kept_at
+from parallel.calibration import calibrate, calibration_key, fit_model, load_or_calibrate
 from parallel.calibration_design import ROUND, Product, products
+from parallel.core_use import CoreUse, others_now
 from parallel.cost_model import CostModel, Curve, load
 from parallel.graph import LayerGraph
 from parallel.op import Convolution
@@ -207,10 +213,56 @@ def test_a_longer_calibration_replaces_a_shorter_one(monkeypatch, tmp_path: Path
     assert len(list((tmp_path / "megatile").iterdir())) == 1
 
 
+def test_a_calibration_made_on_a_busy_machine_is_made_again_on_a_calm_one(
+    monkeypatch, tmp_path: Path, made_up: CostModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    others = [0.5, 0.02]  # while it is calibrated, the first time and the second
+    monkeypatch.setattr(
+        calibration,
+        "calibrate",
+        lambda *_, **__: dataclasses.replace(made_up, seconds_taken=45.0, others=others.pop(0)),
+    )
+
+    def said(now: float | None = None) -> str:
+        """What a plan is told when others take that share at present; None when nobody is to look."""
+        caplog.clear()
+        monkeypatch.setattr(calibration, "others_now", lambda: now if now is not None else pytest.fail("looked"))
+        load_or_calibrate(CPU)
+        return " ".join(record.getMessage() for record in caplog.records)
+
+    assert said().startswith("other programs took 50 % of the cores while this machine was calibrated: real times may")
+    assert "took 50 % of its cores, and now they take 30 %" in said(0.3)
+    assert len(others) == 1
+    assert said(0.05) == "calibrating again: other programs took 50 % of the cores then, and are gone"
+    assert not others
+    assert said() == ""
+
+
+def test_what_others_take_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    readings = iter([(0.0, 0.0, 0.0), (10.0, 10.0 * len(cores), 2.5 * len(cores)), (20.0, 3.0, 3.0)])
+    monkeypatch.setattr(CoreUse, "_read", lambda _: next(readings))
+    use = CoreUse()
+    assert use.others() == pytest.approx(0.75)  # all cores at work, a quarter of it for this process
+    assert use.others() == 0.0
+
+
+def test_a_program_beside_this_one_is_seen() -> None:
+    beside = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.2)
+        assert others_now() > 0.25 / len(os.sched_getaffinity(0))
+    finally:
+        beside.kill()
+        beside.wait()
+
+
 def test_a_calibration_of_this_machine_gives_costs() -> None:
     model = calibrate(CPU, together=2, seconds=0.5)
     assert set(model.products) == set(ROUND)
     assert set(model.forward) == set(MOVING)
+    assert 0 <= model.others <= 1
     graph = graph_of(plain(), 64)
     costs = model.estimate(graph)
     assert [layer.name for layer, cost in zip(graph.layers, costs.layers, strict=True) if not cost.seconds] == [

@@ -32,16 +32,18 @@ from tests.helpers.engine_runs import (
     train,
 )
 from tests.helpers.plain_step import largest_error, plain_run
-from tests.helpers.small_nets import NETS, batch_of
+from tests.helpers.small_nets import ALL_NETS, NETS, batch_of
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", ALL_NETS)
 @pytest.mark.parametrize("depth", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_plain_step(schedule: str, depth: int, name: str) -> None:
     strategy = strategy_for(schedule, depth)
     if schedule == "interleaved" and depth == 4 and name == "two-outputs":
         strategy = strategy_for(schedule, 3)
+    if schedule == "zero-bubble" and name == "fourier":  # of more, some stage has no layer whose gradient can wait
+        strategy = strategy_for(schedule, 2)
     ranks = on_threads(name, strategy, steps_of(strategy.m))
     assert_equal(ranks, plain(name, strategy.m), torch.float64)
 

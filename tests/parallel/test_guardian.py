@@ -177,3 +177,14 @@ def test_position_costs_less_than_two_microseconds() -> None:
 def test_guardian_imports_no_torch() -> None:
     check = "import parallel.guardian_process, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_machine_without_shared_memory_of_its_own() -> None:
+    mount = "mount -t tmpfs -o ro none /dev/shm && exec "
+    able = subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True, text=True, timeout=20)
+    if able.returncode:
+        pytest.skip(f"no /dev/shm of its own can be made here: {able.stderr.strip()}")
+    record = "from parallel.whereabouts import Whereabouts as W; w = W(); w.step(3); print(W(w.descriptor).read().step)"
+    command = ["unshare", "-rm", "sh", "-c", mount + f"{sys.executable} -c '{record}'"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("3\n", "")

@@ -8,13 +8,13 @@ from torch import nn
 
 from parallel.measure import _drawn_on, measure
 from parallel.trace import trace
-from tests.helpers.small_nets import SkipNet, TwoOutputs
+from tests.helpers.small_nets import FourierNet, SkipNet, TwoOutputs
 
 CPU = torch.device("cpu")
 SHAPE = (1, 3, 64, 64)
 
 
-@pytest.mark.parametrize("build", [SkipNet, TwoOutputs])
+@pytest.mark.parametrize("build", [SkipNet, TwoOutputs, FourierNet])
 def test_every_layer_is_measured(build) -> None:
     torch.manual_seed(0)
     traced = trace(build(), SHAPE)

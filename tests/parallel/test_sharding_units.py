@@ -8,6 +8,7 @@ from torch import nn
 
 from models.registry import build_model
 from parallel.sharding_units import LARGEST, SMALLEST, sharding_units
+from tests.helpers.small_nets import FourierNet
 
 
 def names_of(module: nn.Module) -> list[list[str]]:
@@ -72,3 +73,8 @@ class Scaled(nn.Module):
 def test_a_parameter_without_dims_is_refused() -> None:
     with pytest.raises(ValueError, match=r"inner\.scale is a single number without dims"):
         sharding_units(nn.ModuleDict({"inner": Scaled()}))
+
+
+def test_parameters_of_several_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="the parameters are complex64 and float32, and --parallel fsdp divides"):
+        sharding_units(FourierNet())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -34,13 +35,16 @@ while not got and time.monotonic() < end:
 def start(folder: Path, code: int) -> subprocess.Popen[str]:
     script = folder / "rank.py"
     script.write_text(RANK)
-    return subprocess.Popen([sys.executable, "-c", START, str(script), str(folder), str(code)], text=True)
+    (folder / "tmp").mkdir()
+    command = [sys.executable, "-c", START, str(script), str(folder), str(code)]
+    return subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder / "tmp")}, text=True)
 
 
 def test_exit_code_of_a_failing_rank_comes_through_and_ends_the_other(tmp_path: Path) -> None:
     process = start(tmp_path, 7)
     assert process.wait(timeout=60) == 7
     assert (tmp_path / "signal0").read_text() == str(int(signal.SIGTERM))
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_signal_is_handed_to_every_rank_and_the_run_ends_well(tmp_path: Path) -> None:

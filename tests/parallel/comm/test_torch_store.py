@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from parallel.comm.communicator import CommunicationError
@@ -56,6 +57,21 @@ def test_ranks_meet_whoever_comes_first(meet) -> None:
     late.join(20)
     stores[1].set("from 1", "hello")
     assert stores[0].get("from 1") == b"hello"
+
+
+@pytest.mark.parametrize(("ranks_here", "address"), [("2", "127.0.0.1"), ("1", "::")])
+def test_ranks_of_one_host_keep_their_store_on_loopback(meet, monkeypatch, ranks_here: str, address: str) -> None:
+    port = free_port()
+    meet(socket.gethostname(), port)  # whatever that name leads to
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    stores = [open_store(0, 2, 20)]
+    connections = psutil.Process().net_connections("tcp")
+    assert [each.laddr.ip for each in connections if each.laddr.port == port and not each.raddr] == [address]
+    if ranks_here == "2":
+        stores.append(open_store(1, 2, 20))
+        stores[1].set("from 1", "hello")
+        assert stores[0].get("from 1") == b"hello"
 
 
 def test_a_port_that_is_taken(meet, silent: int) -> None:

@@ -47,6 +47,12 @@ def test_schedules(name: str, schedule: str, keeping: Keeping) -> None:
     assert_equal(on_threads(name, strategy, steps_of(strategy.m)), plain(name, strategy.m), torch.float64)
 
 
+@pytest.mark.parametrize("keeping", ["optimizer", "all"])
+def test_complex_values(keeping: str) -> None:
+    strategy = strategy_for("1f1b", 2, m=4, keeping=KEEPINGS[keeping])
+    assert_equal(on_threads("fourier", strategy, steps_of(strategy.m)), plain("fourier", strategy.m), torch.float64)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("resident", [False, True], ids=["optimizer", "parameters"])
 @pytest.mark.parametrize("name", NETS)
