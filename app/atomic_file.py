@@ -1,4 +1,4 @@
-"""Files that are whole or not there: a temporary one, flushed to the disk, then renamed.
+"""Files that are whole or not there: a temporary one, sealed, flushed to the disk, then renamed.
 
 Takes a path and what to write there. Whatever happens meanwhile, what was there before stays readable. Imports nothing
 but the standard library: the process that writes checkpoints starts with it in a twentieth of a second.
@@ -10,7 +10,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
+
+from app.seal import SealedFile
 
 Span = tuple[int, int]
 """Part of a file: offset and length, bytes."""
@@ -19,8 +20,8 @@ READ_AT_ONCE = 1 << 20
 """Bytes: what a cache of the processor holds."""
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Make ``path`` of what ``write`` writes.
+def write_file(path: Path, write: Callable[[SealedFile], None]) -> None:
+    """Make ``path`` of what ``write`` writes, and its checksum behind it.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; a file that was there before still is.
@@ -31,7 +32,9 @@ def write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
         # Whoever else may still be writing a temporary file, as a run that was killed, keeps it for himself.
         temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:
-            write(file)
+            sealed = SealedFile(file)
+            write(sealed)
+            sealed.seal()
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -54,7 +57,7 @@ def write_spans(path: Path, source: int, spans: Iterable[Span]) -> None:
 
     room = memoryview(bytearray(READ_AT_ONCE))
 
-    def copy(file: BinaryIO) -> None:
+    def copy(file: SealedFile) -> None:
         for offset, length in spans:
             end = offset + length
             while offset < end:

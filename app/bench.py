@@ -15,6 +15,7 @@ from typing import Literal
 
 from app.cli import run_command
 from app.config import DataSettings, ModelSettings
+from app.folder_lock import sole_user
 from app.launcher import find_launch
 from app.sizes import bytes_of
 from app.trials.case import Case, cases_of, parse_strategy
@@ -183,7 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: BenchCommand, arguments: Sequence[str]) -> int:
     from app.trials.campaign import Campaign  # which reads slides; first the settings are known to be right
 
-    return Campaign(command, arguments).run()
+    with sole_user(command.out):
+        return Campaign(command, arguments).run()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Checkpoints: what is in the file, and what is said when one cannot be written or read.
 
 Takes any state torch can save; gives it back. A run folder holds ``checkpoints/last.pt`` and ``checkpoints/best.pt``;
-whatever happens while one is written, the one before stays readable (``atomic_file.py``).
+whatever happens while one is written, the one before stays readable (``atomic_file.py``), and whatever happens to one
+afterwards, it is read as it was written or not at all (``seal.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -13,8 +15,10 @@ import torch
 
 from app.atomic_file import link_file, write_file
 from app.cli import RunError
+from app.seal import SealError, check_seal, has_seal
 
-FORMAT = 1
+FORMAT = 2
+"""Since 2 a checkpoint ends with its checksum. One without is refused, as one that was cut short."""
 
 
 class Sink(Protocol):
@@ -64,17 +68,56 @@ def not_written(path: Path, fault: BaseException) -> RunError:
     return RunError(f"checkpoint {path} could not be written ({_reason(fault)}); {kept}; free space, then --resume")
 
 
+def resume_state(last: Path, best: Path) -> dict[str, Any]:
+    """The state in ``last``.
+
+    Raises:
+        RunError: as ``load_checkpoint``; says whether ``best`` is whole and how to go on from it. That is for the user
+            to decide: it is of an earlier step.
+    """
+    try:
+        return load_checkpoint(last)
+    except RunError as fault:
+        if not last.exists():
+            raise
+        try:
+            step = load_checkpoint(best)["step"]
+        except RunError:
+            left = "No other checkpoint of the run is whole: start anew in another --out"
+        else:
+            left = f"{best}, of step {step}, is whole: to go on from there, `cp {best} {last}`, then --resume"
+        raise RunError(f"{fault}. {left}") from fault
+
+
+def check_weights(path: Path) -> None:
+    """Refuse a checkpoint of ours that is not as it was written; whatever else may be a file of weights passes.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    with contextlib.suppress(OSError), path.open("rb") as file:  # not there: whoever loads it says so
+        try:
+            if has_seal(file):
+                check_seal(file)
+        except SealError as fault:
+            raise ValueError(f"--weights {path} is damaged ({fault}); name another checkpoint of its run") from fault
+
+
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in ``path``, on the CPU.
 
     Raises:
-        RunError: there is none, or it is not a checkpoint of this version.
+        RunError: there is none, it is not as it was written, or not a checkpoint of this version.
     """
     if not path.exists():
         raise RunError(f"no checkpoint at {path}: start without --resume, or name the run folder with --out")
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as fault:  # torch.load raises whatever its unpickler meets in a damaged file
+        with path.open("rb") as file:
+            check_seal(file)
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except SealError as fault:
+        raise RunError(f"checkpoint {path} is damaged and was not loaded ({fault})") from fault
+    except Exception as fault:  # torch.load raises whatever its unpickler meets
         raise RunError(f"checkpoint {path} cannot be read ({_reason(fault)})") from fault
     if state.get("format") != FORMAT:
         raise RunError(f"checkpoint {path} has format {state.get('format')}, this version reads {FORMAT}")

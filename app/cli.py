@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,11 +19,24 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 import tyro
 import yaml
 
+from app.closed_pipe import readers_may_leave
+from parallel.cache import own_torch_cache
 from pipelines.slide import SlideError
 
 Config = TypeVar("Config")
 
 OK, FAILED, USAGE = 0, 1, 2
+
+ADVICE = {
+    errno.ENOSPC: "make room on that disk, or name a folder on another (--out; TMPDIR for what is temporary)",
+    errno.EDQUOT: "make room, or name a folder elsewhere (--out; TMPDIR for what is temporary)",
+    errno.EROFS: "name a folder that can be written (--out; TMPDIR for what is temporary)",
+    errno.EACCES: "change its rights, or name another file or folder",
+    errno.EPERM: "change its rights, or name another file or folder",
+    errno.EFBIG: "allow larger files (ulimit -f unlimited), or name a folder on a disk that takes them",
+    errno.EMFILE: "allow more open files: ulimit -n 4096",
+}
+"""What a user can do about what the system says."""
 
 
 class RunError(Exception):
@@ -40,8 +54,14 @@ def run_command(
         argv: arguments after the program's name; those of the process by default.
         prog: how the user called it, for the usage line.
     """
+    own_torch_cache()
+    with readers_may_leave():
+        return _run(config_type, body, list(sys.argv[1:] if argv is None else argv), prog)
+
+
+def _run(config_type: type[Config], body: Callable[[Config], int | None], argv: list[str], prog: str) -> int:
     try:
-        config = parse(config_type, list(sys.argv[1:] if argv is None else argv), prog)
+        config = parse(config_type, argv, prog)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE
     except ValueError as fault:
@@ -62,8 +82,18 @@ def run_command(
 
 
 def _fail(fault: BaseException, code: int, prog: str) -> int:
-    print(f"{prog}: error: {fault or type(fault).__name__}", file=sys.stderr, flush=True)
+    told = _of_system(fault) if isinstance(fault, OSError) else str(fault)
+    print(f"{prog}: error: {told or type(fault).__name__}", file=sys.stderr, flush=True)
     return code
+
+
+def _of_system(fault: OSError) -> str:
+    """What the system refuses, where, and what to do; what was raised with words of its own stays as it is."""
+    advice = ADVICE.get(fault.errno or 0)
+    if advice is None:
+        return str(fault)
+    where = f"{fault.filename}: " if fault.filename else ""
+    return f"{where}{fault.strerror}; {advice}"
 
 
 def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | None:

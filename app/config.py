@@ -26,7 +26,7 @@ class DataSettings:
     """Folder of whole-slide images, searched with its sub-folders."""
     labels: Path | None = None
     """CSV with columns slide, label and optionally patient, mpp. Default: labels.csv beside the slides, else
-    sub-folders by class."""
+    sub-folders by class, inside of train/, val/ and test/ where the folders are called so: these are the split then."""
     annotations: Path | None = None
     """Folder of annotations by slide name: QuPath GeoJSON, mask TIFF or PNG. Default: those beside the slides."""
     task: Literal["auto", "classify", "segment"] = "auto"
@@ -106,7 +106,8 @@ class ModelSettings:
 
     model: str = "resnet50"
     """resnet18-152, resnet110_v2 (any depth 9n+2), unet, unet(B,C), amoebanet(L,D), unet:NAME (over that encoder of
-    timm), torchvision:NAME, timm:NAME or package.module:factory."""
+    timm), smp:NAME(ENCODER) of segmentation-models-pytorch, such as smp:FPN(resnet34), torchvision:NAME, timm:NAME or
+    package.module:factory."""
     norm: Literal["batch", "group", "instance"] = "batch"
     """Normalisation; group and instance do not depend on which tiles are computed together."""
     weights: Path | None = None

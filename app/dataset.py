@@ -7,6 +7,7 @@ in the run folder and is reused by the next start, so that every rank that calls
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,9 +21,12 @@ from pipelines.catalog import SlideSpec, find_slides
 from pipelines.failures import FailedSlides
 from pipelines.geometry import Region
 from pipelines.handles import SlidePool
-from pipelines.index import TileTable, build_index
+from pipelines.index import TileTable, build_index, pinned
 from pipelines.labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
-from pipelines.splits import Splits, make_splits
+from pipelines.slide import SlideError
+from pipelines.splits import Splits, fixed_splits, make_splits, split_folders
+
+log = logging.getLogger(__name__)
 
 LABEL_GRID = 64
 """A tile's class from annotations is decided on this many points along each side."""
@@ -82,6 +86,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str], None
         data.slides,
         mpp=data.slide_mpp,
         mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
+        picture_mpp=config.index.picture_mpp,
         backend=data.backend,
     )
     truth = find_labels(data.slides, specs, labels=data.labels, annotations=data.annotations)
@@ -91,20 +96,30 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str], None
         _record_annotation_faults(truth, FailedSlides(folder.failed_slides))
     specs = tuple(spec for spec in specs if spec.slide_id in known)
     progress(f"{len(specs)} slides, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
-    tiles = build_index(specs, config.index, folder.path, workers=config.data.index_workers, progress=progress)
+    tiles = build_index(
+        specs,
+        config.index,
+        folder.path,
+        workers=config.data.index_workers,
+        progress=progress,
+        resumed=config.resume and folder.last.exists(),
+    )
     usable = [slide_id for slide_id in tiles.slides if slide_id in known]
-    tiles = tiles.of_slides(usable)
-    specs = tuple(spec for spec in specs if spec.slide_id in set(usable))
+    tiles, areas = tiles.of_slides(usable), None
+    if task == "classify" and isinstance(truth, SlideAnnotations):
+        tiles, areas = _drawn_areas(tiles, truth, specs, FailedSlides(folder.failed_slides))
+        usable = list(tiles.slides)
+    specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
     slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
-    splits = _splits(config, folder, truth, usable, slide_labels, progress)
+    given = split_folders(data.slides, specs)
+    splits = _splits(config, folder, truth, usable, slide_labels, given, progress)
     if task == "segment":
         tile_labels = None
     elif isinstance(truth, SlideLabels):
         tile_labels = np.array([slide_labels[s] for s in tiles.slides], np.int64)[tiles.slide]
     else:
-        with contextlib.closing(SlidePool(specs, 1)) as pool:
-            areas = [_class_areas(tiles, row, truth, pool) for row in range(len(tiles))]
-        tile_labels = np.array([area.argmax() for area in areas], np.int64)
+        assert areas is not None
+        tile_labels = areas.argmax(1)
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
     _check_training_part(dataset)
     return dataset
@@ -136,23 +151,49 @@ def _splits(
     truth: SlideLabels | SlideAnnotations,
     usable: list[str],
     slide_labels: dict[str, int],
+    given: dict[str, str],
     progress: Callable[[str], None],
 ) -> Splits:
     patients = {slide_id: truth.patient[slide_id] for slide_id in usable}
     if folder.splits.exists():
         splits = Splits.load(folder.splits, patients)
     else:
-        splits = make_splits(
-            patients,
-            slide_labels or None,
-            validation=config.split.validation,
-            test=config.split.test,
-            seed=config.seed,
-        )
+        asked = config.split
+        if given:
+            progress(f"split by the folders {', '.join(sorted(set(given.values())))}")
+            splits = fixed_splits(given, patients, slide_labels, validation=asked.validation, seed=config.seed)
+        else:
+            splits = make_splits(
+                patients, slide_labels or None, validation=asked.validation, test=asked.test, seed=config.seed
+            )
         splits.save(folder.splits)
     counts = ", ".join(f"{part} {sum(s == part for s in splits.split.values())}" for part in ("train", "val", "test"))
     progress(f"slides by split: {counts}; patients in more than one split: {splits.patient_overlap()}")
     return splits
+
+
+def _drawn_areas(
+    tiles: TileTable, truth: SlideAnnotations, specs: tuple[SlideSpec, ...], failed: FailedSlides
+) -> tuple[TileTable, NDArray[np.int64]]:
+    """The tiles of slides whose annotation can be read, and the areas (n, C) of each class on them; the other slides
+    are written down."""
+    areas = np.zeros((len(tiles), len(truth.classes)), np.int64)
+    lost: set[str] = set()
+    with contextlib.closing(SlidePool(specs, 1)) as pool:
+        for row in range(len(tiles)):
+            slide_id = tiles.slide_id(row)
+            if slide_id in lost:
+                continue
+            try:
+                areas[row] = _class_areas(tiles, row, truth, pool)
+            except SlideError as fault:
+                lost.add(slide_id)
+                if failed.add_once(slide_id, "annotation", fault):
+                    log.warning("%s is left out: %s", slide_id, fault)
+    if len(lost) == len(tiles.slides):
+        raise SlideError(f"no annotation can be read; {failed.path} says why")
+    kept = [slide_id for slide_id in tiles.slides if slide_id not in lost]
+    return tiles.of_slides(kept), areas[[tiles.slide_id(row) not in lost for row in range(len(tiles))]]
 
 
 def _class_areas(tiles: TileTable, row: int, truth: SlideAnnotations, pool: SlidePool) -> NDArray[np.int64]:
@@ -187,8 +228,9 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]
         return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
     assert isinstance(dataset.truth, SlideAnnotations)
     sample = rows[:: max(1, len(rows) // WEIGHT_SAMPLE)]
+    counts = np.zeros(len(dataset.classes), np.int64)
     with contextlib.closing(dataset.pool(1)) as pool:
-        return sum(
-            (_class_areas(dataset.tiles, int(row), dataset.truth, pool) for row in sample),
-            start=np.zeros(len(dataset.classes), np.int64),
-        )
+        for row in sample:
+            with contextlib.suppress(SlideError):  # of a tile that cannot be read, which is written down where it is
+                counts += _class_areas(dataset.tiles, int(row), dataset.truth, pool)
+    return counts

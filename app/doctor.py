@@ -21,7 +21,8 @@ from app.findings import print_findings, print_table
 from app.host_check import check_devices, check_launchers, check_memory, check_run_folder, check_versions
 from app.machine import usable_cores
 from app.slide_check import SlideCheck, check_backends, check_slides
-from pipelines.catalog import find_slides
+from pipelines.catalog import SlideSpec, find_slides
+from pipelines.tile_table import IndexSettings
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ class DoctorCommand:
 
 def doctor(command: DoctorCommand) -> int:
     """Look at everything, print it, and count the faults."""
-    specs = find_slides(command.slides, mpp=command.slide_mpp, backend=command.backend) if command.slides else ()
+    specs: tuple[SlideSpec, ...] = ()
+    if command.slides:
+        looked_at = IndexSettings().picture_mpp  # without --mpp, as a command that trains on them would
+        specs = find_slides(command.slides, mpp=command.slide_mpp, picture_mpp=looked_at, backend=command.backend)
     with _busy("looking at the machine"):
         environment = describe_environment()
         groups = {

@@ -31,7 +31,9 @@ from parallel.keeping.whole import in_segments
 from parallel.step import Loss
 from parallel.strategy import Strategy
 from parallel.torch_pipeline import assemble_torch_pipeline
+from parallel.trace_alone import updated_alone
 from parallel.update import MakeOptimizer
+from parallel.updated_faults import refuse_copies
 
 AHEAD = {"cuda": 256 << 20, "cpu": 0}
 """Bytes of activations on their way, by kind of device."""
@@ -64,7 +66,9 @@ def build_engine(
     Raises:
         ValueError: the model cannot be split as asked, or the schedule does not fit.
     """
+    shape = (-(-asked.batch // asked.m), 3, tile, tile)
     if asked.name == "fsdp":
+        refuse_copies(updated_alone(model, shape, communicator), communicator.world, asked.name)
         return FullyShardedEngine(
             model,
             loss,
@@ -77,7 +81,6 @@ def build_engine(
             autocast=autocast,
             statistics=asked.norm_statistics,
         )
-    shape = (-(-asked.batch // asked.m), 3, tile, tile)
     if not asked.splits:
         return _whole(asked, model, loss, make_optimizer, communicator, shape, seed, device, autocast, smallest)
     start = assemble_torch_pipeline if asked.name in TORCH_PIPELINES else assemble
@@ -113,6 +116,8 @@ def _whole(
 ) -> DataParallelEngine:
     """Each rank computes the whole model."""
     keeping = keeping_of(asked, device, smallest)
+    updated = updated_alone(model, shape, communicator)
+    refuse_copies(updated, communicator.world, asked.name)
     model = in_segments(model, keeping, shape, communicator)
     keeper = Keeper(keeping, device)
     if keeping.parameters:
@@ -137,6 +142,7 @@ def _whole(
         host=host,
         device=device,
         bucket_bytes=asked.bucket_bytes,
+        updated=updated if keeping.segmented or keeping.offload != "none" else (),
     )
 
 

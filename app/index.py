@@ -7,11 +7,11 @@ No slide library runs in this process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from typing import Literal
 from rich.console import Console
 
 from app.cli import run_command
+from app.folder_lock import sole_user
 from pipelines.catalog import find_slides
 from pipelines.failures import FailedSlides
 from pipelines.geometry import MPP_MAX, MPP_MIN, check_mpp
@@ -66,13 +67,18 @@ class IndexCommand:
 def index(command: IndexCommand) -> None:
     """Build the index and say what it holds."""
     started_s = time.perf_counter()
-    specs = find_slides(command.slides, mpp=command.slide_mpp, backend=command.backend)
+    specs = find_slides(
+        command.slides, mpp=command.slide_mpp, picture_mpp=command.index.picture_mpp, backend=command.backend
+    )
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"
     print(f"{len(specs)} slides in {command.slides}{of_part}", flush=True)
     if part and specs and not part.specs(specs):
         return  # more tasks than slides: nothing is wrong
-    with _lines() as say:
+    with contextlib.ExitStack() as held, _lines() as say:
+        held.enter_context(sole_user(command.out, shared=part is not None))
+        if part is not None:
+            held.enter_context(sole_user(command.out, f"{part.file_name}.lock"))
         table = build_index(
             specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
         )
@@ -87,7 +93,7 @@ def index(command: IndexCommand) -> None:
         print(f"failed    {failed.path} ({len({slide for slide, _, _ in rows})} slides)")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _lines() -> Iterator[Callable[[str], None]]:
     """What takes lines of progress: below them a spinner on a terminal, nothing else elsewhere."""
     console = Console()

@@ -18,7 +18,7 @@ import cv2
 import torch
 
 from app.cli import FAILED, RunError
-from app.launcher import Launch, find_launch
+from app.launcher import STARTED_BY_US, Launch, find_launch
 from app.machine import usable_cores
 from app.slurm import find_task
 from app.strategy import StrategySettings
@@ -26,9 +26,6 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.last_word import last_word
 from parallel.comm.local import LocalCommunicator
 from parallel.heap import keep_freed_memory
-
-STARTED_BY_US = "MEGATILE_RANK"
-"""Set for ranks whose starter has already prepared the data, so that they neither do nor say it again."""
 
 OTHERS_SPEAK_S = 8.0
 """A launcher that ends all ranks once one has failed does so in less."""

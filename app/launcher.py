@@ -26,6 +26,9 @@ class Launch:
     mpi: bool
 
 
+STARTED_BY_US = "MEGATILE_RANK"
+"""Set for ranks whose starter has already prepared the data, so that they neither do nor say it again."""
+
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),

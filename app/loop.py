@@ -6,20 +6,21 @@ in where the session is built.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from app.checkpoint import keep_as, load_checkpoint
+from app.checkpoint import keep_as, resume_state
 from app.checkpoints import Checkpoints
 from app.cli import RunError
 from app.evaluation import evaluate
 from app.interrupt import Interrupt
 from app.memory_limit import MemoryLimit
 from app.metricslog import MetricsLog
+from app.outcome import JUDGED_FROM, Outcome
 from app.progress import RunProgress
 from app.reading import microbatches_of
 from app.runfolder import RunFolder
@@ -27,26 +28,7 @@ from app.session import Session
 from app.throughput import WARM_UP, Stopwatch, Throughput
 from parallel.step import NonFiniteLoss, StepResult
 from pipelines.nodes.batch import Batch
-
-
-@dataclass
-class Outcome:
-    """Where a run stands; all but the speed is kept in checkpoints.
-
-    Attributes:
-        images: tiles really trained on, counted on every rank, since the run began.
-        best: step, metric and value of the best validation so far.
-        twin: speed of the same step fed from memory.
-    """
-
-    throughput: Throughput
-    step: int = 0
-    images: int = 0
-    loss: float | None = None
-    status: str = "completed"
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    best: dict[str, Any] | None = None
-    twin: Throughput | None = None
+from pipelines.table import listed
 
 
 class TrainingLoop:
@@ -81,6 +63,13 @@ class TrainingLoop:
         session.feed.beside = self.memory.beside
         if session.config.resume:
             self._restore()
+        self._check_replaced = functools.partial(
+            self.outcome.check_replaced,
+            folder.failed_slides,
+            images=self.outcome.images,
+            replaced=self.outcome.replaced,
+            judged_from=min(JUDGED_FROM, session.epoch_length),
+        )
         self._checkpoints = Checkpoints(
             session.config.checkpoint, folder, session.engine, session.placement.device, self.outcome.step
         )
@@ -96,7 +85,8 @@ class TrainingLoop:
         """Train.
 
         Raises:
-            RunError: a loss that is not finite (names step, slide and tile), or a checkpoint that cannot be written.
+            RunError: a loss that is not finite (names step, slide and tile), a checkpoint that cannot be written, or
+                most tiles were replaced.
         """
         outcome, total = self.outcome, self._session.total_steps
         bar = RunProgress(total, outcome.step, quiet=not self._is_first)
@@ -112,7 +102,8 @@ class TrainingLoop:
                 wait_s = watch.lap()
                 result = self._step(batch, outcome.step)
                 step_s = wait_s + watch.lap()
-                stop = self._finish_step(result, step_s, wait_s)
+                stop = self._finish_step(result, batch.replaced, step_s, wait_s)
+                self._check_replaced()
                 self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
                 if self._validation_due() and not stop:
@@ -121,6 +112,8 @@ class TrainingLoop:
                     self._save(at_once=stop or outcome.step == total)
                 outcome.throughput.rest_s.append(watch.lap())
             self._checkpoints.finish()
+            if not stop:
+                outcome.check_replaced(self._folder.failed_slides)
             if outcome.step < total:
                 outcome.status = "interrupted"
             elif batch is not None:
@@ -153,15 +146,16 @@ class TrainingLoop:
             "fp32, or look at these tiles"
         )
 
-    def _finish_step(self, result: StepResult, step_s: float, wait_s: float) -> bool:
+    def _finish_step(self, result: StepResult, replaced: int, step_s: float, wait_s: float) -> bool:
         """Count the step on all ranks; True when any of them was asked to stop. The first says whether to save."""
         outcome = self.outcome
         due = self._is_first and self._checkpoints.due(outcome.step + 1)
-        votes = torch.tensor([int(self._interrupt.requested), result.tiles, int(due)])
+        votes = torch.tensor([int(self._interrupt.requested), result.tiles, int(due), replaced])
         self._communicator.all_reduce(votes)
         self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result.loss, step_s, wait_s, self._session)
         outcome.step += 1
         outcome.images += int(votes[1])
+        outcome.replaced += int(votes[3])
         outcome.loss = result.loss
         outcome.throughput.add(step_s, wait_s)
         self._checkpoint_asked = bool(votes[2])
@@ -191,12 +185,16 @@ class TrainingLoop:
             session.config.score,
         )
         outcome.metrics = scores.metrics
+        outcome.validation = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
         value = scores.metrics[scores.criterion]
         if scores.better_than(outcome.best):
             outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
         self._log.validation(outcome.step, scores)
         figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in scores.metrics.items())
-        return f"validation at step {outcome.step}: {figures}"
+        left_out = f"; {scores.unreadable} of {scores.tiles} tiles cannot be read" if scores.unreadable else ""
+        if scores.unscored:
+            left_out += f", and slides without a score are {listed(scores.unscored)}"
+        return f"validation at step {outcome.step}: {figures}{left_out}"
 
     def _save(self, at_once: bool) -> None:
         """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds.
@@ -212,8 +210,10 @@ class TrainingLoop:
                 "random": _random_state(),
                 "step": outcome.step,
                 "images": outcome.images,
+                "replaced": outcome.replaced,
                 "loss": outcome.loss,
                 "metrics": outcome.metrics,
+                "validation": outcome.validation,
                 "best": outcome.best,
                 "classes": list(self._session.dataset.classes),
                 "settings": self._session.settings,
@@ -225,13 +225,13 @@ class TrainingLoop:
         return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
 
     def _restore(self) -> None:
-        state = load_checkpoint(self._folder.last)
+        state = resume_state(self._folder.last, self._folder.best)
         self._session.engine.load_state_dict(state)
         self._batches.set_state(state["stream"])
         torch.set_rng_state(state["random"]["cpu"])
         if torch.cuda.is_available() and state["random"]["cuda"]:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
-        for name in ("step", "images", "loss", "metrics", "best"):
+        for name in ("step", "images", "replaced", "loss", "metrics", "validation", "best"):
             setattr(self.outcome, name, state[name])
         if self._is_first and self._is_best:
             keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could

@@ -15,7 +15,8 @@ import torch
 from app.launch import choose_autocast, choose_device
 from app.machine import cpu_model, memory_bytes, usable_cores
 from parallel.batch_scale import with_tiles
-from parallel.calibration import QUICK_S, calibration_key, kept_at, load_or_calibrate
+from parallel.cache import kept_at
+from parallel.calibration import QUICK_S, calibration_key, load_or_calibrate
 from parallel.cluster import Cluster
 from parallel.copy_speed import load_or_measure_copies
 from parallel.cost import Costs, LayerCost
@@ -113,10 +114,10 @@ def _calibrated(
     """The cost model of this machine; the user is told when it takes a while."""
     heap_kept = device.type == "cpu"  # as ranks do when they are placed
     path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
-    if not path.exists():
+    if path is None or not path.exists():
         print(
-            f"calibrating this machine for {together} ranks of {threads} threads, about {QUICK_S:.0f} s; kept in "
-            f"{path.parent}",
+            f"calibrating this machine for {together} ranks of {threads} threads, about {QUICK_S:.0f} s"
+            + (f"; to be kept in {path.parent}" if path else ""),
             file=sys.stderr,
             flush=True,
         )

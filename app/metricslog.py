@@ -5,13 +5,13 @@ Written by the first rank only; on the others every method does nothing.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from app.evaluation import Scores
 from app.runfolder import CsvLog, RunFolder
+from pipelines.csv_cells import write_rows
 
 if TYPE_CHECKING:
     from app.session import Session
@@ -82,10 +82,8 @@ class MetricsLog:
         for name, value in scores.metrics.items():
             if value is not None:
                 self._events.add_scalar(f"validation/{name}", value, step)
-        with self._predictions.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(scores.predictions[0]))
-            writer.writeheader()
-            writer.writerows(scores.predictions)
+        with self._predictions.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            write_rows(file, [list(scores.predictions[0]), *(list(row.values()) for row in scores.predictions)])
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,7 @@ class PlanCommand:
     """Say which strategies can train a model within the memory, how fast, and on how many bytes of each rank."""
 
     model: str = "resnet50"
-    """As for app.train: a name of ours, torchvision:NAME, timm:NAME or package.module:factory."""
+    """As for app.train: a name of ours, smp:NAME(ENCODER), torchvision:NAME, timm:NAME or package.module:factory."""
     tile: int = 2048
     """Side of the tiles in px."""
     classes: int = 2

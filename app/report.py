@@ -46,6 +46,8 @@ FIGURES = {
     "precision": ("Precision", ""),
     "steps": ("Optimiser steps", ""),
     "images": ("Tiles trained on", ""),
+    "replaced": ("Of these, replaced as they cannot be read", ""),
+    "unreadable": ("Validation tiles that cannot be read", ", left out of the scores"),
     "global_batch": ("Tiles per step", ""),
     "microbatches": ("Microbatches per step", ""),
     "tile_px": ("Tile side", " px"),
@@ -153,6 +155,12 @@ def _cards(files: RunFiles) -> list[str]:
 
 def _figures(files: RunFiles) -> str:
     known = dict(files.summary)
+    for key, part, whole in (
+        ("replaced", "tiles_replaced", "images"),
+        ("unreadable", "validation_tiles_unreadable", "validation_tiles"),
+    ):
+        if known.get(part):
+            known[key] = f"{known[part]} of {known.get(whole)}"
     if known.get("pixels_per_second") is not None:
         known["megapixels_per_second"] = known["pixels_per_second"] / 1e6
     return facts(

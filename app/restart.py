@@ -13,6 +13,11 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from app.launcher import STARTED_BY_US
+
+AGENTS = frozenset({"TORCHELASTIC_RUN_ID", STARTED_BY_US})
+"""Variables of ranks whose parent is torchrun or ``--ranks``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Starter:
@@ -50,7 +55,7 @@ def find_starter(environment: Mapping[str, str] = os.environ, *, is_agent: bool 
         is_agent: this process is about to start the ranks itself.
     """
     agent = None
-    if is_agent or "TORCHELASTIC_RUN_ID" in environment:
+    if is_agent or not AGENTS.isdisjoint(environment):
         agent = f"{platform.node()} {os.getpid() if is_agent else os.getppid()}"
     job = environment.get("SLURM_JOB_ID")
     if "SLURM_ARRAY_JOB_ID" in environment:

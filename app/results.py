@@ -1,7 +1,7 @@
 """The tables of a run's predictions: how each class and each slide came out.
 
-Takes the rows of ``predictions.csv`` (classification: slide, split, label, prediction, tiles, score_<class>;
-segmentation: slide, split, dice_<class>) and of ``splits.csv``; gives HTML tables, empty where there is nothing to say.
+Takes the rows of ``predictions.csv`` (slide, split, tiles; classification: label, prediction, score_<class>;
+segmentation: dice_<class>) and of ``splits.csv``; gives HTML tables, empty where there is nothing to say.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def class_table(predictions: Rows) -> str:
             for name, found in values.items()
         ]
         return table(("class", "slides", "mean Dice", "median", "lowest", "highest"), rows, range(1, 6))
-    labelled = [row for row in predictions if row.get("label")]
+    labelled = [row for row in predictions if row.get("label") and not _unscored(row)]
     classes = sorted({row["label"] for row in labelled} | {row.get("prediction", "") for row in labelled})
     counts = Counter((row["label"], row.get("prediction", "")) for row in labelled)
     shown = classes if len(classes) <= CLASSES_SHOWN else []
@@ -68,15 +68,18 @@ def slide_table(predictions: Rows) -> str:
         rows = [
             [
                 *(row.get(name, "") for name in ("slide", "split", "label", "prediction")),
-                ("✗\u00a0wrong" if _wrong(row) else "✓") if row.get("label") else "",
+                ("✗\u00a0wrong" if _wrong(row) else "✓") if row.get("label") and not _unscored(row) else "",
                 row.get("tiles", ""),
                 *(_cell(row.get(name, "")) for name in scores),
             ]
             for row in ordered
         ]
         numeric = range(5, len(headers))
+    unscored = sum(map(_unscored, predictions))
+    left_out = f'<p class="soft">{unscored} without a score: no tile could be read, see failed_slides.csv.</p>'
     note = f'<p class="soft">The {SLIDES_SHOWN} worst of {len(rows)} slides; all are in predictions.csv.</p>'
-    return table(headers, rows[:SLIDES_SHOWN], numeric) + (note if len(rows) > SLIDES_SHOWN else "")
+    notes = (note if len(rows) > SLIDES_SHOWN else "") + (left_out if unscored else "")
+    return table(headers, rows[:SLIDES_SHOWN], numeric) + notes
 
 
 def split_table(splits: Rows, classes: Sequence[str]) -> str:
@@ -104,7 +107,12 @@ def _columns(rows: Rows, start: str) -> list[str]:
 
 
 def _wrong(row: Mapping[str, str]) -> bool:
-    return bool(row.get("label")) and row.get("label") != row.get("prediction")
+    return bool(row.get("label")) and row.get("label") != row.get("prediction") and not _unscored(row)
+
+
+def _unscored(row: Mapping[str, str]) -> bool:
+    """No tile of the slide could be read."""
+    return row.get("tiles") == "0"
 
 
 def _numbers(rows: Rows, *names: str) -> list[float]:

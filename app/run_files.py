@@ -6,7 +6,6 @@ not there. A torn last line of a table and an empty cell are missing values, not
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -20,6 +19,7 @@ import yaml
 from numpy.typing import NDArray
 
 from app.cli import RunError
+from pipelines.csv_cells import read_rows
 
 LOG_LINES = 12
 """Of the end of ``run.log``: enough for what was done last and the message of an error."""
@@ -94,8 +94,7 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 
 
 def _rows(path: Path) -> Rows:
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="", restval="")
-    return tuple({key: value for key, value in row.items() if key} for row in reader)
+    return tuple(read_rows(io.StringIO(_text(path), newline="")))
 
 
 def _columns(path: Path) -> Columns:

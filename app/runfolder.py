@@ -1,19 +1,20 @@
 """The run folder: where everything a run leaves is, and how it is written so that a resumed run continues it.
 
-``config.yaml env.json attempts.json plan.json run.log tissue/ tiles.parquet splits.csv metrics.csv validation.csv
-predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``, and ``fault.txt``
-of a run that failed on several ranks (``fault-2.txt`` of its second attempt). A model split into stages also leaves
-``schedule.csv schedule.svg trace.json``.
+``config.yaml env.json attempts.json run.lock rank0.lock plan.json run.log tissue/ tiles.parquet splits.csv metrics.csv
+validation.csv predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``, and
+``fault.txt`` of a run that failed on several ranks (``fault-2.txt`` of its second attempt). A model split into stages
+also leaves ``schedule.csv schedule.svg trace.json``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import yaml
 
 from app.cli import RunError, flat
 from app.config import RunConfig
+from app.folder_lock import sole_user
 from app.restart import Attempts
+from pipelines.csv_cells import write_rows
 
 FREE_TO_CHANGE = frozenset(
     {
@@ -70,6 +73,28 @@ class RunFolder:
         self._attempts = path / "attempts.json"
         self.last = path / "checkpoints" / "last.pt"
         self.best = path / "checkpoints" / "best.pt"
+
+    @contextlib.contextmanager
+    def in_use(self, *, starts: bool, writes: bool) -> Iterator[None]:
+        """Be the only run in the folder. Two locks, as ranks may outlive what started them for a moment.
+
+        Args:
+            starts: this process was started by the user or by a launcher of his, not by ``--ranks``.
+            writes: this process is the first rank.
+
+        Raises:
+            RunError: another run is there (named), or the folder cannot be written.
+        """
+        with contextlib.ExitStack() as locks:
+            if starts:
+                locks.enter_context(sole_user(self.path))
+            first_rank = sole_user(self.path, "rank0.lock")
+            if writes:
+                locks.enter_context(first_rank)
+            else:
+                with first_rank:
+                    pass  # no rank of an earlier run is left; those of this one will want it
+            yield
 
     def fault_of(self, attempt: int) -> Path:
         """Where the ranks say why attempt number ``attempt``, from 1, fails. What is left of the one before may still
@@ -193,12 +218,11 @@ class CsvLog:
 
     def add(self, row: Mapping[str, float | int | None]) -> None:
         """Append one row; None is an empty cell."""
-        cells = [row.get(name) for name in self._columns]
         with self._path.open("a", newline="") as file:
-            csv.writer(file).writerow(["" if cell is None else cell for cell in cells])
+            write_rows(file, [[row.get(name) for name in self._columns]])
 
     def _rewrite(self, rows: list[list[str]]) -> None:
         temporary = self._path.with_suffix(".tmp")
         with temporary.open("w", newline="") as file:
-            csv.writer(file).writerows([self._columns, *rows])
+            write_rows(file, [self._columns, *rows])
         os.replace(temporary, self._path)

@@ -19,12 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from app.checkpoint import check_weights
 from app.cli import flat
 from app.config import RunConfig
 from app.dataset import Dataset, class_counts
 from app.engines import build_engine, build_optimizer
 from app.evaluation import Outputs, spread
 from app.launch import Placement, rank_cores
+from app.memory_layout import LEFT_OUT, takes_channels_last
 from app.objective import PixelClassLoss, TileClassLoss, balanced_weights
 from app.reading import RankReading, microbatches_of, sizes_of_part
 from models.registry import build_model
@@ -39,7 +41,7 @@ from pipelines.failures import FailedSlides
 from pipelines.geometry import Region
 from pipelines.handles import SlidePool
 from pipelines.iterator import TileIterator
-from pipelines.nodes.read import OnFault
+from pipelines.nodes.read import UNREAD, OnFault
 from pipelines.stream import TileStream
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Session:
         guardian: is told where this rank is.
         train_rows, validation_rows: rows of the dataset's tiles.
         notes: what the user should know about how the model was made.
+        failed: where tiles are written down that cannot be read.
     """
 
     config: RunConfig
@@ -77,9 +80,10 @@ class Session:
     parameters: int
     guardian: Guardian
     notes: tuple[str, ...]
+    failed: FailedSlides
 
     @functools.cached_property
-    def _epoch_length(self) -> int:
+    def epoch_length(self) -> int:
         """Samples of one pass; with --balance rounded up to a multiple of the classes."""
         return self.stream.order.length
 
@@ -88,11 +92,11 @@ class Session:
         if self.config.steps is not None:
             return self.config.steps
         epochs = 10.0 if self.config.epochs is None else self.config.epochs
-        return max(1, math.ceil(epochs * self._epoch_length / self.config.strategy.batch))
+        return max(1, math.ceil(epochs * self.epoch_length / self.config.strategy.batch))
 
     def epoch_of(self, step: int) -> int:
         """Passes over the training tiles begun before ``step`` steps were done, from 0."""
-        return step * self.config.strategy.batch // self._epoch_length
+        return step * self.config.strategy.batch // self.epoch_length
 
     def learning_rate(self, step: int) -> float:
         """Of the update number ``step``, from 0: a linear rise, then a cosine to 0 (Loshchilov and Hutter 2017)."""
@@ -122,7 +126,8 @@ class Session:
     @contextlib.contextmanager
     def validation(self) -> Iterator[Iterator[Outputs]]:
         """The share of this rank's group of the validation tiles, each exactly once over all groups."""
-        stream = _tiles(self.config, self.dataset, self.validation_rows, self.pool, None, epochs=1)
+        stream = _tiles(self.config, self.dataset, self.validation_rows, epochs=1)
+        stream = stream.read(self.pool, _told("left out of the scores", "validate", self.failed), replaces=False)
         with iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement)) as batches:
             yield self._outputs(batches)
 
@@ -134,7 +139,7 @@ class Session:
             start = 0
             for microbatch in microbatches_of(self.validation_feed, batch, sizes):
                 end = start + microbatch.shape[0]
-                yield Outputs(microbatch, batch.samples[start:end])
+                yield Outputs(microbatch, batch.samples[start:end], batch.rows[start:end] != UNREAD)
                 start = end
             batch.release()
 
@@ -150,16 +155,21 @@ def build_session(
     strategy = config.strategy
     torch.manual_seed(config.seed)
     model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm)
+    if config.net.weights:
+        check_weights(config.net.weights)
     notes = tuple(load_weights(model, config.net.weights)) if config.net.weights else ()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if strategy.channels_last:
+    ranges = split_batch(strategy.batch, strategy.m)
+    channels_last = strategy.channels_last
+    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, config.index.tile, config.index.tile)):
+        channels_last, notes = False, (*notes, LEFT_OUT)
+    if channels_last:
         model.to(memory_format=torch.channels_last)
     train_rows = dataset.rows("train")
     weights = (
         balanced_weights(class_counts(dataset, train_rows)) if config.optimization.class_weights == "balanced" else None
     )
     loss = (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights).to(placement.device)
-    ranges = split_batch(strategy.batch, strategy.m)
     engine = build_engine(
         strategy,
         model,
@@ -176,7 +186,7 @@ def build_session(
         DeviceFeed,
         placement.device,
         seed=config.seed,
-        channels_last=strategy.channels_last,
+        channels_last=channels_last,
         prefetch=config.stream.device_prefetch,
     )
     pool = dataset.pool(config.stream.open_slides + 2)
@@ -203,19 +213,13 @@ def build_session(
         parameters,
         guardian,
         notes,
+        failed,
     )
 
 
-def _tiles(
-    config: RunConfig,
-    dataset: Dataset,
-    rows: NDArray[np.int64],
-    pool: SlidePool,
-    on_fault: OnFault | None,
-    epochs: int | None = None,
-) -> TileStream:
+def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs: int | None = None) -> TileStream:
     """Tiles ``rows`` of the dataset with their targets, in index order."""
-    stream = TileStream.over(dataset.tiles.select(rows), seed=config.seed, epochs=epochs).read(pool, on_fault)
+    stream = TileStream.over(dataset.tiles.select(rows), seed=config.seed, epochs=epochs)
     if dataset.tile_labels is not None:
         return stream.label(dataset.tile_labels[rows])
     assert isinstance(dataset.truth, SlideAnnotations)
@@ -226,17 +230,28 @@ def _training_tiles(
     config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], pool: SlidePool, failed: FailedSlides
 ) -> TileStream:
     """Shuffled, balanced if asked, augmented; a tile that cannot be read is replaced and written down."""
-
-    def on_fault(slide_id: str, region: Region | None, error: Exception) -> None:
-        log.warning("%s: a tile was replaced: %s", slide_id, error)
-        failed.add(slide_id, "open" if region is None else "read", error)
-
-    stream = _tiles(config, dataset, rows, pool, on_fault).shuffle(config.stream.open_slides)
+    stream = _tiles(config, dataset, rows).read(pool, _told("replaced", "read", failed))
+    stream = stream.shuffle(config.stream.open_slides)
     if config.stream.balance:
         if dataset.tile_labels is None:
             raise ValueError("--balance draws classes of tiles equally often; segmentation has classes of pixels")
         stream = stream.balance(dataset.tile_labels[rows])
     return stream.augment(config.augmentation)
+
+
+def _told(what: str, step: str, failed: FailedSlides) -> OnFault:
+    """Logs and writes down tiles that cannot be read, each once however often it is tried.
+
+    Args:
+        what: was done with the tile.
+        step: what it was read for, as ``failed`` has it.
+    """
+
+    def on_fault(slide_id: str, region: Region | None, error: Exception) -> None:
+        if failed.add_once(slide_id, "open" if region is None else step, error):
+            log.warning("%s: a tile was %s: %s", slide_id, what, error)
+
+    return on_fault
 
 
 def _read_ahead(config: RunConfig, stream: TileStream, placement: Placement) -> TileStream:

@@ -16,11 +16,12 @@ import numpy as np
 from app.findings import Finding
 from app.sample_slides import MPP, SIDE, sample_picture, write_samples
 from pipelines.backends.registry import BACKENDS
-from pipelines.backends.tiff_tags import check_tiff
+from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.catalog import SlideSpec
 from pipelines.geometry import Region
 from pipelines.processes import ProcessDied, each_in_process
-from pipelines.slide import Slide, open_slide
+from pipelines.slide import NotThisFormat, Slide, SlideError, open_slide
+from pipelines.slide_index import slide_limits
 
 PROBE_PX = 512
 """Side of a region that is read for a look."""
@@ -47,7 +48,7 @@ class SlideCheck:
 
 def check_slides(specs: Sequence[SlideSpec], workers: int) -> Iterator[SlideCheck]:
     """Check every slide, at most ``workers`` at once; in the order of completion."""
-    for spec, check in each_in_process(check_slide, specs, workers):
+    for spec, check in each_in_process(check_slide, specs, workers, slide_limits(1)):
         if isinstance(check, ProcessDied):
             check = SlideCheck(spec.slide_id, faults=(f"{check}; the file is damaged, or memory ran out",))
         yield check
@@ -66,11 +67,24 @@ def check_slide(spec: SlideSpec) -> SlideCheck:
 
 
 def _structure_faults(path: Path) -> list[str]:
-    """What the tables of a TIFF file already tell: damage that no region read here may meet."""
+    """What the tables of a TIFF file already tell: damage that no region read here may meet, unread planes."""
     try:
-        return check_tiff(path) if path.is_file() else []
-    except OSError as fault:
+        return [*check_tiff(path), *_plane_faults(path)] if path.is_file() else []
+    except (OSError, SlideError) as fault:
         return [_one_line(fault, path)]
+
+
+def _plane_faults(path: Path) -> list[str]:
+    """What is lost of a stack: of several pages as large as the first, that one is read."""
+    try:
+        tiff = read_tiff(path)
+    except NotThisFormat:
+        return []
+    first = tiff.pages[0]
+    planes = sum((page.width, page.height) == (first.width, first.height) for page in tiff.pages)
+    if planes < 2 or tiff.is_ndpi:  # which says itself what its focal planes are
+        return []
+    return [f"{planes} pages of {first.width} x {first.height} px: focal planes or times; only the first is read"]
 
 
 def _read_faults(slide: Slide) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from app.loop import Outcome
 from app.memory_limit import MemoryLimit, excess
+from app.outcome import Outcome
 from app.report import write_report
 from app.runfolder import RunFolder
 from app.session import Session
@@ -110,6 +110,10 @@ class RunSummary:
             "mpp": config.index.mpp,
             "steps": outcome.step,
             "images": outcome.images,
+            "tiles_replaced": outcome.replaced,
+            "validation_tiles": outcome.validation.get("tiles", 0),
+            "validation_tiles_unreadable": outcome.validation.get("unreadable", 0),
+            "slides_without_score": outcome.validation.get("unscored", []),
             "images_per_second": speed,
             "images_per_second_sustained": outcome.throughput.images_per_second_sustained,
             "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,

@@ -20,9 +20,11 @@ from models.blocks import Norm
 from models.registry import build_model
 from parallel.cost import Costs
 from parallel.graph import LayerGraph
+from parallel.sharding_units import sharding_units
 from parallel.split_backward import DeferredWeights
 from parallel.task import Task
-from parallel.trace import trace
+from parallel.trace import Traced, trace
+from parallel.updated_faults import copies_fault
 
 SLOTS = {"sgd": 1, "adamw": 2}
 """Values that an optimizer keeps for each parameter."""
@@ -64,11 +66,13 @@ class Workload:
         Raises:
             ValueError: the model cannot be traced, or does not run on such a tile.
         """
-        return self._trace(self.build(), autocast)
+        return self._with_loss(self._trace(self.build(), autocast))
 
-    def _trace(self, model: nn.Module, autocast: torch.dtype | None) -> LayerGraph:
-        graph = trace(model, (1, 3, self.tile, self.tile), autocast=autocast).graph
-        segments = self.segments
+    def _trace(self, model: nn.Module, autocast: torch.dtype | None) -> Traced:
+        return trace(model, (1, 3, self.tile, self.tile), autocast=autocast)
+
+    def _with_loss(self, traced: Traced) -> LayerGraph:
+        graph, segments = traced.graph, self.segments
         if segments is None:
             segments = graph.layers[-1].output_bytes >= self.classes * self.tile**2
         return with_loss(graph, self.classes, self.tile if segments else None)
@@ -83,14 +87,17 @@ class Workload:
             ValueError: as ``trace``.
         """
         model = self.build()
-        plain = self._trace(model, None)
-        kept = self._trace(model, self.autocast) if self.autocast else plain
+        traced = self._trace(model, None)
+        plain = self._with_loss(traced)
+        kept = self._with_loss(self._trace(model, self.autocast)) if self.autocast else plain
         refused = {}
-        try:
-            DeferredWeights(model)
-        except ValueError as fault:
-            refused["zero-bubble"] = str(fault)
-        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused)
+        for name, prepare in (("zero-bubble", DeferredWeights), ("fsdp", sharding_units)):
+            try:
+                prepare(model)
+            except ValueError as fault:
+                refused[name] = str(fault)
+        one_copy = copies_fault(traced.updated)
+        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused, one_copy)
 
 
 def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:

@@ -7,9 +7,11 @@ process that torchrun, ``--max-restarts`` or Slurm has started again goes on fro
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -39,8 +41,10 @@ def train(config: RunConfig, arguments: Sequence[str]) -> int:
     """Train as ``config`` says; ``arguments`` are what further ranks are started with."""
     folder = RunFolder(config.out)
     if (config.strategy.ranks > 1 or config.max_restarts) and find_launch() is None:
-        return _start_ranks(config, folder, arguments)
-    return _train_rank(config, folder)
+        with folder.in_use(starts=True, writes=False):
+            return _start_ranks(config, folder, arguments)
+    with contextlib.ExitStack() as held:
+        return _train_rank(config, folder, held)
 
 
 def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str]) -> int:
@@ -83,8 +87,12 @@ def _with_microbatches(config: RunConfig, folder: RunFolder) -> RunConfig:
     return dataclasses.replace(config, strategy=strategy)
 
 
-def _train_rank(config: RunConfig, folder: RunFolder) -> int:
-    """This process's part of the run; of all ranks that fail, one raises."""
+def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack) -> int:
+    """This process's part of the run; of all ranks that fail, one raises.
+
+    Args:
+        held: keeps the run folder for this run.
+    """
     from app.interrupt import Interrupt
     from app.launch import place
     from app.rank_guard import RankGuard
@@ -94,6 +102,7 @@ def _train_rank(config: RunConfig, folder: RunFolder) -> int:
     interrupt = Interrupt()
     interrupt.listen()  # there was nothing to save before, and who waits for ranks that do not come is to end at once
     try:
+        _take_folder(folder, placement, held)
         before, config = _agree_on_restart(config, folder, placement)
     except CommunicationError as fault:
         atexit.register(placement.communicator.abort)
@@ -107,6 +116,33 @@ def _train_rank(config: RunConfig, folder: RunFolder) -> int:
         if isinstance(fault, CommunicationError):
             raise RunError(str(fault)) from fault
         raise
+
+
+def _take_folder(folder: RunFolder, placement: Placement, held: contextlib.ExitStack) -> None:
+    """Keep other runs out of the folder; the first rank does, before any rank writes there.
+
+    Raises:
+        RunError: on the first rank: another run is there.
+        SystemExit: on the others, once the first has had the time to tell.
+    """
+    import torch
+
+    from app.launch import OTHERS_SPEAK_S, started_by_us
+
+    refused, refusal = torch.zeros(1, dtype=torch.int64), None
+    if placement.communicator.rank == 0:
+        try:
+            held.enter_context(folder.in_use(starts=not started_by_us(), writes=True))
+        except RunError as fault:
+            refused, refusal = torch.ones(1, dtype=torch.int64), fault
+    placement.communicator.broadcast(refused)
+    if not refused.item():
+        return
+    atexit.register(placement.communicator.abort)
+    if refusal is None:
+        time.sleep(OTHERS_SPEAK_S)
+        raise SystemExit(FAILED)
+    raise refusal
 
 
 def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: Placement) -> tuple[int, RunConfig]:
@@ -143,17 +179,18 @@ def _train_guarded(
     summary = RunSummary(session, folder, loop.outcome, loop.memory, before)
     for note in session.notes:
         summary.say(note)
-    if loop.outcome.step >= session.total_steps:
-        if folder.tells_end(loop.outcome.step):
-            summary.say(
-                f"nothing to do: {config.out} has all its {loop.outcome.step} steps; ask for more --steps or --epochs"
-            )
-        else:  # it was killed between its last checkpoint and its summary
-            summary.finished(memory.bytes)
+    is_done = loop.outcome.step >= session.total_steps
+    if is_done and folder.tells_end(loop.outcome.step):
+        summary.say(
+            f"nothing to do: {config.out} has all its {loop.outcome.step} steps; ask for more --steps or --epochs"
+        )
         session.close()
         return 0
     try:
-        loop.run()
+        if is_done:  # it was killed between its last checkpoint and its summary, or failed there
+            loop.outcome.check_replaced(folder.failed_slides)
+        else:
+            loop.run()
     except Exception as fault:
         error = guard.explain(fault)
         if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -9,6 +12,8 @@ import yaml
 
 from app.cli import RunError, run_command
 from pipelines.slide import SlideError
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -116,3 +121,47 @@ def test_help_ends_with_zero_and_shows_defaults(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "default: 0.1" in said
     assert "--config" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room on that disk, or name"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "runs/a"),
+            "runs/a: Read-only file system; name a folder",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "x.svs"),
+            "x.svs: Permission denied; change its rights",
+        ),
+        (OSError(errno.EMFILE, "Too many open files", "y"), "y: Too many open files; allow more open files: ulimit -n"),
+        (OSError("words of our own"), "words of our own"),
+    ],
+)
+def test_what_the_system_refuses_is_told_with_its_mend(
+    fault: OSError, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(_: Settings) -> None:
+        raise fault
+
+    assert run(["--slides", "a"], body)[0] == 1
+    assert capsys.readouterr().err.startswith(f"prog: error: {told}")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "mend"),
+    [("size=40k", "No space left", "name a folder"), ("ro", "Read-only file system", "name another with --out")],
+)
+def test_indexing_where_there_is_no_room(options: str, reason: str, mend: str, tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o {options} none {tmp_path} && exec "
+    index = f"{sys.executable} -m app.index --slides data/real --tile 512 --out {tmp_path}/run"
+    able = subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True, text=True, timeout=20)
+    if able.returncode:
+        pytest.skip(f"no file system of its own can be made here: {able.stderr.strip()}")
+    command = ["unshare", "-rm", "sh", "-c", mount + index]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    (error,) = done.stderr.splitlines()
+    assert reason in error
+    assert mend in error

@@ -6,7 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tifffile
 
 from app import host_check, slide_check
 from app.doctor import main
@@ -57,6 +59,17 @@ def test_a_damaged_tile_is_found(tmp_path):
     (fault,) = check_slide(SlideSpec("damaged", path)).faults
     assert "cannot be read" in fault
     assert "\n" not in fault
+
+
+def test_samples_and_planes_that_are_not_read_are_faults(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (512, 512, 3), np.uint8)
+    kept = {"tile": (256, 256), "resolution": (2e4, 2e4), "resolutionunit": "CENTIMETER", "photometric": "rgb"}
+    for name, planes in (("int8", pixels.view(np.int8)), ("focal", np.stack([pixels] * 5)), ("good", pixels)):
+        tifffile.imwrite(tmp_path / f"{name}.tif", planes, metadata=None, **kept)
+    faults = {name: check_slide(SlideSpec(name, tmp_path / f"{name}.tif")).faults for name in ("int8", "focal", "good")}
+    assert faults["good"] == ()
+    assert "signed" in faults["int8"][0]
+    assert faults["focal"] == ("5 pages of 512 x 512 px: focal planes or times; only the first is read",)
 
 
 def test_a_slide_that_ends_its_process_costs_only_itself():

@@ -11,6 +11,7 @@ import torch
 from app.exactness import Outcome, Trial, compare, projected_error, run_engine, run_plain
 from parallel.comm.local import LocalCommunicator
 from parallel.data_parallel import DataParallelEngine
+from tests.helpers.small_nets import FourierNet
 from tests.helpers.tiny_models import classifier
 
 CPU = torch.device("cpu")
@@ -101,3 +102,25 @@ def test_every_output_and_every_target_counts() -> None:
         for k in (slice(0, 1), slice(1, 2))
     ]
     assert sum(halves) / 2 == pytest.approx(float(loss))
+    own = {**output, "own loss": torch.tensor(3.0)}
+    assert projected_error(own, targets) > loss
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_a_model_whose_hooks_compute_weights_is_copied() -> None:
+    net = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Conv2d(3, 4, 3)))
+    net(torch.zeros(1, 3, 8, 8))
+    normed = Trial(net, (1, 1), 8, torch.float64, CPU, steps=1)
+    assert run_plain(normed).gradients.keys() == {"0.bias", "0.weight_g", "0.weight_v"}
+
+
+def test_complex_parameters_keep_both_parts_and_are_compared_in_both() -> None:
+    torch.manual_seed(0)
+    spectral = Trial(FourierNet(), (2, 1), 12, torch.float64, CPU, steps=1)
+    weight = spectral.fresh_module().get_parameter("weight")
+    assert weight.dtype == torch.complex128
+    assert weight.imag.abs().min() > 0
+    ours = run_plain(spectral)
+    turned = ours.gradients | {"weight": ours.gradients["weight"].conj()}
+    errors = compare(ours, [dataclasses.replace(ours, gradients=turned)], parameters(spectral))
+    assert errors.largest == errors.of_tensors["gradients"]["weight"] > 0.1

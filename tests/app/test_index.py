@@ -1,8 +1,10 @@
+import os
 import sys
 
 import pytest
 
 from app.index import main
+from pipelines.failures import FailedSlides
 from pipelines.index import TileTable
 from tests.helpers.real import SVS
 
@@ -31,6 +33,18 @@ def test_a_folder_is_indexed(slides, tmp_path, capsys):
     assert f"1 slides are in {out / 'tiles.parquet'} already" in capsys.readouterr().out
     assert main([*arguments, "--min-tissue", "0.5"]) == 2
     assert "min_tissue is 0.25 there, 0.5 was asked for" in capsys.readouterr().err
+
+
+def test_odd_files_and_names_are_named_and_the_others_go_on(slides, tmp_path, capsys):
+    (slides / "series.dcm").symlink_to(slides / "nowhere.dcm")
+    os.mkfifo(slides / "pipe.dcm")
+    os.close(os.open(os.fsencode(slides) + b"/caf\xe9.svs", os.O_CREAT, 0o644))
+    out = tmp_path / "out"
+    assert main(["--slides", str(slides), "--out", str(out), "--tile", "512", "--workers", "1"]) == 0
+    capsys.readouterr().out.encode()
+    failed = {slide for slide, _, _ in FailedSlides(out / "failed_slides.csv").rows()}
+    assert failed == {"series", "pipe", "caf\\xe9", "text"}
+    assert TileTable.load(out / "tiles.parquet").slides == ("a",)
 
 
 def test_faults_of_the_settings_are_told_at_once(slides, tmp_path, capsys):

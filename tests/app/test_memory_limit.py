@@ -99,7 +99,7 @@ def test_an_engine_holds_parameters_gradients_and_state() -> None:
 def test_microbatches_made_ahead_on_another_thread_count() -> None:
     """Of the step they are made in, and of the next one, which finds them on the device."""
     every, samples = np.ones(4, bool), np.arange(4)
-    batch = Batch(np.zeros((4, 64, 64, 3), np.uint8), samples, samples, samples, 0, lambda: None, every, every)
+    batch = Batch(np.zeros((4, 64, 64, 3), np.uint8), samples, samples, samples, 0, lambda: None, every, every, samples)
     one = 3 * 64 * 64 * 4
 
     def peaks(prefetch: int) -> list[int]:
