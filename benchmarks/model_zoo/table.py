@@ -8,33 +8,42 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from benchmarks.results import markdown_table
 
-DEPTHS = (2, 4)
+STAGES = ("2 stages", "4 stages")
+WAYS = (*STAGES, "recompute")
+"""How a model is computed: in stages by 1F1B, or by one process that computes every block again for its backward."""
+
+STATUSES = ("exact", "refused", "wrong", "failed", "late", "large", "died")
+FAULTS = ("wrong", "failed", "late", "large", "died")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one model in one number of stages.
+    """What became of one model, computed one way.
 
     Attributes:
-        status: passed; inexact: an error above the tolerance; refused: cannot be split so, with the reason; failed;
-            died: its process ended, or was ended at the time limit.
+        way: of ``WAYS``.
+        library: whose model it is.
+        status: exact; wrong: an error above the tolerance; refused: with a reason for the user, before the first step;
+            failed: with an error of somebody else's; late, large: not done within the limits of
+            time or memory; died: its process ended.
         parameters: in the whole model.
-        layers: that the model was traced into.
+        layers: that the model was traced into; 0: it cannot be traced.
         whole: kinds of the modules that could not be looked into.
-        cuts: the layers that begin the stages after the first.
         reached: tensors whose gradient in the plain step is not zero, of all.
+        seconds: of the processor.
         peak_gib: largest resident memory of the process so far.
-        loss, gradients, statistics: largest relative errors.
-        note: why not passed.
+        loss, gradients, state: largest relative errors; state is parameters after the update, and buffers.
+        note: why not exact.
     """
 
     model: str
-    depth: int
+    way: str
+    library: str
     status: str
     dtype: str
     tile: int
@@ -43,17 +52,21 @@ class Row:
     parameters: int = 0
     layers: int = 0
     whole: str = ""
-    cuts: str = ""
     reached: str = ""
     peak_gib: float = 0.0
     loss: float = 0.0
     gradients: float = 0.0
-    statistics: float = 0.0
+    state: float = 0.0
     note: str = ""
 
     @property
     def largest(self) -> float:
-        return max(self.loss, self.gradients, self.statistics)
+        errors = (self.loss, self.gradients, self.state)
+        return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+    def at(self, way: str) -> Row:
+        """The same, of another way."""
+        return replace(self, way=way)
 
 
 COLUMNS = [field.name for field in fields(Row)]
@@ -70,93 +83,112 @@ def append(path: Path, row: Row) -> None:
         writer.writerow(asdict(row))
 
 
-def read(path: Path) -> dict[tuple[str, int], Row]:
-    """Model and depth -> the last row of the file; none when it is not there."""
+def read(path: Path) -> dict[tuple[str, str], Row]:
+    """Model and way -> the last row of the file; none when it is not there."""
     if not path.exists():
         return {}
+    kinds = {"int": int, "float": float, "str": str}
     rows = {}
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
-            row = row_of(line)
-            rows[row.model, row.depth] = row
+            row = Row(**{field.name: kinds[str(field.type)](line[field.name]) for field in fields(Row)})
+            rows[row.model, row.way] = row
     return rows
 
 
-def row_of(values: dict[str, str]) -> Row:
-    """The row that a line of text holds."""
-    kinds = {"int": int, "float": float, "str": str}
-    return Row(**{field.name: kinds[str(field.type)](values[field.name]) for field in fields(Row)})
-
-
-def summary(rows: Iterable[Row], wanted: int) -> str:
-    """A line a model, how many of how many, and every row that did not pass.
+def summary(rows: Sequence[Row], wanted: int) -> str:
+    """Counts by library, a line a model, and every row that is not exact.
 
     Args:
-        wanted: models that were to be split; there may be rows of fewer.
+        wanted: models that were to be computed; there may be rows of fewer.
     """
-    of_model: dict[str, dict[int, Row]] = {}
-    for row in rows:
-        of_model.setdefault(row.model, {})[row.depth] = row
-    header = ("model", "parameters", "type", "tile px", "layers", "gradients", *(f"{depth} stages" for depth in DEPTHS))
-    lines = [_line(name, by_depth) for name, by_depth in of_model.items()]
-    parts = [markdown_table(header, lines), _total(of_model, wanted)]
-    others = [row for by_depth in of_model.values() for row in by_depth.values() if row.status != "passed"]
-    if others:
-        why = [(row.model, str(row.depth), row.status, row.note.replace("|", "/")) for row in others]
-        parts += ["What did not pass:\n", markdown_table(("model", "stages", "status", "why"), why)]
-    whole = [(row.model, row.whole) for row in (by_depth[min(by_depth)] for by_depth in of_model.values()) if row.whole]
-    if whole:
+    of_model = _by_model(rows)
+    tried = f"{wanted} models." if len(of_model) == wanted else f"{len(of_model)} of {wanted} models."
+    parts = [f"{tried} {_largest(rows)}\n", _libraries(rows)]
+    header = ("model", "parameters", "type", "px", "layers", "gradients", *WAYS)
+    for library in _libraries_of(rows):
+        ours = [(name, by_way) for name, by_way in of_model.items() if _first(by_way).library == library]
+        parts += [f"{library}:\n", markdown_table(header, [_line(name, by_way) for name, by_way in ours])]
+    if others := [row for row in rows if row.status != "exact"]:
+        why = {}
+        for row in others:
+            why.setdefault((row.model, row.status, row.note.replace("|", "/")), []).append(row.way)
+        lines = [(model, ", ".join(ways), status, note) for (model, status, note), ways in why.items()]
+        parts += ["What is not exact:\n", markdown_table(("model", "way", "status", "why"), lines)]
+    if whole := [(row.model, row.whole) for row in map(_first, of_model.values()) if row.whole]:
         parts += ["Modules that stay whole, by model:\n", markdown_table(("model", "kinds"), whole)]
     return "\n".join(parts)
 
 
-def _line(name: str, by_depth: dict[int, Row]) -> Sequence[str]:
-    row = by_depth[max(by_depth)]
-    outcomes = [_outcome(by_depth.get(depth)) for depth in DEPTHS]
-    return (
-        name.removeprefix("torchvision:"),
-        f"{row.parameters / 1e6:.1f} M",
-        row.dtype,
-        str(row.tile),
-        str(row.layers),
-        row.reached,
-        *outcomes,
-    )
+def totals(rows: Sequence[Row]) -> str:
+    """One line: by library, the models that are exact in 2 and in 4 stages, and the rows by status."""
+    parts = []
+    for library in _libraries_of(rows):
+        ours = [row for row in rows if row.library == library]
+        counts = ", ".join(f"{n} {s}" for s in STATUSES if (n := sum(row.status == s for row in ours)) or s == "wrong")
+        parts.append(f"{library} {_in_stages(ours)} models exact in 2 and 4 stages (rows: {counts})")
+    return "; ".join(parts)
+
+
+def _libraries(rows: Sequence[Row]) -> str:
+    header = ("library", "exact in 2 and 4 stages", "exact recomputed", *(f"rows {status}" for status in STATUSES))
+    lines = []
+    for library in [*_libraries_of(rows), "all"]:
+        ours = [row for row in rows if library in ("all", row.library)]
+        again = [row for row in ours if row.way == "recompute"]
+        recomputed = f"{sum(row.status == 'exact' for row in again)} of {len(again)}"
+        counts = [str(sum(row.status == status for row in ours)) for status in STATUSES]
+        lines.append((library, _in_stages(ours), recomputed, *counts))
+    return markdown_table(header, lines)
+
+
+def _in_stages(rows: Sequence[Row]) -> str:
+    of_model = _by_model(rows)
+    exact = sum(all(way in by and by[way].status == "exact" for way in STAGES) for by in of_model.values())
+    return f"{exact} of {len(of_model)}"
+
+
+def _by_model(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    of_model: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        of_model.setdefault(row.model, {})[row.way] = row
+    return of_model
+
+
+def _libraries_of(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row.library for row in rows))
+
+
+def _first(by_way: dict[str, Row]) -> Row:
+    return next(iter(by_way.values()))
+
+
+def _line(name: str, by_way: dict[str, Row]) -> Sequence[str]:
+    row = _first(by_way)
+    outcomes = [_outcome(by_way.get(way)) for way in WAYS]
+    size = f"{row.parameters / 1e6:.1f} M" if row.parameters >= 1e5 else f"{row.parameters / 1e3:.1f} k"
+    return (name, size, row.dtype, str(row.tile), str(row.layers), row.reached, *outcomes)
 
 
 def _outcome(row: Row | None) -> str:
     if row is None:
         return ""
-    return _number(row.largest) if row.status == "passed" else row.status
+    return _number(row.largest) if row.status == "exact" else row.status
 
 
 def _number(error: float) -> str:
     return f"{error:.1e}" if math.isfinite(error) else "infinite"
 
 
-def _source(name: str) -> str:
-    known = {"torchvision": "classifiers of torchvision", "unet": "U-Nets over encoders of timm"}
-    return known.get(name.partition(":")[0], "models with auxiliary heads")
-
-
-def _total(of_model: dict[str, dict[int, Row]], wanted: int) -> str:
-    """How many models passed in every number of stages, by where they are from."""
-    parts = []
-    for source in dict.fromkeys(_source(name) for name in of_model):
-        ours = [by_depth for name, by_depth in of_model.items() if _source(name) == source]
-        counts = [sum(depth in by and by[depth].status == "passed" for by in ours) for depth in DEPTHS]
-        both = sum(all(depth in by and by[depth].status == "passed" for depth in DEPTHS) for by in ours)
-        shares = ", ".join(f"{n} in {depth} stages" for n, depth in zip(counts, DEPTHS, strict=True))
-        parts.append(f"{both} of {len(ours)} {source} exact ({shares})")
-    rows = [row for by_depth in of_model.values() for row in by_depth.values() if row.status == "passed"]
-    largest = "; ".join(
-        f"{dtype} {_number(max(row.largest for row in rows if row.dtype == dtype))}"
+def _largest(rows: Sequence[Row]) -> str:
+    """The largest error of what is exact, and the most memory."""
+    exact = [row for row in rows if row.status == "exact"]
+    if not exact:
+        return "None is exact."
+    errors = "; ".join(
+        f"{dtype} {_number(max(row.largest for row in exact if row.dtype == dtype))}"
         for dtype in ("float64", "float32")
-        if any(row.dtype == dtype for row in rows)
+        if any(row.dtype == dtype for row in exact)
     )
-    known = f"{wanted} tried" if len(of_model) == wanted else f"{len(of_model)} of {wanted} tried"
-    text = f"{known}. {'; '.join(parts)}. Largest relative error of those that passed: {largest or 'none'}."
-    if rows:
-        most = max(rows, key=lambda row: row.peak_gib)
-        text += f" Most memory of a process: {most.peak_gib:.1f} GiB, {most.model}."
-    return f"{text}\n"
+    most = max(rows, key=lambda row: row.peak_gib)
+    return f"Largest relative error of what is exact: {errors}. Most memory: {most.peak_gib:.1f} GiB, {most.model}."

@@ -1,7 +1,7 @@
-"""The models of the table: classifiers of torchvision, and U-Nets over encoders of timm.
+"""The models of the table, by library: torchvision, timm, segmentation-models-pytorch, MONAI, and odd ones of users.
 
-Takes nothing; gives entries as plain values, the giants last. Of torchvision there are all, and two of them again with
-the auxiliary heads that the registry leaves out.
+Takes nothing; gives entries as plain values. Of families that differ in depth or width only there is the smallest
+member; the rest of torchvision's classifiers up to 150 million parameters come with ``--deep``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from benchmarks.model_zoo.monai_nets import LARGE, NETWORKS, PLAIN_FLOAT, SIDES
+from benchmarks.model_zoo.odd import flow, sharing, state, values
+
+CLASSIFIERS = (
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3",
+    "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "regnet_x_400mf",
+    "regnet_y_400mf", "resnet18", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0",
+    "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vgg11_bn", "vit_b_32", "wide_resnet50_2",
+)  # fmt: skip
+SEGMENTERS = ("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large")
+GIANTS = ("convnext_large", "vit_l_32", "vit_l_16", "vit_h_14", "regnet_y_128gf")
+"""Of torchvision, above 150 million parameters: wider and deeper members of families that are in the table."""
 
 ENCODERS = (
     "resnet18",
@@ -26,16 +39,42 @@ ENCODERS = (
     "mobilevit_s",
     "swin_tiny_patch4_window7_224",
 )
-"""Of the U-Nets, each of another family."""
+"""Of the U-Nets over timm, each of another family."""
 
-GIANTS = ("convnext_large", "vit_l_32", "vit_l_16", "vit_h_14", "regnet_y_128gf")
-"""More than 150 million parameters: in float32, and last."""
+SMP_DECODERS = (
+    "Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "DeepLabV3", "DeepLabV3Plus", "PAN", "UPerNet",
+    "Segformer",
+)  # fmt: skip
+SMP_ENCODERS = ("resnet18", "efficientnet-b0", "mobilenet_v2", "tu-regnety_002", "vgg11_bn", "densenet121", "mit_b0")
+SMP_DILATED = ("DeepLabV3", "DeepLabV3Plus", "PAN")
+"""Decoders that take encoders which can do without their last strides."""
 
+UNDILATED = ("vgg11_bn", "densenet121", "mit_b0")
+"""Encoders that cannot."""
 
-STOCHASTIC_DEPTH = ("convnext", "efficientnet_b", "maxvit", "swin")
+SMP_REFUSES = ("UnetPlusPlus(mit_b0)", "Linknet(mit_b0)")
+
+TIMM = (
+    # Residual networks and what became of them: the most used family of timm by far.
+    "resnet18", "resnet50", "resnet18d", "resnetv2_18", "resnext26ts", "seresnext26d_32x4d", "skresnet18",
+    "ecaresnet26t", "resnest14d", "res2net50_26w_4s", "gcresnext26ts", "wide_resnet50_2", "resnetblur50",
+    # Searched and mobile ones, which come first where a tile must be cheap.
+    "efficientnet_b0", "tf_efficientnet_b0", "efficientnet_lite0", "tf_efficientnetv2_b0", "efficientnetv2_rw_t",
+    "mobilenetv2_050", "mobilenetv3_small_050", "mobilenetv4_conv_small", "mobilenetv4_hybrid_medium", "mnasnet_small",
+    "fbnetc_100", "ghostnet_100", "lcnet_050", "tinynet_e", "mixnet_s", "regnetx_002", "regnety_002", "rexnet_100",
+    # Reparametrised and recent convolutions.
+    "repvgg_a0", "mobileone_s0", "convnext_atto", "convnextv2_atto", "inception_next_atto", "edgenext_xx_small",
+    "hgnetv2_b0", "fastvit_t8",
+    # Older ones that published work keeps using, and encoders of segmentation.
+    "densenet121", "vgg11", "vgg11_bn", "inception_v3", "xception41", "dpn48b", "dla34", "hrnet_w18_small",
+    "cspdarknet53", "ese_vovnet19b_dw", "nf_resnet50",
+)  # fmt: skip
+"""50 CNNs: those of timm that its documentation, published pathology work and segmentation encoders name most, each
+family by its smallest member, and several of a family where they differ in more than size (stem, attention, padding,
+activation inside the norm)."""
+
+STOCHASTIC_DEPTH = ("torchvision:convnext", "torchvision:efficientnet", "torchvision:maxvit", "torchvision:swin")
 """They leave out blocks tile by tile: with few tiles a block may be left out for all, and its gradients be zero."""
-
-WITH_HEADS = ("benchmarks.exactness.models:googlenet", "benchmarks.model_zoo.heads:inception_v3")
 
 
 @dataclass(frozen=True)
@@ -44,41 +83,60 @@ class Entry:
 
     Attributes:
         model: as for ``--model``.
+        library: whose it is, a heading of the table.
         tile: px; the smallest that the model takes and that leaves batch norm several values a channel.
         tiles: of a microbatch.
+        deep: only with ``--deep``.
     """
 
     model: str
-    tile: int
-    tiles: int
+    library: str
+    tile: int = 64
+    tiles: int = 2
     dtype: Literal["float64", "float32"] = "float64"
+    deep: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the table has it: without the folders of a factory."""
+        return self.model.replace("benchmarks.model_zoo.", "").replace("benchmarks.exactness.", "")
 
 
 def all_entries() -> Iterator[Entry]:
     """Of the whole table."""
     from torchvision import models
 
-    names = models.list_models(module=models)
-    for name in sorted(names, key=lambda name: GIANTS.index(name) + 1 if name in GIANTS else 0):
-        if name == GIANTS[0]:
-            yield from map(_unet, ENCODERS)
-            yield Entry(WITH_HEADS[0], 64, 2)
-            yield Entry(WITH_HEADS[1], 299, 4)  # the least; the auxiliary head ends in a norm over 1 x 1 px
-        yield _classifier(name)
+    for room in (sharing, state, flow, values):
+        yield from (Entry(f"{room.__name__}:{model.__name__}", "odd", 32) for model in room.MODELS)
+    for name, side in ((name, SIDES.get(name, 32)) for name in NETWORKS):
+        dtype: Literal["float64", "float32"] = "float32" if name in PLAIN_FLOAT else "float64"
+        yield Entry(f"benchmarks.model_zoo.monai_nets:{name}", "MONAI", side, 1 if name in LARGE else 2, dtype)
+    for decoder in SMP_DECODERS:
+        for encoder in SMP_ENCODERS:
+            name = f"{decoder}({encoder})"
+            if name not in SMP_REFUSES and not (decoder in SMP_DILATED and encoder in UNDILATED):
+                yield Entry(f"smp:{name}", "smp", 128 if decoder == "PAN" else 64)
+    yield Entry("smp:DPT(tu-vit_tiny_patch16_224)", "smp", 224, 1)
+    yield from (Entry(f"timm:{name}", "timm", 96 if name == "inception_v3" else 64) for name in TIMM)
+    yield from map(_unet, ENCODERS)
+    names = set(models.list_models(module=models)) - set(GIANTS)
+    yield from (_torchvision(name) for name in (*CLASSIFIERS, *SEGMENTERS))
+    yield Entry("benchmarks.exactness.models:googlenet", "torchvision")
+    yield Entry("benchmarks.model_zoo.heads:fcn_resnet50", "torchvision")
+    yield from (_torchvision(name, deep=True) for name in sorted(names - set(CLASSIFIERS)))
+    # The least that it takes with its head, which ends in a norm over 1 x 1 px.
+    yield Entry("benchmarks.model_zoo.heads:inception_v3", "torchvision", 299, 4, deep=True)
 
 
 def _unet(encoder: str) -> Entry:
     if encoder.startswith("swin"):
-        return Entry(f"unet:{encoder}", 224, 1)
-    return Entry(f"unet:{encoder}", 96 if encoder == "inception_v3" else 64, 2)
+        return Entry(f"unet:{encoder}", "unet over timm", 224, 1)
+    return Entry(f"unet:{encoder}", "unet over timm", 96 if encoder == "inception_v3" else 64)
 
 
-def _classifier(name: str) -> Entry:
-    tile, tiles = 64, 2
-    if name.startswith(("vit", "maxvit")):  # they take no other
-        tile, tiles = 224, 1
-    elif name == "inception_v3":
-        tile = 75
-    if name.startswith(STOCHASTIC_DEPTH):
-        tiles = 4
-    return Entry(f"torchvision:{name}", tile, tiles, "float32" if name in GIANTS else "float64")
+def _torchvision(name: str, *, deep: bool = False) -> Entry:
+    model = f"torchvision:{name}"
+    side = 224 if name.startswith(("vit", "maxvit")) else 75 if name == "inception_v3" else 64
+    tiles = 4 if model.startswith(STOCHASTIC_DEPTH) and side < 224 else 1 if side == 224 else 2
+    # A gigabyte a copy in float64.
+    return Entry(model, "torchvision", side, tiles, "float32" if name.startswith("vgg") else "float64", deep)

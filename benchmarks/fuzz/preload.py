@@ -1,0 +1,13 @@
+"""What the process that variants are forked from has loaded: all readers, no torch."""
+
+from __future__ import annotations
+
+import importlib
+
+from benchmarks.fuzz import run
+from pipelines.backends.registry import BACKENDS
+
+__all__ = ["run"]
+
+for name in BACKENDS:
+    importlib.import_module(f"pipelines.backends.{name}")

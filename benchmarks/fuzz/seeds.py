@@ -1,0 +1,179 @@
+"""The whole files that are damaged: one for each format that the project reads.
+
+Takes a folder; leaves small slides, pictures, masks and tables in it, real ones where the repository ships them. All
+show tissue, so that the index keeps tiles of every slide.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import tifffile
+import zarr
+import zarr.codecs
+from PIL import Image
+
+from app.sample_slides import write_samples
+from pipelines.backends.tiff_writer import JPEG, TILE, TiffWriter, encode_jpeg
+from pipelines.geometry import Region, Size
+from pipelines.slide import Pixels, open_slide
+
+REAL = Path(__file__).parents[2] / "data" / "real"
+MPP = 0.5
+WIDTH, HEIGHT = 3 * TILE, 2 * TILE
+SMALL_TILE = 128
+SLIDES_OF_A_TABLE = 6
+
+ENCODINGS = {
+    "tiff-raw": {},
+    "tiff-deflate": {"compression": "zlib"},
+    "tiff-lzw": {"compression": "lzw", "predictor": True},
+    "tiff-jpeg2000": {"compression": "jpeg2000"},
+}
+"""Format -> what tifffile is told for it."""
+
+COPIED = {
+    "svs": "CMU-1-Small-Region.svs",
+    "ndpi": "test3-DAPI-2-387.ndpi",
+    "dicom": "highdicom_sm_image.dcm",
+}
+"""Format -> real slide."""
+
+
+def _picture() -> Pixels:
+    """Tissue, uint8 (``HEIGHT``, ``WIDTH``, 3)."""
+    with open_slide(REAL / COPIED["svs"]) as slide:
+        return slide.read(Region(400, 400, WIDTH, HEIGHT, slide.mpp))
+
+
+def _reduced(picture: Pixels, factor: int) -> Pixels:
+    size = (WIDTH // factor, HEIGHT // factor)
+    return np.ascontiguousarray(cv2.resize(picture, size, interpolation=cv2.INTER_AREA))
+
+
+def _own_tiff(path: Path, picture: Pixels) -> None:
+    sizes = [Size(WIDTH, HEIGHT), Size(WIDTH // 2, HEIGHT // 2)]
+    with TiffWriter(path, sizes, JPEG, MPP, "MegaTile sample") as writer:
+        for level, size in enumerate(sizes):
+            pixels = np.full((-(-size.height // TILE) * TILE, -(-size.width // TILE) * TILE, 3), 255, np.uint8)
+            pixels[: size.height, : size.width] = _reduced(picture, 1 << level)
+            for row in range(pixels.shape[0] // TILE):
+                for column in range(pixels.shape[1] // TILE):
+                    tile = pixels[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
+                    writer.write_tile(level, column, row, encode_jpeg(np.ascontiguousarray(tile)))
+
+
+def _tiff(path: Path, picture: Pixels, **encoding: object) -> None:
+    with tifffile.TiffWriter(path) as writer:
+        for level in range(2):
+            writer.write(
+                _reduced(picture, 1 << level),
+                tile=(SMALL_TILE, SMALL_TILE),
+                photometric="rgb",
+                resolution=(1e4 / MPP / (1 << level),) * 2,
+                resolutionunit="CENTIMETER",
+                subfiletype=int(level > 0),
+                metadata=None,
+                **encoding,
+            )
+
+
+def _ome_tiff(path: Path, picture: Pixels) -> None:
+    options = {"tile": (SMALL_TILE, SMALL_TILE), "photometric": "rgb", "compression": "zlib"}
+    size = {"PhysicalSizeX": MPP, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": MPP, "PhysicalSizeYUnit": "µm"}
+    with tifffile.TiffWriter(path, ome=True) as writer:
+        writer.write(picture, subifds=1, metadata={"axes": "YXS", **size}, **options)
+        writer.write(_reduced(picture, 2), subfiletype=1, **options)
+
+
+def _zarr3(path: Path, picture: Pixels) -> None:
+    """OME-Zarr 0.5 of two levels under Zstandard."""
+    axes = [{"name": "y", "type": "space", "unit": "micrometer"}, {"name": "x", "type": "space", "unit": "micrometer"}]
+    datasets = []
+    group = zarr.open_group(path, mode="w", zarr_format=3)
+    for level in range(2):
+        pixels = _reduced(picture, 1 << level)
+        group.create_array(
+            str(level), data=pixels, chunks=(SMALL_TILE, SMALL_TILE, 3), compressors=[zarr.codecs.ZstdCodec()]
+        )
+        scale = {"type": "scale", "scale": [MPP * (1 << level)] * 2 + [1.0]}
+        datasets.append({"path": str(level), "coordinateTransformations": [scale]})
+    image = {"axes": [*axes, {"name": "c", "type": "channel"}], "datasets": datasets}
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [image]}
+
+
+def _mask() -> Pixels:
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[100:300, 150:500] = 1
+    mask[300:450, 300:700] = 2
+    return mask
+
+
+def _geojson(path: Path) -> None:
+    ring = [[100, 100], [500, 100], [500, 400], [100, 400], [100, 100]]
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [[[x + 60 * k, y] for x, y in ring]]},
+            "properties": {"objectType": "annotation", "classification": {"name": name, "color": [200, 0, 0]}},
+        }
+        for k, name in enumerate(("tumour", "stroma"))
+    ]
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+
+
+def _labels(path: Path) -> None:
+    rows = [f"s{k},{'tumour' if k % 2 else 'normal'},p{k // 2},0.5" for k in range(SLIDES_OF_A_TABLE)]
+    path.write_text("slide,label,patient,mpp\n" + "\n".join(rows) + "\n")
+
+
+def write_seeds(folder: Path, formats: list[str]) -> dict[str, Path]:
+    """Write the whole file, or folder, of each of ``formats``; format -> path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = _picture()
+    samples = write_samples(folder)
+    paths = {name: folder / file for name, (file, _) in WRITERS.items()}
+    for name in formats:
+        if name in COPIED:
+            shutil.copyfile(REAL / COPIED[name], paths[name])
+        elif name in SAMPLES:
+            paths[name] = samples[SAMPLES[name]]
+        else:
+            WRITERS[name][1](paths[name], picture)
+    return {name: paths[name] for name in formats}
+
+
+SAMPLES = {"ndpi-made": "ndpi", "ome-zarr-0.4": "zarr"}
+
+WRITERS: dict[str, tuple[str, Callable[[Path, Pixels], object]]] = {
+    "svs": ("s.svs", lambda path, picture: None),
+    "tiff-jpeg": ("jpeg.tif", _own_tiff),
+    **{
+        name: (f"{name}.tif", lambda path, picture, encoding=encoding: _tiff(path, picture, **encoding))
+        for name, encoding in ENCODINGS.items()
+    },
+    "ome-tiff": ("s.ome.tif", _ome_tiff),
+    "ndpi": ("s.ndpi", lambda path, picture: None),
+    "ndpi-made": ("made.ndpi", lambda path, picture: None),
+    "dicom": ("s.dcm", lambda path, picture: None),
+    "ome-zarr-0.4": ("s.zarr", lambda path, picture: None),
+    "ome-zarr-0.5": ("s5.ome.zarr", _zarr3),
+    "png": ("p.png", lambda path, picture: Image.fromarray(picture).save(path)),
+    "jpeg": ("p.jpg", lambda path, picture: Image.fromarray(picture).save(path, quality=90)),
+    "tiff-strips": ("strips.tif", lambda path, picture: Image.fromarray(picture).save(path, compression="tiff_lzw")),
+    "mask-tiff": (
+        "m_mask.tif",
+        lambda path, picture: tifffile.imwrite(path, _mask(), tile=(SMALL_TILE, SMALL_TILE), compression="zlib"),
+    ),
+    "mask-png": ("m_mask.png", lambda path, picture: Image.fromarray(_mask()).save(path)),
+    "geojson": ("m.geojson", lambda path, picture: _geojson(path)),
+    "labels": ("labels.csv", lambda path, picture: _labels(path)),
+}
+"""Format -> file name and what writes it; real slides and the samples of ``app.doctor`` are copied."""
+
+FORMATS = tuple(WRITERS)

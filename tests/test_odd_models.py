@@ -1,0 +1,41 @@
+"""Models as users and libraries have them: in two stages exact, or refused before the first step with the line.
+
+A few of each kind; all of them, also in four stages and recomputed, are in the table of ``benchmarks/model_zoo``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.model_zoo import measure
+from benchmarks.model_zoo.zoo import all_entries
+
+ENTRIES = {entry.name: entry for entry in all_entries()}
+EXACT = (
+    "odd.sharing:TiedWeights",
+    "odd.sharing:ReusedModule",
+    "odd.sharing:SharedNorm",  # a module with two names was swapped twice and restored wrongly: KeyError
+    "odd.sharing:Siamese",
+    "odd.sharing:spectral_norm",
+    "odd.sharing:adapters",
+    "odd.state:queue",
+    "odd.state:TrunkWithoutGradients",
+    "odd.flow:EarlyReturn",
+    "odd.flow:AsksAtRoot",
+    "monai_nets:BasicUNet",
+    "smp:FPN(resnet18)",
+)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_it_is_exact_in_two_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "WAYS", ("2 stages",))
+    (row,) = measure.rows_of(ENTRIES[name])
+    assert row.status == "exact", row
+
+
+def test_a_branch_on_data_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "WAYS", ("2 stages",))
+    (row,) = measure.rows_of(ENTRIES["odd.flow:BranchesOnData"])
+    assert row.status == "refused", row
+    assert "odd/flow.py:" in row.note
