@@ -1,20 +1,24 @@
-# MegaTile. `make demo` and `make test` do their own set-up: Python 3.11 or newer with its venv module is all they need.
+# MegaTile. `make demo` and `make test` do their own set-up: Python 3.11 or newer with its venv module is all they need,
+# and they touch nothing outside of this folder and pip's and the user's cache. Only `make setup-all` does.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: setup demo test lint bench golden clean
+.PHONY: setup setup-all demo test lint bench golden clean
 
 setup: $(SETUP)
 
-# Installed again whenever the dependencies change. System packages only where it may: see there.
-$(SETUP): pyproject.toml tools/system_packages.sh
+# Installed again whenever the dependencies change.
+$(SETUP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
-	tools/system_packages.sh
 	touch $@
+
+# As root: Slurm, MUNGE and Chromium from Debian's packages, for the tests that are skipped without them.
+setup-all: setup
+	tools/system_packages.sh
 
 demo: setup
 	$(BIN)/python demo/run.py
@@ -25,9 +29,11 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Everything that must hold before a change lands. Two processes: one per core of the smallest machine it runs on.
+# Everything that must hold before a change lands. Two processes: one per core of the smallest machine it runs on. What
+# tests leave in the temporary folder goes with them.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
+	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
+	TMPDIR=$$tmp OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 # The budget table: what is asked of the project's speed beside what is measured now. Wants an otherwise idle machine.
 bench: setup

@@ -17,7 +17,10 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
         ("benchmarks.stream.run --side 9000 --rounds 0.02", "2048 px, one thread"),
         ("benchmarks.tile_reading.exactness data/real --regions 40", "largest difference 0"),
-        ("benchmarks.model_zoo.run --only torchvision:squeezenet1_1 --again", "1 of 1 classifiers of torchvision"),
+        (
+            "benchmarks.model_zoo.run --only torchvision:squeezenet1_1 --again",
+            "torchvision 1 of 1 models exact in 2 and 4",
+        ),
         ("benchmarks.layer_times.run --px 64 --nets plain12 --seconds 0.5", "predicted by the calibration of 0.5 s"),
         ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
         (

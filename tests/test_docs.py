@@ -19,13 +19,13 @@ DOCUMENTS = sorted(
         *(ROOT / "benchmarks").rglob("README.md"),
     )
 )
-MAKE_TARGETS = {"demo", "test", "setup", "golden", "bench", "lint"}
+MAKE_TARGETS = {"demo", "test", "setup", "setup-all", "golden", "bench", "lint"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_name_things_that_exist(document: Path) -> None:
     for line in commands(document):
-        for target in re.findall(r"^make (\w+)", line):
+        for target in re.findall(r"^make ([\w-]+)", line):
             assert target in MAKE_TARGETS
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         for module in re.findall(r"-m ((?:app|benchmarks|tests)[\w.]*)", line):

@@ -14,6 +14,7 @@ from parallel.comm.communicator import Communicator, Work, agree
 SENT = (
     *(torch.bool, torch.uint8, torch.int64),
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.complex128, torch.complex64),
 )
 SUMMED = SENT[2:]
 CLOSE = torch.channels_last
@@ -44,16 +45,18 @@ def check_communicator(communicator: Communicator, argument: Any = None) -> dict
 
 
 def numbers(start: int, dtype: torch.dtype) -> Tensor:
-    """(2, 3, 4, 5), different for each of 0..7, exact in every dtype."""
-    return ((torch.arange(120).reshape(2, 3, 4, 5) + start) % 7).to(dtype)
+    """(2, 3, 4, 5), different for each of 0..7, exact in every dtype; of complex ones both parts are filled."""
+    drawn = ((torch.arange(120).reshape(2, 3, 4, 5) + start) % 7).to(dtype)
+    return drawn * (1 + 2j) if dtype.is_complex else drawn
 
 
 def sums(communicator: Communicator) -> None:
     world = communicator.world
     for dtype in SUMMED:
-        tensor = torch.full((3, 2), communicator.rank + 1, dtype=dtype)
+        unit = 1 + 2j if dtype.is_complex else 1
+        tensor = torch.full((3, 2), (communicator.rank + 1) * unit, dtype=dtype)
         communicator.all_reduce(tensor)
-        assert tensor.tolist() == [[world * (world + 1) // 2] * 2] * 3, dtype
+        assert tensor.tolist() == [[world * (world + 1) // 2 * unit] * 2] * 3, dtype
     under_way = [torch.full((50_000 if n % 2 else 3,), float(communicator.rank + n)) for n in range(6)]
     works = [communicator.iall_reduce(tensor) for tensor in under_way]
     for n, (tensor, work) in enumerate(zip(under_way, works, strict=True)):

@@ -1,0 +1,36 @@
+"""What the Makefile's commands reach for: nothing of the system's unless asked by name."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SYSTEM = "tools/system_packages.sh"
+
+
+def would_run(*targets: str) -> str:
+    """Every line that ``make`` would run in a fresh clone."""
+    command = ["make", "--dry-run", "--always-make", *targets]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "lint", "test", "bench", "golden"])
+def test_only_setup_all_installs_system_packages(target: str) -> None:
+    lines = would_run(target)
+    assert "-m venv .venv" in lines
+    assert SYSTEM not in lines
+    assert SYSTEM in would_run("setup-all")
+
+
+def test_what_lands_is_tested_with_all_programs() -> None:
+    assert "make setup-all test" in (ROOT / ".ci" / "run").read_text()
+    lines = would_run("setup-all", "test").splitlines()
+    assert lines.index(SYSTEM) < next(number for number, line in enumerate(lines) if "-m pytest" in line)
+
+
+@pytest.mark.parametrize("path", ["tools/system_packages.sh", "tools/touched_outside.sh", ".ci/run"])
+def test_scripts_are_in_order(path: str) -> None:
+    assert subprocess.run(["bash", "-n", path], cwd=ROOT, capture_output=True, text=True, timeout=20).stderr == ""
