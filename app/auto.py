@@ -137,7 +137,7 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> Row:
     """
     import torch  # once the settings are known to be right
 
-    from app.engines import stages_of
+    from app.engine_strategy import stages_of
 
     candidate = Candidate(
         strategy.name,

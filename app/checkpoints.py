@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +18,6 @@ from app.checkpoint import keep_as, save_checkpoint
 from app.checkpoint_interval import CheckpointInterval
 from app.checkpoint_settings import CheckpointSettings
 from app.cli import RunError
-from app.runfolder import RunFolder
 from app.two_phase import TwoPhaseCheckpoints
 from parallel.step import TrainingEngine
 
@@ -29,7 +29,7 @@ class Checkpoints:
 
     Args:
         settings: how often and how.
-        folder: where they go.
+        last, best: where they go.
         engine: whose updates wait until they are copied.
         device: on which its tensors may lie.
         step: steps done when the run starts.
@@ -38,13 +38,14 @@ class Checkpoints:
     def __init__(
         self,
         settings: CheckpointSettings,
-        folder: RunFolder,
+        last: Path,
+        best: Path,
         engine: TrainingEngine,
         device: torch.device,
         step: int,
     ) -> None:
         self._settings = settings
-        self._folder = folder
+        self._last, self._best = last, best
         self._engine = engine
         self._last_step = step
         self._interval = CheckpointInterval(settings.checkpoint_overhead)
@@ -95,9 +96,9 @@ class Checkpoints:
             return
         begun = not at_once and self._begin(state, best)
         if not begun:
-            save_checkpoint(self._folder.last, state)
+            save_checkpoint(self._last, state)
             if best:
-                keep_as(self._folder.last, self._folder.best)
+                keep_as(self._last, self._best)
         self._beside = begun
         self._between_s = time.monotonic() - begun_s
         if not begun:
@@ -132,8 +133,8 @@ class Checkpoints:
         if self._two_phase is None:
             return False
         try:
-            also = self._folder.best if best else None
-            self._two_phase.begin(state, self._engine.parameter_names, self._folder.last, also)
+            also = self._best if best else None
+            self._two_phase.begin(state, self._engine.parameter_names, self._last, also)
         except OSError as fault:
             log.warning("checkpoints are written between two steps: they cannot be copied first (%s)", fault.strerror)
             self._two_phase.close()

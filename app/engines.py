@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from app.config import OptimizerSettings
-from app.sizes import bytes_of
+from app.engine_strategy import keeping_of, stages_of
 from app.strategy import StrategySettings
 from app.strategy_names import TORCH_PIPELINES
-from parallel.assemble import assemble
+from parallel.assemble import assemble, assemble_torch_pipeline
 from parallel.comm.communicator import Communicator
 from parallel.data_parallel import DataParallelEngine
 from parallel.engine import Engine
@@ -26,17 +26,12 @@ from parallel.keeping.copies import Copies
 from parallel.keeping.host_optimizer import HostOptimizer
 from parallel.keeping.host_parameters import HostParameters
 from parallel.keeping.keeper import Keeper
-from parallel.keeping.rule import SMALLEST, Keeping
+from parallel.keeping.rule import SMALLEST
 from parallel.keeping.whole import in_segments
-from parallel.step import Loss
-from parallel.strategy import Strategy
-from parallel.torch_pipeline import assemble_torch_pipeline
+from parallel.stage import Loss
 from parallel.trace_alone import updated_alone
 from parallel.update import MakeOptimizer
 from parallel.updated_faults import refuse_copies
-
-AHEAD = {"cuda": 256 << 20, "cpu": 0}
-"""Bytes of activations on their way, by kind of device."""
 
 
 def build_engine(
@@ -143,42 +138,6 @@ def _whole(
         device=device,
         bucket_bytes=asked.bucket_bytes,
         updated=updated if keeping.segmented or keeping.offload != "none" else (),
-    )
-
-
-def stages_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> Strategy:
-    """The settings as the engine's own; of a strategy that splits the model."""
-    return Strategy(
-        asked.schedule_name,
-        ranks=asked.world,
-        depth=asked.depth,
-        m=asked.m,
-        chunks=(asked.chunks or 2) if asked.name == "interleaved" else 1,
-        cuts=tuple(cut.strip() for cut in asked.cuts.split(",") if cut.strip()),
-        schedule_csv=asked.schedule.read_text() if asked.schedule else None,
-        keeping=keeping_of(asked, device, smallest),
-        shard_optimizer=asked.shard_optimizer == "pair",
-        statistics=asked.norm_statistics,
-        compile=asked.compile,
-        gradient_bytes=asked.bucket_bytes,
-    )
-
-
-def keeping_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> Keeping:
-    """What becomes of what forward passes keep."""
-    chosen = tuple((first, last) for first, last in (run.split(":") for run in asked.recompute_runs.split(",") if run))
-    recompute = asked.recompute
-    if recompute == "optimal":
-        recompute = "chosen" if chosen else "none"
-    return Keeping(
-        recompute,
-        chosen,
-        asked.offload,
-        ahead=(bytes_of(asked.offload_ahead) or 0) if asked.offload_ahead else AHEAD[device.type],
-        smallest=smallest,
-        host_bytes=bytes_of(asked.offload_host) if asked.offload_host else None,
-        optimizer=asked.offload_state != "none",
-        parameters=asked.offload_state == "parameters",
     )
 
 

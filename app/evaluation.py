@@ -22,7 +22,8 @@ from app.dataset import Dataset
 from app.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, slide_scores
 from app.objective import IGNORE
 from parallel.comm.communicator import Communicator
-from parallel.step import Loss, Microbatch, TrainingEngine
+from parallel.stage import Loss
+from parallel.step import Microbatch, TrainingEngine
 
 
 @dataclass(frozen=True)

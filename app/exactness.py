@@ -22,7 +22,8 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.microbatch import microbatch_seed
 from parallel.norm_gradients import mend_norm_gradients
-from parallel.step import Loss, Microbatch, TrainingEngine, Wants
+from parallel.stage import Loss
+from parallel.step import Microbatch, TrainingEngine, Wants
 from parallel.update import MakeOptimizer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -71,7 +71,12 @@ class TrainingLoop:
             judged_from=min(JUDGED_FROM, session.epoch_length),
         )
         self._checkpoints = Checkpoints(
-            session.config.checkpoint, folder, session.engine, session.placement.device, self.outcome.step
+            session.config.checkpoint,
+            folder.last,
+            folder.best,
+            session.engine,
+            session.placement.device,
+            self.outcome.step,
         )
         self._checkpoint_asked = False
         self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, writes=self._is_first)

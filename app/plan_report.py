@@ -15,7 +15,7 @@ from typing import Any
 from app.cli import FAILED, OK
 from app.machine_plan import Machine, named_machine, this_machine
 from app.measured_costs import measured_costs
-from app.plan import PlanCommand
+from app.plan_command import PlanCommand
 from app.plan_table import print_largest, print_rows
 from app.sizes import bytes_of
 from app.task import Workload

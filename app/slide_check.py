@@ -15,12 +15,12 @@ import numpy as np
 
 from app.findings import Finding
 from app.sample_slides import MPP, SIDE, sample_picture, write_samples
-from pipelines.backends.registry import BACKENDS
+from pipelines.backends.registry import BACKENDS, open_slide
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.catalog import SlideSpec
 from pipelines.geometry import Region
 from pipelines.processes import ProcessDied, each_in_process
-from pipelines.slide import NotThisFormat, Slide, SlideError, open_slide
+from pipelines.slide import NotThisFormat, Slide, SlideError
 from pipelines.slide_index import slide_limits
 
 PROBE_PX = 512

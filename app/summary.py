@@ -13,7 +13,7 @@ import torch
 
 from app.memory_limit import MemoryLimit, excess
 from app.outcome import Outcome
-from app.report import write_report
+from app.run_report import write_report
 from app.runfolder import RunFolder
 from app.session import Session
 from app.step_timeline import StepRecord, write_step

@@ -18,6 +18,7 @@ from parallel.batchnorm import running_statistics
 from parallel.canonical import CanonicalState
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import broadcast_tensors
+from parallel.crossings import crossings, forms_of, is_channels_last
 from parallel.cut import cut_stage
 from parallel.engine import Engine, Observer
 from parallel.exchange import GradientExchange
@@ -34,11 +35,11 @@ from parallel.partition import Partition
 from parallel.placement import Placement
 from parallel.prediction import Prediction
 from parallel.rank_work import RankWork
-from parallel.stage import Stage
+from parallel.stage import Loss, Stage
 from parallel.stage_cost import nominal_costs
 from parallel.stage_module import StageModule
-from parallel.step import Loss
 from parallel.strategy import Strategy
+from parallel.torch_pipeline import TorchPipelineEngine
 from parallel.trace import Traced
 from parallel.trace_alone import trace_alone
 from parallel.update import Copy, MakeOptimizer, Update
@@ -89,6 +90,42 @@ def assemble(
         meter=meter,
     )
     return Engine(work, communicator, seed=seed, observer=observer)
+
+
+def assemble_torch_pipeline(
+    module: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    communicator: Communicator,
+    strategy: Strategy,
+    *,
+    shape: tuple[int, ...],
+    batch: int,
+    device: torch.device,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    observer: Observer | None = None,
+) -> TorchPipelineEngine:
+    """The engine of this rank.
+
+    Args:
+        strategy: gpipe or 1f1b with one stage a rank, in one group, that neither computes again nor moves anything.
+        shape: (n, 3, h, w) of every microbatch.
+        module, loss, make_optimizer, batch, device, autocast: as for ``assemble``.
+
+    Raises:
+        ValueError: the strategy does not fit the model, its values cannot travel, or the communicator has no pipelines.
+    """
+    assert strategy.depth == strategy.ranks == communicator.world
+    traced = trace_alone(module, shape, communicator)
+    partition = strategy.partition(traced.graph)
+    passing = crossings(partition, forms_of(traced, shape, device, autocast), is_channels_last(module))
+    work = put_to_work(
+        traced, partition, loss, make_optimizer, communicator, strategy, batch=batch, device=device, autocast=autocast
+    )
+    return TorchPipelineEngine(
+        work, communicator, strategy.name, partition, passing, shape, device, seed=seed, observer=observer
+    )
 
 
 def put_to_work(

@@ -23,9 +23,9 @@ from parallel.running_buffers import (
     channels_of,
     clear_buffers,
     exchanged_records,
-    tracking_layers,
     untouched,
 )
+from parallel.updated_search import tracking_layers
 
 
 class RunningStatistics(Protocol):

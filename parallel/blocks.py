@@ -30,6 +30,12 @@ def find_blocks(graph: LayerGraph) -> list[Block]:
     return _with_light_layers(graph, units(graph), regions=True)
 
 
+def block_cuts(graph: LayerGraph) -> tuple[int, ...]:
+    """Positions in ``graph.layers``, increasing, at which a block begins and a stage may begin."""
+    starts = [block.start for block in find_blocks(graph)[1:]]
+    return tuple(start for start in starts if 2 <= start < len(graph.layers) - 1 and graph.can_cut(start))
+
+
 def find_modules(graph: LayerGraph) -> list[Block]:
     """The model's first level of modules, as ``find_blocks`` gives blocks.
 

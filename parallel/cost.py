@@ -1,23 +1,12 @@
-"""What layers cost in seconds, wherever the figures come from; and an estimate that is enough to split a model evenly.
+"""What the layers of a graph cost in seconds, by position in ``graph.layers``, wherever the figures come from.
 
-Takes the ``LayerGraph``; gives numbers by position in ``graph.layers``. Costs are estimated from a data sheet, from a
-calibration of the device, or measured layer by layer; ``stage_cost`` makes of them what ``simulate`` needs.
+Costs are estimated from a data sheet, from a calibration of the device, or measured layer by layer; ``stage_cost``
+makes of them what ``simulate`` needs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from parallel.graph import INPUT, OUTPUT, LayerGraph
-
-NOMINAL_FLOPS = 10e12
-"""Per second."""
-NOMINAL_BANDWIDTH = 500e9
-"""Bytes per second between memory and arithmetic."""
-NOMINAL_COPY_BANDWIDTH = 20e9
-"""Bytes per second between the device and the host."""
-PASSES = 3
-"""Forward, and backward with its gradients of inputs and of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +44,3 @@ class Costs:
     def seconds(self) -> list[float]:
         """Forward and backward, by position."""
         return [cost.seconds for cost in self.layers]
-
-
-def equal_cost(graph: LayerGraph) -> list[float]:
-    """Estimated seconds per layer, forward and backward, for the traced shapes.
-
-    The device is a nominal one, so that every rank of every machine finds the same split; only ratios matter.
-    """
-    return [
-        0.0
-        if layer.kind in (INPUT, OUTPUT, "get_attr")
-        else PASSES
-        * (
-            layer.flops / NOMINAL_FLOPS
-            + (layer.output_bytes + layer.param_bytes + sum(graph.by_name[name].output_bytes for name in layer.inputs))
-            / NOMINAL_BANDWIDTH
-        )
-        for layer in graph.layers
-    ]

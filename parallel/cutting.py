@@ -12,12 +12,12 @@ import functools
 from collections.abc import Sequence
 
 from parallel.batch_scale import with_tiles
+from parallel.blocks import block_cuts
 from parallel.candidate import Candidate
 from parallel.cluster import Cluster
-from parallel.cost import Costs, equal_cost
+from parallel.cost import Costs
 from parallel.device_spec import LinkSpec
 from parallel.forecast import schedule_of, weights_of
-from parallel.granularity import block_cuts
 from parallel.graph import LayerGraph
 from parallel.keeping.chosen_runs import Runs, chosen_runs, chosen_runs_of_whole
 from parallel.keeping.host_bytes import host_bytes, stage_host_bytes
@@ -27,6 +27,7 @@ from parallel.keeping.runs_beside_offload import runs_beside_offload
 from parallel.keeping_cost import keeping_costs
 from parallel.liveness import Piece, pieces
 from parallel.memory import RankBytes, in_flight, rank_bytes, whole_bytes
+from parallel.nominal_cost import equal_cost
 from parallel.partition import Partition, cut_positions
 from parallel.partition_optimal import MemoryRule, partition_optimal
 from parallel.stage_bytes import StageBytes
@@ -146,7 +147,10 @@ class Cutting:
         found, limit = self._pieces_of(candidate), float(self.cluster.usable_bytes)
         slots, device = self.task.slots, self.cluster.kind
         if not candidate.splits:
-            return chosen_runs_of_whole(candidate, graph, forward_s, limit, slots=slots, device=device, found=found)
+            name, ranks, m = candidate.name, candidate.ranks, candidate.m
+            return chosen_runs_of_whole(
+                name, ranks, m, graph, forward_s, limit, slots=slots, device=device, found=found
+            )
         schedule, placement = schedule_of(candidate)
         return chosen_runs(
             partition,
@@ -164,7 +168,8 @@ class Cutting:
     def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[RankBytes]:
         """Of the ranks of the first group; of any rank where each computes the whole model."""
         if not candidate.splits:
-            return [whole_bytes(candidate, partition.graph, self.task.slots, self.cluster.kind, keeping)]
+            name, ranks, m = candidate.name, candidate.ranks, candidate.m
+            return [whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, keeping)]
         schedule, placement = schedule_of(candidate)
         key = (partition.starts, self.tiles(candidate), keeping)
         if key not in self._stages:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from parallel.batchnorm import running_statistics
 from parallel.comm.communicator import Communicator
-from parallel.keeping.host_optimizer import HostOptimizer
+from parallel.keeping.host_optimizer import HostOptimizer, nothing, set_learning_rate
 from parallel.keeping.keeper import Keeper
 from parallel.keeping.rule import Keeping
 from parallel.keeping.surroundings import surroundings
@@ -27,8 +27,9 @@ from parallel.microbatch import microbatch_seed, share_of
 from parallel.norm_gradients import mend_norm_gradients
 from parallel.randomness import drawing
 from parallel.sent_bytes import sum_bytes
+from parallel.stage import Loss
 from parallel.stage_module import Run, SegmentRun, StageModule
-from parallel.step import Loss, Microbatch, NonFiniteLoss, StepResult, Wants, nothing, set_learning_rate
+from parallel.step import Microbatch, NonFiniteLoss, StepResult, Wants
 from parallel.update import parameters_and_gradients, state_of
 from parallel.updated_buffers import UpdatedBuffers
 

@@ -21,9 +21,9 @@ from parallel.running_buffers import (
     channels_of,
     clear_buffers,
     exchanged_records,
-    tracking_layers,
     untouched,
 )
+from parallel.updated_search import tracking_layers
 
 _DEFERRABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

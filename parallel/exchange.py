@@ -8,49 +8,14 @@ al. 2020, PyTorch Distributed, section 3.2).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 
 from parallel.action import Action, Kind
 from parallel.comm.communicator import Communicator, Work
+from parallel.comm.gradient_buckets import Bucket, bucketed
 from parallel.sent_bytes import sum_bytes
-
-BUCKET_BYTES = 25 << 20
-"""Of gradients that are summed at once, unless asked otherwise."""
-
-
-class Bucket:
-    """Parameters of one dtype whose gradients lie in one flat tensor, with one number behind them per parameter: how
-    many ranks had a gradient for it. One that nobody had stays None, so that the optimizer passes it over as it would
-    in a single process."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = tuple(parameters)
-        first = parameters[0]
-        size = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
-        self.touched = self.flat[size:]
-        self.views: list[Tensor] = []
-        offset = 0
-        for parameter in parameters:
-            # A dense parameter's own strides fit into as many elements, whatever the order of its dims.
-            self.views.append(torch.as_strided(self.flat, parameter.shape, parameter.stride(), offset))
-            offset += parameter.numel()
-        self.missing = 0
-
-    def clear(self) -> None:
-        """Zero the gradients and put them where backward adds to them."""
-        self.flat.zero_()
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
-
-    def settle(self) -> None:
-        """After the sum: take the gradient from the parameters that nobody had one for."""
-        for parameter, ranks in zip(self.parameters, self.touched.tolist(), strict=True):
-            if not ranks:
-                parameter.grad = None
 
 
 class GradientExchange:
@@ -159,22 +124,3 @@ def last_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
     split = {action.stage for action in actions if action.kind is Kind.BACKWARD_WEIGHT}
     whole = ((a.stage, position) for position, a in enumerate(actions) if a.kind is Kind.BACKWARD)
     yield from sorted({stage: position for stage, position in whole if stage not in split}.values())
-
-
-def bucketed(parameters: Sequence[nn.Parameter], bucket_bytes: int | None = None) -> list[list[nn.Parameter]]:
-    """``parameters`` from the last to the first, in runs of one dtype of at most ``bucket_bytes``, or one parameter.
-
-    Args:
-        bucket_bytes: 0: as long as the dtype is the same; None: ``BUCKET_BYTES``.
-    """
-    most = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    runs: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in reversed(parameters):
-        own = parameter.numel() * parameter.element_size()
-        if not runs or runs[-1][0].dtype != parameter.dtype or (most and size + own > most):
-            runs.append([])
-            size = 0
-        runs[-1].append(parameter)
-        size += own
-    return runs

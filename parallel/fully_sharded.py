@@ -19,7 +19,8 @@ from parallel.data_parallel import DataParallelEngine
 from parallel.microbatch import share_of
 from parallel.sent_bytes import part_bytes
 from parallel.sharding_units import sharding_units
-from parallel.step import Loss, Microbatch
+from parallel.stage import Loss
+from parallel.step import Microbatch
 from parallel.update import MakeOptimizer
 
 

@@ -1,7 +1,7 @@
 """From layers to an outline: a model's graph by operations, layers, blocks or modules.
 
 Takes a ``LayerGraph``, and where known the seconds of its layers; gives an ``Outline`` with sums over the layers of
-each part and the values between parts. ``block_cuts`` gives the places where a planner may cut between blocks only.
+each part and the values between parts.
 """
 
 from __future__ import annotations
@@ -65,12 +65,6 @@ def coarsen(
         ]
     groups = _repeats(graph, parts) if level in ("block", "module") else _in_blocks(graph, parts)
     return Outline(graph, level, tuple(parts), _links(graph, parts), groups)
-
-
-def block_cuts(graph: LayerGraph) -> tuple[int, ...]:
-    """Positions in ``graph.layers``, increasing, at which a block begins and a stage may begin."""
-    starts = [block.start for block in find_blocks(graph)[1:]]
-    return tuple(start for start in starts if 2 <= start < len(graph.layers) - 1 and graph.can_cut(start))
 
 
 def _with_ends(graph: LayerGraph, blocks: list[Block]) -> list[Block]:

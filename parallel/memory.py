@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parallel.action import COMPUTE, Action, Kind, Schedule
-from parallel.candidate import Candidate
 from parallel.graph import LayerGraph
 from parallel.keeping.kept_bytes import kept_bytes
 from parallel.keeping.rule import Keeping
@@ -114,7 +113,13 @@ def rank_bytes(
 
 
 def whole_bytes(
-    candidate: Candidate, graph: LayerGraph, slots: int, device: str = "cpu", keeping: Keeping | None = None
+    name: str,
+    ranks: int,
+    m: int,
+    graph: LayerGraph,
+    slots: int,
+    device: str = "cpu",
+    keeping: Keeping | None = None,
 ) -> RankBytes:
     """Of each rank where every rank computes the whole model: single, ddp and fsdp.
 
@@ -122,28 +127,30 @@ def whole_bytes(
     outside of them. Sharded, a rank gathers unit after unit, and holds gradients whole until the last microbatch.
 
     Args:
-        candidate: name, ranks and microbatches.
+        name: of the strategy: "single", "ddp" or "fsdp".
+        ranks: that share the global batch.
+        m: microbatches of the global batch.
         graph: of the model and its loss, traced with the largest microbatch.
         slots: values that the optimizer keeps for each parameter.
         keeping: what becomes of activations; all stay on the device by default.
     """
     (stage,) = kept_bytes(Partition(graph, (0,)), keeping or Keeping())
-    several = len(share_of(0, candidate.ranks, candidate.m)) > 1
+    several = len(share_of(0, ranks, m)) > 1
     parameters, kept = stage.parameters, stage.activations
     # Buckets take in the gradients layer by layer; without them all that are made add up.
-    in_one_go = (stage.backward if candidate.name == "ddp" else stage.first_backward) - kept
+    in_one_go = (stage.backward if name == "ddp" else stage.first_backward) - kept
     added = stage.backward - kept + parameters
-    if candidate.name == "fsdp":
-        part = -(-parameters // candidate.ranks)
+    if name == "fsdp":
+        part = -(-parameters // ranks)
         gathered = min(parameters, GATHERED * parameters // UNIT)
         work = max(stage.forward, stage.backward) - kept + gathered
         gradients = parameters if several else part
         return _fuller(
             RankBytes(part, gradients, slots * part, kept, work, 0), _update(part, part, slots * part, device)
         )
-    beside = parameters if candidate.name == "ddp" else 0  # buckets
+    beside = parameters if name == "ddp" else 0  # buckets
     extra = max(in_one_go, added if several else 0, stage.forward - kept + (parameters if several else 0))
-    gradients = parameters if candidate.name == "ddp" or several else 0
+    gradients = parameters if name == "ddp" or several else 0
     return _fuller(
         RankBytes(parameters, gradients, slots * parameters, kept, extra + beside - gradients, 0),
         _update(parameters, parameters, slots * parameters, device),

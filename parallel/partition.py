@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from parallel.cost import equal_cost
 from parallel.graph import INPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.nominal_cost import equal_cost
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -10,14 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from parallel.comm.communicator import Communicator
-
-
-def tracking_layers(module: nn.Module) -> list[_NormBase]:
-    return [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]
 
 
 def channels_of(layer: _NormBase) -> int:

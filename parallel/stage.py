@@ -26,11 +26,13 @@ from parallel.keeping.surroundings import surroundings
 from parallel.randomness import drawing
 from parallel.split_backward import DeferredWeights
 from parallel.stage_module import Run, SegmentRun, StageModule
-from parallel.step import Loss
 from parallel.updated_buffers import UpdatedBuffers
 
 LOSS = "#loss"
 """Name of the last stage's only value."""
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(output of the model, targets) -> scalar: the mean over the tiles of a microbatch, so that losses add up by size."""
 
 Gradients = dict[str, list[Tensor]]
 """Name of a value -> gradients of those of its tensors that need one, in order."""

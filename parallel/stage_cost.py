@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from parallel.cost import NOMINAL_COPY_BANDWIDTH, Costs, LayerCost, equal_cost
+from parallel.cost import Costs, LayerCost
 from parallel.device_spec import LinkSpec
 from parallel.graph import RANDOM_STATE
+from parallel.nominal_cost import NOMINAL_COPY_BANDWIDTH, equal_cost
 from parallel.partition import Partition
 from parallel.step_cost import LinkCost, StageCost
 

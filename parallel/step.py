@@ -11,11 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
-
-Loss = Callable[[Any, Tensor], Tensor]
-"""(output of the model, targets) -> scalar: the mean over the tiles of a microbatch, so that losses add up by size."""
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -141,12 +137,3 @@ class TrainingEngine(Protocol):
     def close(self) -> None:
         """Let go of the communicator. No step can follow."""
         ...
-
-
-def nothing() -> None:
-    """What is called before an update, unless there is something to wait for."""
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate

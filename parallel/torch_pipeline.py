@@ -11,12 +11,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.action import COMPUTE, Action, Kind
-from parallel.assemble import put_to_work
 from parallel.comm.communicator import CommunicationError, Communicator, Pipeline, PipelinePart, Work
-from parallel.crossings import Crossing, crossings, forms_of, is_channels_last
+from parallel.crossings import Crossing
 from parallel.engine import Engine, Observer
 from parallel.feed import Feed
 from parallel.graph import RANDOM_STATE
@@ -25,49 +24,9 @@ from parallel.partition import Partition
 from parallel.randomness import state_size
 from parallel.rank_work import RankWork
 from parallel.stage import LOSS
-from parallel.step import Loss
-from parallel.strategy import Strategy
-from parallel.trace_alone import trace_alone
-from parallel.update import MakeOptimizer
 
 RANDOM_TAG = 1
 """Of messages beside torch's own, which have 0."""
-
-
-def assemble_torch_pipeline(
-    module: nn.Module,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    communicator: Communicator,
-    strategy: Strategy,
-    *,
-    shape: tuple[int, ...],
-    batch: int,
-    device: torch.device,
-    seed: int = 0,
-    autocast: torch.dtype | None = None,
-    observer: Observer | None = None,
-) -> TorchPipelineEngine:
-    """The engine of this rank.
-
-    Args:
-        strategy: gpipe or 1f1b with one stage a rank, in one group, that neither computes again nor moves anything.
-        shape: (n, 3, h, w) of every microbatch.
-        module, loss, make_optimizer, batch, device, autocast: as for ``assemble``.
-
-    Raises:
-        ValueError: the strategy does not fit the model, its values cannot travel, or the communicator has no pipelines.
-    """
-    assert strategy.depth == strategy.ranks == communicator.world
-    traced = trace_alone(module, shape, communicator)
-    partition = strategy.partition(traced.graph)
-    passing = crossings(partition, forms_of(traced, shape, device, autocast), is_channels_last(module))
-    work = put_to_work(
-        traced, partition, loss, make_optimizer, communicator, strategy, batch=batch, device=device, autocast=autocast
-    )
-    return TorchPipelineEngine(
-        work, communicator, strategy.name, partition, passing, shape, device, seed=seed, observer=observer
-    )
 
 
 class TorchPipelineEngine(Engine):

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import broadcast_tensors
 from parallel.keeping.copies import Copies
-from parallel.keeping.host_optimizer import HostOptimizer
-from parallel.step import nothing, set_learning_rate
+from parallel.keeping.host_optimizer import HostOptimizer, nothing, set_learning_rate
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

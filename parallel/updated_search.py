@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 
 from parallel.fake_run import empty_like, once_each
 from parallel.op_watch import OpWatch, memory_of
-from parallel.running_buffers import tracking_layers
 
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
 """What torch.utils.checkpoint puts around a part of a model, begins with this; the end depends on torch's version."""
@@ -206,3 +206,7 @@ class _Checkpointed(nn.Module):
             return forward(*args)
         finally:
             self._depth -= 1
+
+
+def tracking_layers(module: nn.Module) -> list[_NormBase]:
+    return [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]

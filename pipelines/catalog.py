@@ -83,7 +83,7 @@ class SlideSpec:
                 what is neither file nor folder.
         """
         _check_path(self.path)
-        from pipelines.slide import open_slide  # here, so that listing a folder loads no slide library
+        from pipelines.backends.registry import open_slide  # here, so that listing a folder loads no slide library
 
         return open_slide(self.path, mpp=self.mpp, backend=self.backend)
 

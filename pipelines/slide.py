@@ -84,20 +84,3 @@ class LevelReader(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "auto") -> Slide:
-    """Open a slide of any known format.
-
-    Args:
-        path: a file, or the folder of a Zarr slide.
-        mpp: um/px of level 0, used in place of what the file records.
-        backend: ``auto`` takes the first that knows the file; or one of ``pipelines.backends.registry.BACKENDS``.
-
-    Raises:
-        ValueError: unknown ``backend``, or ``mpp`` outside 0.05-100.
-        SlideError: no such file, empty, damaged, of no known format, or without a usable mpp.
-    """
-    from pipelines.backends.registry import open_any  # here: backends import this module, and slide libraries
-
-    return open_any(Path(path), mpp=mpp, backend=backend)

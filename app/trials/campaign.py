@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from app.bench_command import BenchCommand
 from app.cli import FAILED, OK, flat
 from app.config import RunConfig, SplitSettings
 from app.dataset import prepare
@@ -32,9 +33,6 @@ from app.trials.table import print_bench
 from app.trials.trial import Trial, run_trial
 from pipelines.index import IndexSettings
 from pipelines.slide import SlideError
-
-if TYPE_CHECKING:
-    from app.bench import BenchCommand
 
 MAY_GROW = ("tiles", "ranks", "strategies", "repeats", "resume", "out", "trial_timeout_s", "index_workers")
 """Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made."""

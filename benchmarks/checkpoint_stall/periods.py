@@ -44,8 +44,10 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     with_none = functools.partial(_period, engine, parts, steps, case["every"])
     found: dict[str, Any] = {kind: [] for kind in KINDS} | {"persist_s": []}
     device = torch.device("cpu")
-    blocking = Checkpoints(CheckpointSettings(0, checkpoint_write="blocking"), folder, engine, device, 0)
-    with Checkpoints(CheckpointSettings(0), folder, engine, device, 0) as two_phase:
+    blocking = Checkpoints(
+        CheckpointSettings(0, checkpoint_write="blocking"), folder.last, folder.best, engine, device, 0
+    )
+    with Checkpoints(CheckpointSettings(0), folder.last, folder.best, engine, device, 0) as two_phase:
         writers = {"none": None, "blocking": blocking, "two-phase": two_phase}
         for round_number in range(1 + case["rounds"]):
             # Each comes after each other as often.

@@ -12,11 +12,10 @@ from typing import Any
 
 from app.strategy import StrategySettings
 from app.task import Workload
-from parallel.candidate import Candidate
-from parallel.cost import equal_cost
 from parallel.keeping.chosen_runs import chosen_runs_of_whole
 from parallel.keeping.rule import Keeping
 from parallel.memory import whole_bytes
+from parallel.nominal_cost import equal_cost
 
 CLASSES, RANKS = 3, 2
 SCHEDULES = ("gpipe", "1f1b", "master", "bidirectional", "ddp")
@@ -113,8 +112,7 @@ def planned_runs(name: str) -> str:
     """What is computed again to take half of what blocks save, as ``--recompute-runs`` takes it."""
     subject = SUBJECTS[name]
     graph = Workload(subject.model, ENLARGED * subject.tile, CLASSES).trace()
-    candidate = Candidate("ddp", RANKS, 1, subject.m)
-    ends = [whole_bytes(candidate, graph, 1, "cpu", Keeping(rule)).total for rule in ("none", "block")]
-    runs = chosen_runs_of_whole(candidate, graph, equal_cost(graph), sum(ends) / 2, slots=1)
+    ends = [whole_bytes("ddp", RANKS, subject.m, graph, 1, "cpu", Keeping(rule)).total for rule in ("none", "block")]
+    runs = chosen_runs_of_whole("ddp", RANKS, subject.m, graph, equal_cost(graph), sum(ends) / 2, slots=1)
     assert runs, f"nothing to compute again in {name}"
     return ",".join(f"{first}:{last}" for first, last in runs)

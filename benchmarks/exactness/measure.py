@@ -22,7 +22,7 @@ from parallel.assemble import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine import Engine
-from parallel.step import Loss
+from parallel.stage import Loss
 from parallel.update import MakeOptimizer
 
 CLASSES, SEED = 3, 0

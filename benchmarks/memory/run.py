@@ -34,7 +34,7 @@ from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
 from parallel.assemble import assemble
-from parallel.candidate import WHOLE, Candidate
+from parallel.candidate import WHOLE
 from parallel.comm.communicator import Communicator
 from parallel.data_parallel import DataParallelEngine
 from parallel.memory import RankBytes, rank_bytes, whole_bytes
@@ -79,7 +79,7 @@ def predict(case: dict[str, Any]) -> list[RankBytes]:
     graph = trace(WithLoss(model, targets_of(case["model"], case["px"])), shape).graph
     name, ranks, m = case["strategy"], case["ranks"], case["m"]
     if name in WHOLE:
-        return [whole_bytes(Candidate(name, ranks, 1, m), graph, SLOTS)] * ranks
+        return [whole_bytes(name, ranks, m, graph, SLOTS)] * ranks
     strategy = Strategy(name, ranks, ranks, m)
     cut = strategy.partition(trace(model, shape).graph)
     partition = Partition(graph, cut.starts)  # the loss comes after everything else

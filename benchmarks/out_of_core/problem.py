@@ -16,9 +16,10 @@ from app.task import Workload
 from parallel.batch_scale import with_tiles
 from parallel.candidate import WHOLE
 from parallel.cluster import Cluster
-from parallel.cost import Costs, LayerCost, equal_cost
+from parallel.cost import Costs, LayerCost
 from parallel.device_spec import link_named
 from parallel.graph import LayerGraph
+from parallel.nominal_cost import equal_cost
 from parallel.plan import Row
 from parallel.planner import Planner
 from parallel.savings import Savings

@@ -16,8 +16,8 @@ import torch
 from benchmarks.schedules.ours import Durations, Ours
 from parallel.action import Kind
 from parallel.comm.communicator import Communicator
+from parallel.comm.gradient_buckets import BUCKET_BYTES
 from parallel.comm.objects import gather_objects
-from parallel.exchange import BUCKET_BYTES
 from parallel.partition import Partition
 from parallel.simulate import simulate
 from parallel.step_cost import LinkCost, StageCost

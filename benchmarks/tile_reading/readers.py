@@ -21,8 +21,8 @@ import tifffile
 import zarr
 
 from benchmarks.tile_reading.slide import TILE
+from pipelines.backends.registry import open_slide
 from pipelines.geometry import Region
-from pipelines.slide import open_slide
 
 
 class Took(NamedTuple):

@@ -52,7 +52,7 @@ def status(key):
 reader, path, side = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 if reader == "megatile":
     from pipelines.geometry import Region
-    from pipelines.slide import open_slide
+    from pipelines.backends.registry import open_slide
     slide = open_slide(path, backend="tiled")
     read = lambda side: slide.read(Region(101, 203, side, side, slide.mpp))
 else:

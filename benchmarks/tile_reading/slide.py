@@ -13,8 +13,8 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
+from pipelines.backends.registry import open_slide
 from pipelines.geometry import Region
-from pipelines.slide import open_slide
 
 SOURCE = Path(__file__).parents[2] / "data" / "real" / "CMU-1-Small-Region.svs"
 TILE, QUALITY = 256, 80

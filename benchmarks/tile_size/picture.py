@@ -16,8 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from pipelines.backends.registry import open_slide
 from pipelines.geometry import Region
-from pipelines.slide import Pixels, open_slide
+from pipelines.slide import Pixels
 
 LARGE, SMALL = 2048, 256
 

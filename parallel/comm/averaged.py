@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, Work
+from parallel.comm.gradient_buckets import Bucket, bucketed
 from parallel.comm.objects import broadcast_tensors
-from parallel.exchange import Bucket, bucketed
 
 
 class AveragedModule(nn.Module):
@@ -29,7 +29,7 @@ class AveragedModule(nn.Module):
     Args:
         module: dense parameters; those that need gradients now are averaged.
         communicator: the ranks that hold a replica.
-        bucket_bytes: of gradients summed at once; 0: all of one dtype; None: ``exchange.BUCKET_BYTES``.
+        bucket_bytes: of gradients summed at once; 0: all of one dtype; None: ``gradient_buckets.BUCKET_BYTES``.
     """
 
     def __init__(self, module: nn.Module, communicator: Communicator, bucket_bytes: int | None = None) -> None:

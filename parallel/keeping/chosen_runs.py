@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from parallel.action import Schedule
-from parallel.candidate import Candidate
 from parallel.graph import LayerGraph
 from parallel.keeping.kept_bytes import kept_bytes
 from parallel.keeping.recompute_optimal import Plan, RecomputeSearch
@@ -88,7 +87,9 @@ def chosen_runs(
 
 
 def chosen_runs_of_whole(
-    candidate: Candidate,
+    name: str,
+    ranks: int,
+    m: int,
     graph: LayerGraph,
     forward_s: Sequence[float],
     limit_bytes: float,
@@ -102,7 +103,7 @@ def chosen_runs_of_whole(
     found = pieces(graph) if found is None else found
 
     def taken(runs: Runs) -> list[int]:
-        return [whole_bytes(candidate, graph, slots, device, Keeping("chosen", runs)).total]
+        return [whole_bytes(name, ranks, m, graph, slots, device, Keeping("chosen", runs)).total]
 
     room = limit_bytes - (2 + slots) * sum(graph.owned_bytes)
     return _chosen(partition, forward_s, [1], [room], taken, limit_bytes, found)

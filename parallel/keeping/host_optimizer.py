@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from parallel.keeping.copies import Copies, Mark
 from parallel.live_bytes import not_counted
-from parallel.step import nothing, set_learning_rate
 
 Before = tuple[Tensor, dict[str, Any] | None]
 """A parameter and its state in the optimizer before an update; None: it had none."""
@@ -217,3 +216,12 @@ def _hook(optimizer: weakref.ref[HostOptimizer], name: str) -> Callable[[Tensor]
             owner._added(name)
 
     return added
+
+
+def nothing() -> None:
+    """What is called before an update, unless there is something to wait for."""
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

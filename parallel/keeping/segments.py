@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from parallel.granularity import block_cuts
+from parallel.blocks import block_cuts
 from parallel.graph import INPUT, OUTPUT, LayerGraph
 from parallel.keeping.rule import Keeping, Segment
 from parallel.partition import Partition, cut_positions

@@ -30,13 +30,19 @@ class Opener(Protocol):
     def __call__(self, path: Path, *, mpp: float | None) -> Slide: ...
 
 
-def open_any(path: Path, *, mpp: float | None, backend: str) -> Slide:
-    """Open a slide with ``backend``, or with the first that knows it when that is ``auto``.
+def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "auto") -> Slide:
+    """Open a slide of any known format.
+
+    Args:
+        path: a file, or the folder of a Zarr slide.
+        mpp: um/px of level 0, used in place of what the file records.
+        backend: one of ``BACKENDS``; ``auto`` takes the first that knows the file.
 
     Raises:
-        ValueError: unknown ``backend``, or implausible ``mpp``.
-        SlideError: there is no such file, it is damaged, of no known format, or its mpp is not known.
+        ValueError: unknown ``backend``, or ``mpp`` outside 0.05-100.
+        SlideError: no such file, empty, damaged, of no known format, or without a usable mpp.
     """
+    path = Path(path)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r} for {path}")
     if mpp is not None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from app import bench
-from app.bench import BenchCommand
+from app.bench_command import BenchCommand
 from app.config import DataSettings
 from app.trials.case import Case, cases_of, parse_strategy
 from app.trials.knobs import KNOBS

@@ -27,7 +27,7 @@ from app.shared_buffer import SharedBuffer
 from app.snapshot import Snapshot
 from app.two_phase import TwoPhaseCheckpoints
 from parallel.keeping.copies import Copies
-from parallel.step import nothing
+from parallel.keeping.host_optimizer import nothing
 
 CPU = torch.device("cpu")
 
@@ -141,7 +141,8 @@ class Still:
 
 
 def checkpoints_of(folder: Path, **settings: Any) -> Checkpoints:
-    return Checkpoints(CheckpointSettings(**settings), RunFolder(folder), Still(), CPU, 0)  # type: ignore[arg-type]
+    run = RunFolder(folder)
+    return Checkpoints(CheckpointSettings(**settings), run.last, run.best, Still(), CPU, 0)  # type: ignore[arg-type]
 
 
 def save(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 9, at_once: bool = False) -> None:
@@ -239,5 +240,6 @@ def test_engines_wait_for_nothing_when_nothing_is_written_beside_them(tmp_path: 
     engine = Still()
     engine.call = nothing
     settings = CheckpointSettings(checkpoint_write="blocking")
-    Checkpoints(settings, RunFolder(tmp_path), engine, CPU, 0)  # type: ignore[arg-type]
+    run = RunFolder(tmp_path)
+    Checkpoints(settings, run.last, run.best, engine, CPU, 0)  # type: ignore[arg-type]
     assert engine.call is nothing

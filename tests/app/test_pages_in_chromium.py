@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.comparison import write_comparison
-from app.report import write_report
+from app.run_report import write_report
 from app.trials.page import write_page
 from tests.helpers.bench_folder import row, unfit, write_bench, write_rows
 from tests.helpers.chromium import Browser, browser, find_chromium

@@ -30,7 +30,7 @@ from app.interrupt import Interrupt
 from app.launch import Placement
 from app.loop import TrainingLoop
 from app.outcome import Outcome
-from app.report import render
+from app.run_report import render
 from app.run_files import read_run
 from app.runfolder import RunFolder
 from app.session import build_session

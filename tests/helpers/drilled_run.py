@@ -45,7 +45,7 @@ def train(path: Path) -> dict[str, Any]:
         engine.load_state_dict(state)
         first = state["step"]
     settings = CheckpointSettings(checkpoint_every=EVERY)
-    with Checkpoints(settings, folder, engine, torch.device("cpu"), first) as checkpoints:
+    with Checkpoints(settings, folder.last, folder.best, engine, torch.device("cpu"), first) as checkpoints:
         for step in range(first, STEPS):
             engine.step([microbatch(2 * step), microbatch(2 * step + 1)], step, 1e-2)
             checkpoints.add_step(0.01)

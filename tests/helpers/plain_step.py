@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.microbatch import microbatch_seed
-from parallel.step import Loss
+from parallel.stage import Loss
 
 Batch = list[tuple[Tensor, Tensor]]
 """(images, targets) of each microbatch of one global batch."""

@@ -19,7 +19,8 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.data_parallel import DataParallelEngine
 from parallel.fully_sharded import FullyShardedEngine
 from parallel.sharding_units import sharding_units
-from parallel.step import Loss, Microbatch, NonFiniteLoss
+from parallel.stage import Loss
+from parallel.step import Microbatch, NonFiniteLoss
 from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.small_nets import SkipNet, TwoOutputs, batch_of, pixel_loss, two_losses

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallel.articulation import values_across
-from parallel.granularity import block_cuts, coarsen
+from parallel.blocks import block_cuts
+from parallel.granularity import coarsen
 from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.op import Op
 from parallel.outline import Group, Level, Link, saved_bytes

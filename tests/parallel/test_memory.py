@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.registry import build_model
-from parallel.candidate import Candidate
 from parallel.cut import cut_stage
 from parallel.graph import LayerGraph
 from parallel.lowering import add_recompute, lower
@@ -163,7 +162,7 @@ def test_whole_models() -> None:
     size = window_bytes(graph, 0, len(graph.layers)).parameters
 
     def taken(name: str, ranks: int, m: int) -> RankBytes:
-        return whole_bytes(Candidate(name, ranks, 1, m), graph, 2)
+        return whole_bytes(name, ranks, m, graph, 2)
 
     assert taken("single", 1, 2).total >= taken("single", 1, 1).total
     # Buckets hold all gradients; those of microbatches before the last are beside them.

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.cost import equal_cost
 from parallel.graph import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.nominal_cost import equal_cost
 from parallel.partition import Edge, Partition, partition_at, partition_equal
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from models.unet import UNet
-from parallel.assemble import assemble
+from parallel.assemble import assemble, assemble_torch_pipeline
 from parallel.comm.communicator import Communicator, PipelinePart
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
@@ -26,9 +26,10 @@ from parallel.crossings import Crossing, crossings, forms_of, is_channels_last
 from parallel.data_parallel import DataParallelEngine
 from parallel.engine import EngineFault
 from parallel.partition import partition_at
-from parallel.step import Loss, Microbatch, NonFiniteLoss
+from parallel.stage import Loss
+from parallel.step import Microbatch, NonFiniteLoss
 from parallel.strategy import Strategy
-from parallel.torch_pipeline import TorchPipelineEngine, assemble_torch_pipeline
+from parallel.torch_pipeline import TorchPipelineEngine
 from parallel.trace import trace
 from tests.helpers.engine_runs import train
 from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run

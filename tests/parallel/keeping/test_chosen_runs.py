@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.candidate import Candidate
 from parallel.graph import LayerGraph
 from parallel.keeping.chosen_runs import chosen_runs, chosen_runs_of_whole
 from parallel.keeping.kept_bytes import kept_bytes
@@ -49,9 +48,9 @@ def test_ranks_fit(name: str) -> None:
 
 
 def test_whole_models_fit() -> None:
-    graph, single = unet(), Candidate("single", 1, 1, 2)
-    full = whole_bytes(single, graph, 2).total
-    runs = chosen_runs_of_whole(single, graph, seconds(graph), 0.8 * full, slots=2)
+    graph = unet()
+    full = whole_bytes("single", 1, 2, graph, 2).total
+    runs = chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), 0.8 * full, slots=2)
     assert runs
-    assert 0.7 * full < whole_bytes(single, graph, 2, keeping=Keeping("chosen", runs)).total <= 0.8 * full
-    assert chosen_runs_of_whole(single, graph, seconds(graph), full, slots=2) == ()
+    assert 0.7 * full < whole_bytes("single", 1, 2, graph, 2, keeping=Keeping("chosen", runs)).total <= 0.8 * full
+    assert chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), full, slots=2) == ()

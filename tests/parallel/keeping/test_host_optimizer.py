@@ -19,7 +19,8 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.keeping.copies import Copies
 from parallel.keeping.host_optimizer import HostOptimizer
 from parallel.keeping.host_parameters import HostParameters
-from parallel.step import Loss, Microbatch
+from parallel.stage import Loss
+from parallel.step import Microbatch
 from parallel.strategy import Strategy
 from parallel.update import Update
 from tests.helpers.small_nets import NETS, TwoOutputs, batch_of, drawn_once, two_losses

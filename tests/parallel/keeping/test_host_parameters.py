@@ -21,7 +21,7 @@ from parallel.keeping.host_optimizer import HostOptimizer
 from parallel.keeping.host_parameters import HostParameters, buffers_to
 from parallel.keeping.packing import Packed
 from parallel.live_bytes import LiveBytes
-from parallel.step import Loss
+from parallel.stage import Loss
 from tests.helpers.small_nets import NETS, batch_of, drawn_once, pixel_loss
 
 CPU = torch.device("cpu")

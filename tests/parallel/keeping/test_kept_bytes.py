@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from parallel.batchnorm import running_statistics
-from parallel.candidate import Candidate
 from parallel.comm.local import LocalCommunicator
 from parallel.cut import cut_stage
 from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
@@ -130,9 +129,9 @@ def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
 
 
 def test_whole_models_under_a_rule() -> None:
-    single, graph = Candidate("single", 1, 1, 1), chain()
+    graph = chain()
     plain, moved = (
-        whole_bytes(single, graph, 2, keeping=rule) for rule in (None, Keeping(offload="overlap", smallest=0))
+        whole_bytes("single", 1, 1, graph, 2, keeping=rule) for rule in (None, Keeping(offload="overlap", smallest=0))
     )
     assert (plain.activations, moved.activations) == (208, 0)
     assert plain.total - moved.total > 50

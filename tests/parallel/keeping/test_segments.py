@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from parallel.granularity import block_cuts
+from parallel.blocks import block_cuts
 from parallel.keeping.rule import Keeping, Segment
 from parallel.keeping.segments import segments_of
 from parallel.partition import Partition, cut_positions, partition_equal

@@ -11,8 +11,9 @@ import tifffile
 from PIL import Image
 
 from pipelines.backends import image as image_backend
+from pipelines.backends.registry import open_slide
 from pipelines.geometry import Region
-from pipelines.slide import SlideError, TileReadError, open_slide
+from pipelines.slide import SlideError, TileReadError
 from tests.helpers.real import NUCLEI
 
 PIXELS = np.random.default_rng(3).integers(0, 256, (40, 60, 3), np.uint8)

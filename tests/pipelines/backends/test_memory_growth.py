@@ -23,7 +23,7 @@ import gc, sys
 import psutil
 from pathlib import Path
 from pipelines.geometry import Region
-from pipelines.slide import open_slide
+from pipelines.backends.registry import open_slide
 
 path, backend, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 process = psutil.Process()

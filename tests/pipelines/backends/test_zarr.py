@@ -12,8 +12,9 @@ import pytest
 import zarr
 
 from pipelines.backends import zarr as zarr_backend
+from pipelines.backends.registry import open_slide
 from pipelines.geometry import Region
-from pipelines.slide import SlideError, TileReadError, open_slide
+from pipelines.slide import SlideError, TileReadError
 from tests.pipelines.backends.test_slides import pyramid, write_ome_zarr
 
 

@@ -13,8 +13,8 @@ import openslide
 import pytest
 import tifffile
 
+from pipelines.backends.registry import open_slide
 from pipelines.geometry import Region, Size
-from pipelines.slide import open_slide
 from pipelines.synthetic.arrangement import CROWDED
 from pipelines.synthetic.painter import MASK_SCALE, level_sizes, paint
 from pipelines.synthetic.scene import Scene, SceneSpec
