@@ -30,8 +30,8 @@ from app.interrupt import Interrupt
 from app.launch import Placement
 from app.loop import TrainingLoop
 from app.outcome import Outcome
-from app.run_report import render
 from app.run_files import read_run
+from app.run_report import render
 from app.runfolder import RunFolder
 from app.session import build_session
 from app.summary import RunSummary
