@@ -177,6 +177,7 @@ def put_to_work(
     update = _update(
         make_optimizer, names, stages, exchanges, holders, placement, rank, offload, resident=keeping.parameters
     )
+    communicator.connect(placement.pairs(partition.links))
     messenger = Messenger(communicator, device)
     routes = {
         way: tuple(edge.value for edge in partition.edges if (edge.source, edge.target) == way)

@@ -6,6 +6,7 @@ Letters as in the papers: d groups of D ranks; rank = g D + k. Replica 0 has its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -52,3 +53,17 @@ class Placement:
         return tuple(
             sorted({self.rank_of(stage, replica, g) for g in range(self.groups) for replica in range(self.replicas)})
         )
+
+    def pairs(self, links: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
+        """(sender, receiver) of all ranks between which stages hand something over, in ascending order.
+
+        Args:
+            links: (source stage, target stage) -> a gradient comes back.
+        """
+        ways: set[tuple[int, int]] = set()
+        for group in range(self.groups):
+            for replica in range(self.replicas):
+                for (source, target), back in links.items():
+                    sender, receiver = (self.rank_of(stage, replica, group) for stage in (source, target))
+                    ways |= {(sender, receiver), (receiver, sender)} if back else {(sender, receiver)}
+        return tuple(sorted((sender, receiver) for sender, receiver in ways if sender != receiver))

@@ -7,7 +7,7 @@ schedule that is right with sends that return at once stays free of deadlock on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -114,6 +114,16 @@ class Communicator(Protocol):
     world: int
     local_rank: int
     """Number of this rank on its machine; chooses the device."""
+
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Make ready for tensors on the device to go from rank to rank; those on the CPU need it not.
+
+        Every rank calls it with the same pairs.
+
+        Args:
+            pairs: (sender, receiver), of all ranks.
+        """
+        ...
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send ``tensor`` to rank ``peer``. Messages of one tag to one peer arrive in the order sent.

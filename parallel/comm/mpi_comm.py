@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,9 @@ class MpiCommunicator:
         self._comm = comm
         self.rank = comm.Get_rank()
         self.world = comm.Get_size()
+
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+        """MPI connects ranks as they come to talk."""
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         flat = self._reachable(in_memory_order(tensor.detach()), filled=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -140,6 +140,9 @@ class ThreadCommunicator:
         self._path = path
         self._collectives = 0
         self._subgroups = 0
+
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Threads share their memory."""
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work = self._work(tensor, f"isend of {_described(tensor)} to rank {peer}, tag {tag}")

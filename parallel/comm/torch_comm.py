@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +25,7 @@ from parallel.comm.handshake import KEY, prove_membership
 from parallel.comm.objects import in_memory_order
 from parallel.comm.sent import Departures
 from parallel.comm.torch_group import join_group
+from parallel.comm.torch_links import Links
 
 PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 NO_SYNC: dict[str, Any] = {
@@ -68,9 +68,8 @@ class TorchWork:
 class TorchCommunicator:
     """All ranks of a torchrun job.
 
-    Between GPUs, NCCL knows no tags and performs the operations of one process group in turn, so that each direction
-    between two ranks has a group of its own. It refuses ranks that share a GPU: there, messages go through pinned host
-    memory over Gloo, and Gloo sums too.
+    Between GPUs, messages go over NCCL along the links that ``connect`` has made. NCCL refuses ranks that share a GPU:
+    there, messages go through pinned host memory over Gloo, and Gloo sums too.
 
     Args:
         device: where the tensors of gradients live; CPU tensors always go over Gloo.
@@ -89,19 +88,19 @@ class TorchCommunicator:
         self._device = device
         self._nccl = device.type == "cuda" and local_world <= torch.cuda.device_count()
         self._timeout = timedelta(seconds=timeout_s)
+        self._links = Links(self.rank, self._timeout, device)
         self._group: Any = None
         self._ranks = tuple(range(self.world))
-        self._directions: dict[tuple[int, int], Any] = {}
         self._departures = Departures()
         backend = "cpu:gloo,cuda:nccl" if self._nccl else "gloo"
         join_group(backend, self.rank, self.world, self._timeout, join_timeout_s)
         self._prove_membership()
-        with _named(f"rank {self.rank} of {self.world}: joining the group"):
-            if self._nccl:
-                # All now, as every rank must take part in making each; connections are made when first used.
-                self._directions = {
-                    pair: dist.new_group(pair, self._timeout, "nccl") for pair in itertools.permutations(self._ranks, 2)
-                }
+
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+        if not self._nccl:
+            return  # Gloo has connected all ranks
+        with _named(f"rank {self.rank} of {self.world}: connecting to the ranks of its pipeline"):
+            self._links.make((self._ranks[source], self._ranks[target]) for source, target in pairs)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         flat = in_memory_order(tensor.detach())
@@ -109,8 +108,7 @@ class TorchCommunicator:
         to = self._ranks[peer]
         with _named(described):
             if flat.is_cuda and self._nccl:
-                group = self._directions[self._ranks[self.rank], to]
-                return TorchWork(dist.isend(flat, to, group), [flat], described)
+                return TorchWork(self._links.isend(flat, to), [flat], described)
             host = _pinned(flat).copy_(flat) if flat.is_cuda else flat
             return self._departures.add(TorchWork(dist.isend(host, to, self._group, tag), [host], described).wait)
 
@@ -122,8 +120,7 @@ class TorchCommunicator:
             if not flat.is_cuda:
                 return TorchWork(dist.irecv(flat, source, self._group, tag), [flat], described)
             if self._nccl:
-                group = self._directions[source, self._ranks[self.rank]]
-                return TorchWork(dist.irecv(flat, source, group), [flat], described)
+                return TorchWork(self._links.irecv(flat, source), [flat], described)
             host = _pinned(flat)
             work = dist.irecv(host, source, self._group, tag)
             return TorchWork(work, [host, flat], described, arrive=lambda: flat.copy_(host))

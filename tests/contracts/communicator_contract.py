@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from typing import Any
 
@@ -33,6 +34,8 @@ def check_communicator(communicator: Communicator, argument: Any = None) -> dict
     communicator.barrier()
     assert agree(communicator, rank == world - 1)
     assert not agree(communicator, False)
+    for _ in range(2):
+        communicator.connect(list(itertools.permutations(range(world), 2)))
     if world > 1:
         messages_of_every_dtype(communicator)
         messages_keep_their_order(communicator)

@@ -1,0 +1,146 @@
+"""Links between GPUs: how many groups a rank makes in a large world, that ranks never connect in a circle, and, over
+Gloo in place of NCCL, that what is made carries messages."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parallel.comm import torch_comm, torch_links
+from parallel.comm.torch_comm import TorchCommunicator
+from parallel.comm.torch_links import Links
+from parallel.placement import Placement
+from tests.helpers.ranks import run_on_ranks
+
+WORLD = 1024
+LONG = {(stage, stage + 1): True for stage in range(WORLD - 1)}
+SKIPPING = {**{(stage, stage + 1): True for stage in range(7)}, (0, 7): True, (1, 6): True, (2, 5): False}
+"""A chain of eight stages with skips, one of which no gradient comes back along."""
+Pair = tuple[int, int]
+
+
+class FakeDistributed:
+    """Counts the groups that a rank makes, and keeps the order in which it meets others."""
+
+    def __init__(self) -> None:
+        self.calls: list[Pair] = []
+        self.met: list[Pair] = []
+
+    def new_group(self, pair: Pair, timeout: timedelta, backend: str) -> Pair:
+        assert backend == "nccl"
+        self.calls.append(pair)
+        return pair
+
+    def isend(self, tensor: torch.Tensor, peer: int, group: Pair) -> FakeDistributed:
+        self.met.append(group)
+        return self
+
+    irecv = isend
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def connected(monkeypatch: pytest.MonkeyPatch, rank: int, pairs: Collection[Pair]) -> FakeDistributed:
+    """What ``rank`` of ``WORLD`` makes, eight GPUs a host, when it joins and connects."""
+    fake = FakeDistributed()
+    for module in (torch_comm, torch_links):
+        monkeypatch.setattr(module, "dist", fake)
+    monkeypatch.setattr(torch_comm, "join_group", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name, value in {"RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_RANK": rank % 8, "LOCAL_WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
+    communicator = TorchCommunicator(torch.device("cuda", rank % 8), 60, 60)
+    with FakeTensorMode():
+        communicator.connect(pairs)
+        first = len(fake.calls), len(fake.met)
+        communicator.connect(pairs)  # another engine of the same run
+    assert (len(fake.calls), len(fake.met)) == first
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("placement", "links", "calls", "own"),
+    [
+        (Placement(1, WORLD, WORLD), LONG, 2 * (WORLD - 1), 4),
+        (Placement(128, 8, 8), SKIPPING, 128 * (2 * 7 + 2 * 2 + 1), 6),
+        (Placement(128, 8, 8, replicas=2), SKIPPING, 128 * (2 * 7 + 2 * 2 + 2), 6),
+        (Placement(128, 8, 16), {(stage, stage + 1): True for stage in range(15)}, 128 * 2 * 8, 4),
+        (Placement(WORLD, 1, 1), {}, 0, 0),
+    ],
+    ids=["one pipeline", "128 pipelines", "and their inverses", "two chunks a rank", "no pipeline"],
+)
+def test_a_rank_of_1024_makes_the_groups_of_its_own_pipeline(
+    placement: Placement, links: dict[Pair, bool], calls: int, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ordered pairs of all ranks would be 1,047,552."""
+    pairs = placement.pairs(links)
+    for rank in (0, 1, 514, WORLD - 1):
+        fake = connected(monkeypatch, rank, pairs)
+        assert len(fake.calls) == calls
+        # The same on all ranks, whatever order they were told of: torch names groups by counting.
+        assert fake.calls == sorted(fake.calls)
+        assert fake.met == [pair for pair in fake.calls if rank in pair]
+        assert len(fake.met) <= own
+        assert {placement.group_of(peer) for pair in fake.met for peer in pair} <= {placement.group_of(rank)}
+
+
+def test_ranks_that_wait_for_each_other_never_do_so_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is held at its next link until the other end comes there, too."""
+    pairs = Placement(128, 8, 8, replicas=2).pairs(SKIPPING)
+    shuffled = [pairs[n * 997 % len(pairs)] for n in range(len(pairs))]
+    left = {
+        rank: collections.deque(connected(monkeypatch, rank, pairs if rank % 2 else shuffled).met)
+        for rank in range(64)  # eight pipelines, closed in themselves
+    }
+    meetings = 0
+    while any(left.values()):
+        ready = {queue[0] for queue in left.values() if queue}
+        met = [pair for pair in ready if all(left[rank] and left[rank][0] == pair for rank in pair)]
+        assert met, f"all wait: {sorted(ready)}"
+        for pair in met:
+            for rank in pair:
+                left[rank].popleft()
+        meetings += len(met)
+    assert meetings == sum(pair[0] < 64 for pair in pairs)
+
+
+def test_pairs_of_ranks() -> None:
+    assert Placement(1, 3, 3).pairs({(0, 1): True, (1, 2): False, (0, 2): False}) == ((0, 1), (0, 2), (1, 0), (1, 2))
+    assert Placement(2, 2, 2).pairs({(0, 1): True}) == ((0, 1), (1, 0), (2, 3), (3, 2))
+    assert Placement(1, 2, 2, replicas=2).pairs({(0, 1): False}) == ((0, 1), (1, 0))
+    assert Placement(1, 2, 4).pairs({(0, 1): False, (1, 2): False, (0, 2): True}) == ((0, 1), (1, 0))
+
+
+def test_ranks_that_were_never_connected_are_named() -> None:
+    with pytest.raises(AssertionError, match="rank 1 was never connected to send to rank 3"):
+        Links(1, timedelta(seconds=1), torch.device("cpu")).isend(torch.zeros(1), 3)
+
+
+def talk(communicator: Any, _: Any) -> list[list[float]]:
+    """What this rank receives over links of its own: both ways at once, between the neighbours of a ring."""
+    rank, world = communicator.rank, communicator.world
+    links = Links(rank, timedelta(seconds=60), torch.device("cpu"), backend="gloo")
+    forward = [(n, (n + 1) % world) for n in range(world)]
+    # Each rank is told in another order, and of links that it has no part in.
+    links.make(forward[rank:] + forward[:rank])
+    links.make([(target, source) for source, target in forward])
+    after, before = (rank + 1) % world, (rank - 1) % world
+    places = [torch.zeros(2) for _ in range(2)]
+    works = [links.irecv(places[0], before), links.irecv(places[1], after)]
+    works += [links.isend(torch.full((2,), 10.0 * rank), after), links.isend(torch.full((2,), 10.0 * rank + 1), before)]
+    for work in works:
+        work.wait()
+    return [place.tolist() for place in places]
+
+
+def test_links_carry_messages_between_processes(tmp_path: Path) -> None:
+    got = run_on_ranks(4, "tests.parallel.comm.test_torch_links:talk", tmp_path)
+    assert got == [[[10.0 * ((rank - 1) % 4)] * 2, [10.0 * ((rank + 1) % 4) + 1] * 2] for rank in range(4)]
