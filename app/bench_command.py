@@ -45,6 +45,9 @@ class BenchCommand:
     """Least part of a tile that is tissue, 0 to 1."""
     ranks: tuple[int, ...] = (1, 2)
     """Numbers of processes on this machine, which share its cores or have a GPU each."""
+    stages: tuple[int, ...] = ()
+    """Numbers of ranks that a copy of the model is split over; where that is a part of the ranks, they make as many
+    data-parallel groups. A number of ranks that it does not divide goes without. Default: all ranks."""
     strategies: tuple[str, ...] = STRATEGIES
     """Strategies of app.train, with +recompute (block by block) and +offload where wanted; single runs on one rank,
     the others on several. ddp is what the others are held against."""
@@ -113,6 +116,7 @@ class BenchCommand:
                 self.strategies,
                 self.tiles,
                 self.ranks,
+                self.stages,
                 batch=self.batch,
                 microbatches=self.m,
                 scaling=self.scaling,
@@ -122,9 +126,9 @@ class BenchCommand:
 
     def validate(self) -> list[str]:
         found = self.data.validate()
-        for name in ("tiles", "ranks", "strategies"):
+        for name in ("tiles", "ranks", "strategies", "stages"):
             values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
+            if (not values and name != "stages") or len(set(values)) < len(values):
                 found.append(f"--{name} takes one or more, each once; got {' '.join(map(str, values)) or 'none'}")
         found += [
             f"--{name.replace('_', '-')} must be at least {least}; got {value}"
@@ -136,6 +140,12 @@ class BenchCommand:
             for name in ("tiles", "ranks")
             for value in getattr(self, name)
             if value < 1
+        ]
+        found += [
+            f"--stages takes numbers of 2 or more that divide one of --ranks {' '.join(map(str, self.ranks))}; "
+            f"got {depth}"
+            for depth in self.stages
+            if depth < 2 or all(ranks % depth for ranks in self.ranks)
         ]
         if self.microbatches is not None and not 1 <= self.microbatches <= self.batch:
             found.append(f"--microbatches must be 1 to --batch {self.batch}; got {self.microbatches}")

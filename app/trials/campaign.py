@@ -34,7 +34,7 @@ from app.trials.trial import Trial, run_trial
 from pipelines.index import IndexSettings
 from pipelines.slide import SlideError
 
-MAY_GROW = ("tiles", "ranks", "strategies", "repeats", "resume", "out", "trial_timeout_s", "index_workers")
+MAY_GROW = ("tiles", "ranks", "stages", "strategies", "repeats", "resume", "out", "trial_timeout_s", "index_workers")
 """Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made."""
 
 

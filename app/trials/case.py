@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from app.strategy import StrategySettings
-from app.strategy_names import Parallel
+from app.strategy_names import WHOLE, Parallel
 
 SAVINGS = {"recompute": ("--recompute", "block"), "offload": ("--offload", "overlap")}
 """What can be added to a strategy with a plus: the flag and its value."""
@@ -28,6 +28,7 @@ class Case:
         parallel: strategy of ``app.train``.
         savings: keys of ``SAVINGS``.
         batch, microbatches: of a step over all ranks.
+        stages: of each of several groups of ranks; None: one group of all ranks, or a model that is not split.
         knobs: further flags and values, of a sweep.
     """
 
@@ -38,18 +39,20 @@ class Case:
     batch: int
     microbatches: int
     memory: str | None = None
+    stages: int | None = None
     knobs: tuple[tuple[str, str], ...] = ()
 
     @property
     def label(self) -> str:
-        """The strategy, as the table names it."""
-        return " + ".join((self.parallel, *self.savings))
+        """The strategy, as the table names it: with groups and stages where there are several groups."""
+        mesh = f" {self.ranks // self.stages} x {self.stages}" if self.stages else ""
+        return " + ".join((self.parallel + mesh, *self.savings))
 
     @property
     def name(self) -> str:
         """Of its folder."""
         knobs = "".join(f"_{flag.lstrip('-')}={value}" for flag, value in self.knobs)
-        return f"{self.tile}px_{self.ranks}x_{'+'.join((self.parallel, *self.savings))}{knobs}"
+        return f"{self.tile}px_{self.ranks}x_{self.label.replace(' ', '')}{knobs}"
 
     @property
     def settings(self) -> StrategySettings:
@@ -57,6 +60,7 @@ class Case:
         return StrategySettings(
             parallel=cast(Parallel, self.parallel),
             ranks=self.ranks,
+            stages=self.stages,
             batch=self.batch,
             microbatches=self.microbatches,
             recompute="block" if "recompute" in self.savings else "none",
@@ -76,6 +80,7 @@ class Case:
         given = [
             *("--parallel", self.parallel, "--ranks", str(self.ranks), "--tile", str(self.tile)),
             *("--batch", str(self.batch), "--microbatches", str(self.microbatches)),
+            *(("--stages", str(self.stages)) if self.stages else ()),
             *(word for saving in self.savings for word in SAVINGS[saving]),
             *(word for knob in self.knobs for word in knob),
         ]
@@ -101,15 +106,18 @@ def cases_of(
     strategies: Sequence[str],
     tiles: Sequence[int],
     ranks: Sequence[int],
+    stages: Sequence[int] = (),
     *,
     batch: int,
     microbatches: int,
     scaling: Scaling,
     memory: str | None,
 ) -> Iterator[Case]:
-    """Every strategy at every tile size and number of ranks: ``single`` on one rank, the others on several.
+    """Every strategy at every tile size and number of ranks: ``single`` on one rank, the others on several; those that
+    split the model with each number of stages.
 
     Args:
+        stages: those that do not divide a number of ranks are left out there; none: as many as ranks.
         batch, microbatches: of a step on the fewest ranks; the same on all with strong scaling, in proportion with
             weak.
     """
@@ -117,4 +125,12 @@ def cases_of(
         growth = n / min(ranks) if scaling == "weak" else 1
         for name, savings in map(parse_strategy, strategies):
             if name == "auto" or (name == "single") == (n == 1):
-                yield Case(name, savings, n, tile, round(batch * growth), round(microbatches * growth), memory)
+                for depth in _depths(name, n, stages):
+                    size = round(batch * growth), round(microbatches * growth)
+                    yield Case(name, savings, n, tile, *size, memory, depth)
+
+
+def _depths(name: str, ranks: int, stages: Sequence[int]) -> list[int | None]:
+    if not stages or name in (*WHOLE, "auto"):
+        return [None]
+    return [None if depth == ranks else depth for depth in stages if not ranks % depth]

@@ -49,6 +49,7 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
         "parallel": case.parallel,
         "knobs": dict(case.knobs),
         "ranks": case.ranks,
+        "stages": case.settings.depth if case.settings.splits else None,
         "tile_px": case.tile,
         "global_batch": case.batch,
         "microbatches": case.microbatches,

@@ -86,6 +86,37 @@ def test_one_rank_runs_single_and_several_run_the_rest() -> None:
     assert arguments[arguments.index("--recompute") + 1] == "block"
 
 
+def test_stages_that_are_a_part_of_the_ranks_make_groups() -> None:
+    found = list(
+        cases_of(
+            ["ddp", "gpipe+recompute", "auto", "single"],
+            [256],
+            [1, 2, 3, 4],
+            [2, 4],
+            batch=8,
+            microbatches=8,
+            scaling="strong",
+            memory=None,
+        )
+    )
+    assert [(one.ranks, one.label) for one in found] == [
+        (1, "auto"),
+        (1, "single"),
+        *((2, label) for label in ("ddp", "gpipe + recompute", "auto")),
+        *((3, label) for label in ("ddp", "auto")),
+        *((4, label) for label in ("ddp", "gpipe 2 x 2 + recompute", "gpipe + recompute", "auto")),
+    ]
+    hybrid = next(one for one in found if one.stages)
+    assert hybrid.name == "256px_4x_gpipe2x2+recompute"
+    assert hybrid.arguments[hybrid.arguments.index("--stages") + 1] == "2"
+    assert (hybrid.settings.groups, hybrid.settings.depth, hybrid.refusal) == (2, 2, "")
+    assert all("--stages" not in one.arguments for one in found if one is not hybrid)
+    made = [row_of(one, "m", [trial(speed)], None) for one, speed in zip(found[-4:-2], (1.0, 2.0), strict=True)]
+    compare(made)
+    assert made[1]["stages"] == 2
+    assert made[1]["claim"] == "2.00x ddp on 4 ranks, measured once"
+
+
 def test_a_case_says_why_it_cannot_run() -> None:
     assert case("ddp").refusal == ""
     assert "mast computes 2 microbatches" in case("mast").refusal
@@ -160,6 +191,9 @@ def test_losses_on_other_numbers_of_ranks_may_differ_by_more() -> None:
         ({"ranks": (2, 2)}, "each once; got 2 2"),
         ({"tiles": ()}, "--tiles takes one or more"),
         ({"strategies": ("ddp", "dpp")}, "got 'dpp'"),
+        ({"stages": (2, 3), "ranks": (4,)}, "--stages takes numbers of 2 or more that divide one of --ranks 4; got 3"),
+        ({"stages": (1,)}, "got 1"),
+        ({"stages": (2, 2)}, "--stages takes one or more, each once; got 2 2"),
         ({"memory": "2 GB"}, "--memory takes a size"),
         ({"microbatches": 9}, "--microbatches must be 1 to --batch 8"),
         ({"ranks": (1,), "strategies": ("ddp",)}, "nothing to measure"),
@@ -259,6 +293,19 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) 
     assert "x ddp on 2 ranks" in second.stdout
     assert (out / "report.html").exists()
     assert not list(out.glob("trials/*/*/checkpoints"))
+
+
+@pytest.mark.slow
+def test_groups_of_stages_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
+    out = tmp_path / "hybrid"
+    asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
+    asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--repeats", "1", "--twin-steps", "0"]
+    done = bench_run(*asked, "--strategies", "ddp", "gpipe", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    ddp, gpipe = json.loads((out / "bench.json").read_text())["rows"]
+    assert (gpipe["strategy"], gpipe["status"], gpipe["ranks"], gpipe["stages"]) == ("gpipe 2 x 2", "ok", 4, 2)
+    assert (ddp["status"], ddp["stages"], gpipe["loss_matches"]) == ("ok", None, True)
+    assert gpipe["claim"].endswith("x ddp on 4 ranks, measured once")
 
 
 def test_a_benchmark_that_is_asked_to_end_leaves_nothing_running(classify_slides: Path, tmp_path: Path) -> None:
