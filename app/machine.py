@@ -17,6 +17,7 @@ import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+VMSTAT = Path("/proc/vmstat")
 
 NO_LIMIT_BYTES = 1 << 60
 """Version 1 of control groups writes a number near 2^63 where there is no limit."""
@@ -55,6 +56,23 @@ def confinement(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> Confinement:
                 memory.append((int(limit), int(used) if used.isdigit() else None))
     least, used_of_least = min(memory, key=lambda entry: entry[0], default=(None, None))
     return Confinement(min(cores, default=None), least, used_of_least)
+
+
+def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path = VMSTAT) -> int | None:
+    """Processes that the kernel has killed for lack of memory so far: in this process's control group, else on the
+    whole machine. None where neither is told.
+
+    Args:
+        cgroups, own: as for ``confinement``.
+        machine: the kernel's counters of its memory, ``name number`` lines.
+    """
+    files = (group / name for group in _groups(cgroups, own) for name in ("memory.events", "memory.oom_control"))
+    for path in (*files, machine):
+        for line in (_text(path) or "").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdigit():
+                return int(count)
+    return None
 
 
 def _groups(cgroups: Path, own: Path) -> Iterator[Path]:

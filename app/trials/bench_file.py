@@ -19,7 +19,7 @@ from app.sizes import bytes_of
 
 NAME = "bench.json"
 
-WORDS = {"out-of-memory": "out of memory", "cannot": "cannot run"}
+WORDS = {"out-of-memory": "out of memory", "killed": "killed by signal 9", "cannot": "cannot run"}
 """Status of a row that was not measured, as a reader would say it."""
 
 PARTS = ("compute", "transfer", "bubble", "data")

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from app.trials.bench_file import WORDS
 from app.trials.case import Case
 from app.trials.trial import Trial
 
@@ -21,6 +22,9 @@ weights to other places in memory, differs by 2e-5 for a ResNet-50 on tiles of 5
 OTHER_RANKS = {"fp32": 1e-3, "bf16": 2e-2}
 """The same between numbers of ranks. On a CPU they have other numbers of threads, which sum in another order: the loss
 of a ResNet-50 fresh from its weights then differs by up to 5e-4, and is itself as far from that in float64."""
+
+ENDED = {"out-of-memory": "is out of memory", "killed": "was killed", "cannot": "cannot run", "failed": "failed"}
+"""Status of a baseline that was not measured, as a claim has it."""
 
 MEDIANS = (
     "images_per_second",
@@ -109,10 +113,8 @@ def _ratio(row: Mapping[str, Any], base: Mapping[str, Any]) -> float | None:
 
 
 def _claim(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
-    if row["status"] == "out-of-memory":
-        return "out of memory"
     if row["status"] != "ok":
-        return "cannot run" if row["status"] == "cannot" else "failed"
+        return str(WORDS.get(row["status"], row["status"]))
     if row.get("loss_matches") is False:
         return f"its first loss differs by {row['loss_difference']:.1e}: not the same work, nothing is claimed"
     speed = f"{row['images_per_second']:.3g} images/s"
@@ -121,8 +123,7 @@ def _claim(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
     if base is None:
         return f"{speed}; no data-parallel baseline was run"
     if base["status"] != "ok":
-        what = {"out-of-memory": "is out of memory", "cannot": "cannot run", "failed": "failed"}[base["status"]]
-        return f"{speed} where {base['strategy']} {what}"
+        return f"{speed} where {base['strategy']} {ENDED[base['status']]}"
     ratio = row["images_per_second"] / base["images_per_second"]
     low, high = row["images_per_second_range"]
     base_low, base_high = base["images_per_second_range"]

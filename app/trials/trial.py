@@ -1,6 +1,7 @@
 """One case, run once: ``app.train`` in processes of its own, and what became of it.
 
-Takes a case, the arguments that all cases share, and a folder; gives a ``Trial``. Running out of memory is a result.
+Takes a case, the arguments that all cases share, and a folder; gives a ``Trial``. Running out of memory is a result: of
+the device's, as torch or a limit told; where the host's ran out, the kernel kills a rank, which is another.
 The folder keeps the run's files but its checkpoint, so that a benchmark that was broken off goes on where it was.
 """
 
@@ -22,16 +23,17 @@ from typing import Any, Literal
 
 import psutil
 
+from app.machine import memory_kills
 from app.trials.case import Case
 
-Status = Literal["ok", "out-of-memory", "cannot", "failed"]
+Status = Literal["ok", "out-of-memory", "killed", "cannot", "failed"]
 
 SHARED = ("tiles.parquet", "splits.csv", "failed_slides.csv")
 """Files of a prepared folder that a run takes over."""
 
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|can't allocate memory", re.IGNORECASE)
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of a process that the kernel killed: nobody else here sends that signal to one that has time left."""
+"""Exit codes of a process that signal 9 ended, or of a launcher that tells of one."""
 
 FAULT = re.compile(r"error: (.*)")
 
@@ -79,9 +81,9 @@ def run_trial(case: Case, shared: Sequence[str], prepared: Path, folder: Path, t
         if (prepared / name).exists():
             shutil.copyfile(prepared / name, folder / name)
     command = [sys.executable, "-m", "app.train", *shared, *case.arguments, "--out", str(folder)]
-    begun = time.monotonic()
+    begun, kills = time.monotonic(), memory_kills()
     code = _run(command, folder / "output.txt", timeout_s)
-    trial = _trial_of(code, folder, time.monotonic() - begun, timeout_s)
+    trial = _trial_of(code, folder, time.monotonic() - begun, timeout_s, kills)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of parameters that nobody asked for
     trial.save(folder / "trial.json")
     return trial
@@ -111,7 +113,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float) -> Trial:
+def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float, kills: int | None) -> Trial:
     output = (folder / "output.txt").read_text(errors="replace")
     fault = folder / "fault.txt"
     told = output + (fault.read_text(errors="replace") if fault.exists() else "")
@@ -123,13 +125,36 @@ def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float) -
     if code is None:
         return Trial("failed", f"not done after {timeout_s:g} s; its output is {folder / 'output.txt'}", {}, (), wall_s)
     if code in KILLED or any(f"exit code {dead}" in told for dead in KILLED):
-        return Trial("out-of-memory", "killed by the kernel: this machine's memory ran out", summary, (), wall_s)
+        return Trial("killed", _who_killed(kills, memory_kills()), summary, (), wall_s)
     reasons = FAULT.findall(told)
     reason = reasons[0] if reasons else (told.strip().splitlines() or [f"exit code {code}"])[-1]
     if OUT_OF_MEMORY.search(told):
         lines = [line.strip() for line in told.splitlines() if OUT_OF_MEMORY.search(line)]
         return Trial("out-of-memory", lines[-1], summary, (), wall_s)
     return Trial("cannot" if code == 2 else "failed", reason, summary, (), wall_s)
+
+
+def _who_killed(before: int | None, after: int | None) -> str:
+    """What is known of a signal 9.
+
+    Args:
+        before, after: kills for lack of memory that the kernel counts; None where it does not tell.
+    """
+    if before is None or after is None:
+        return (
+            "a rank was ended by signal 9, probably by the kernel as the host's memory ran out; it keeps no count here "
+            "that would tell: `dmesg` may. Use fewer ranks, a smaller --tile, or a host with more memory"
+        )
+    if after > before:
+        return (
+            "a rank was ended by signal 9: the host's memory ran out, and the kernel killed for it "
+            f"(its count of such kills rose by {after - before}); use fewer ranks, a smaller --tile, or a host with "
+            "more memory"
+        )
+    return (
+        "a rank was ended by signal 9, and not for lack of memory: the kernel's count of such kills stands at "
+        f"{after}. Somebody, or a scheduler, ended it"
+    )
 
 
 def _losses(path: Path) -> tuple[float, ...]:

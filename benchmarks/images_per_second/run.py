@@ -113,8 +113,7 @@ def joined(model: str) -> dict[str, Any] | None:
 def line(row: Mapping[str, Any]) -> tuple[str, ...]:
     name = (row["model"], str(row["tile_px"]), str(row["ranks"]), row["strategy"])
     if row["status"] != "ok":
-        by_kernel = row["reason"].startswith("killed")  # not by the limit of a rank: the host was full
-        told = row["reason"].splitlines()[0] if row["status"] == "cannot" or by_kernel else row["claim"]
+        told = row["reason"].splitlines()[0] if row["status"] in ("cannot", "killed") else row["claim"]
         return (*name, *[""] * (len(HEADER) - len(name) - 1), told)
     low, high = row["images_per_second_range"]
     fed = row["images_per_second_no_data"]

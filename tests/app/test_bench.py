@@ -16,6 +16,7 @@ import pytest
 from app import bench
 from app.bench_command import BenchCommand
 from app.config import DataSettings
+from app.trials import trial as trials
 from app.trials.case import Case, cases_of, parse_strategy
 from app.trials.knobs import KNOBS
 from app.trials.row import compare, row_of
@@ -224,6 +225,53 @@ def test_out_of_memory_is_a_result_and_so_is_a_hang(classify_slides: Path, tmp_p
     assert Trial.load(tmp_path / "small" / "trial.json") == found
     hung = run_trial(one, shared, tmp_path / "tiles", tmp_path / "late", 0.1)
     assert (hung.status, hung.reason[:15]) == ("failed", "not done after ")
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ((3, 4), "the host's memory ran out, and the kernel killed for it (its count of such kills rose by 1)"),
+        ((3, 3), "not for lack of memory: the kernel's count of such kills stands at 3"),
+        ((None, None), "probably by the kernel as the host's memory ran out; it keeps no count here"),
+    ],
+    ids=["counted", "not counted", "not told"],
+)
+def test_a_rank_ended_by_signal_9_is_not_out_of_device_memory(
+    counts: tuple[int | None, int | None],
+    told: str,
+    classify_slides: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = ended_by("tests.helpers.tiny_models:killed", classify_slides, tmp_path, counts, monkeypatch)
+    assert (found.status, found.reason.startswith("a rank was ended by signal 9")) == ("killed", True)
+    assert told in found.reason
+
+
+def test_what_torch_says_of_memory_is_out_of_memory(
+    classify_slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the kernel did to others meanwhile."""
+    found = ended_by("tests.helpers.tiny_models:without_memory", classify_slides, tmp_path, (3, 4), monkeypatch)
+    assert found.status == "out-of-memory"
+
+
+def ended_by(
+    model: str, slides: Path, folder: Path, counts: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> Trial:
+    """A run of ``model`` on one rank, before and after which the kernel tells ``counts`` kills."""
+    told = iter(counts)
+    monkeypatch.setattr(trials, "memory_kills", lambda: next(told))
+    (folder / "tiles").mkdir()
+    shared = ["--slides", str(slides), "--model", model, "--steps", "3"]
+    return run_trial(Case("single", (), 1, 256, 4, 2), shared, folder / "tiles", folder / "run", 120)
+
+
+def test_a_row_of_killed_runs_says_so() -> None:
+    killed = [Trial("killed", "a rank was ended by signal 9")]
+    found = rows(ddp=killed, gpipe=[trial(1.0)])
+    assert found["ddp"]["claim"] == "killed by signal 9"
+    assert found["gpipe"]["claim"] == "1 images/s where ddp was killed"
 
 
 def test_a_sweep_varies_all_knobs_or_those_named() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from app.machine import confinement, cpu_model, memory_bytes, usable_cores
+from app.machine import confinement, cpu_model, memory_bytes, memory_kills, usable_cores
 
 
 def group(path: Path, **files: str) -> None:
@@ -39,6 +39,24 @@ def test_no_limit_is_none(tmp_path):
     found = confinement(root, tmp_path / "own")
     assert (found.cores, found.memory_bytes) == (None, None)
     assert confinement(tmp_path / "nothing", tmp_path / "nothing").memory_bytes is None
+
+
+def test_kills_for_lack_of_memory_are_those_of_the_own_group(tmp_path):
+    root = tmp_path / "cgroup"
+    group(root / "slurm" / "job", memory__events="low 0\noom 4\noom_kill 3\noom_group_kill 1")
+    group(root / "slurm", memory__events="low 0\noom_kill 7")
+    (tmp_path / "own").write_text("0::/slurm/job\n")
+    (tmp_path / "vmstat").write_text("nr_free_pages 12\noom_kill 40\n")
+    assert memory_kills(root, tmp_path / "own", tmp_path / "vmstat") == 3
+    group(root / "memory" / "job", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 2")
+    (tmp_path / "own").write_text("4:memory:/job\n0::/\n")
+    assert memory_kills(root, tmp_path / "own", tmp_path / "vmstat") == 2
+
+
+def test_kills_for_lack_of_memory_of_the_machine_where_no_group_counts(tmp_path):
+    (tmp_path / "vmstat").write_text("nr_free_pages 12\noom_kill 40\n")
+    assert memory_kills(tmp_path, tmp_path / "own", tmp_path / "vmstat") == 40
+    assert memory_kills(tmp_path, tmp_path / "own", tmp_path / "none") is None
 
 
 def test_this_machine():

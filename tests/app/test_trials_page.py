@@ -88,6 +88,14 @@ def test_every_strategy_of_every_row_is_in_the_table_and_in_the_bars(tmp_path: P
     assert f"gpipe cannot run : {REFUSED}" in told(part(folder, "Images per second"))
 
 
+def test_a_rank_that_was_killed_is_not_among_those_that_do_not_fit(tmp_path: Path) -> None:
+    killed = row("gpipe", status="killed", reason="ended by signal 9", images_per_second=None)
+    folder = write_rows(tmp_path, [row("ddp"), unfit("fsdp"), killed])
+    for section in ("Images per second", "Memory of each rank"):
+        assert "out of memory : fsdp gpipe killed by signal 9" in told(part(folder, section))
+    assert "gpipe killed by signal 9: ended by signal 9" in told(part(folder, "All rows")).replace(" :", ":")
+
+
 def test_bars_are_as_long_as_speeds(tmp_path: Path) -> None:
     rows = [row("ddp", images_per_second=2.0), row("gpipe", images_per_second=1.0, baseline="ddp")]
     first, second = bars(write_rows(tmp_path, rows))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +42,30 @@ def segmenter(classes: int) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, classes, 1)
     )
+
+
+def killed(classes: int) -> nn.Module:
+    """``classifier``, ended by signal 9 in its second microbatch, as the kernel ends what takes too much memory."""
+
+    def end(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return _failing(classes, end)
+
+
+def without_memory(classes: int) -> nn.Module:
+    """``classifier``, whose second microbatch finds no memory on its device."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    return _failing(classes, fail)
+
+
+def _failing(classes: int, fail: Callable[..., None]) -> nn.Module:
+    net, seen = classifier(classes), itertools.count()
+    net.register_forward_pre_hook(lambda *_: fail() if net.training and next(seen) else None)
+    return net
 
 
 class Overflowing(nn.Module):
