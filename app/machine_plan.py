@@ -5,6 +5,7 @@ Takes numbers of ranks and names of devices; gives a ``Machine``: a cluster, and
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable
@@ -22,12 +23,17 @@ from parallel.copy_speed import load_or_measure_copies
 from parallel.cost import Costs, LayerCost
 from parallel.cost_model import CostModel
 from parallel.data_sheet import BANDWIDTH, cost_on
-from parallel.device_spec import device_named, link_named
+from parallel.device_spec import LinkSpec, device_named, link_named
 from parallel.graph import LayerGraph
+from parallel.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_links
 
 CUDA_CONTEXT = 600 << 20
 """Bytes that CUDA takes of each GPU for each process, about."""
 ADDITION = "add"
+INSTANT = LinkSpec("none", math.inf, 0.0)
+"""Of a node with one rank."""
+RANKS_PER_CORE = 2
+"""Ranks that are started at most to measure how they talk: more on the same cores would tell nothing else."""
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -92,15 +98,20 @@ def this_machine(
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
     on_host = left if host_memory is None else host_memory
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{cpu_model()}, {usable_cores()} cores"
-    inside, between = link_named("pcie4" if where.type == "cuda" else "shared-memory"), link_named(network)
+    between = link_named(network)
     if not timed:
-        cluster = Cluster(name, limit, per_node, lanes, inside, between, math.inf, where.type, host_bytes=on_host)
+        cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
         return Machine(cluster, _no_times, autocast)
     model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
-    sums = None if where.type == "cuda" else link_named("shared-memory-sums")
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
-    moving = _moving_speed(model)
-    cluster = Cluster(name, limit, per_node, lanes, inside, between, moving, where.type, sums, copies, on_host)
+    moving, kind = _moving_speed(model), where.type
+    cluster = Cluster(
+        name, limit, per_node, lanes, INSTANT, between, moving, kind, copy_bandwidth=copies, host_bytes=on_host
+    )
+    if kind == "cuda":
+        cluster = dataclasses.replace(cluster, inside=link_named("pcie4"))
+    elif per_node > 1:
+        cluster = _linked(cluster, _links(min(per_node, RANKS_PER_CORE * usable_cores()), threads))
 
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
         return lambda tiles: model.estimate(with_tiles(graph, tiles))
@@ -129,6 +140,29 @@ def _calibrated(
         channels_last=channels_last,
         heap_kept=heap_kept,
         seconds=QUICK_S,
+    )
+
+
+def _links(ranks: int, threads: int) -> LinkSpeed:
+    """Between ranks of this machine; the user is told when it takes a while."""
+    path = links_kept_at(ranks, threads)
+    if path is None or not path.exists():
+        print(
+            f"measuring messages and sums between {ranks} ranks of this machine, about {TAKES_S} s"
+            + (f"; to be kept in {path.parent}" if path else ""),
+            file=sys.stderr,
+            flush=True,
+        )
+    return load_or_measure_links(ranks, threads=threads)
+
+
+def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
+    return dataclasses.replace(
+        cluster,
+        inside=speed.messages,
+        sums=speed.sums,
+        beside_backward=speed.beside_backward,
+        gathering=speed.gathering,
     )
 
 

@@ -34,6 +34,9 @@ class Cluster:
         kind: of the devices, "cpu" or "cuda". On a CPU sums are computed by the cores that backward passes need, and
             hide behind nothing but waiting.
         sums: the link that sums inside a node seem to have, where that is another.
+        beside_backward: times as long as by themselves that data-parallel sums take, beside backward passes that need
+            the same cores.
+        gathering: times half a sum that gathering or scattering parts of parameters takes.
         copy_bandwidth: bytes per second between a rank's device and the host, each way, while all ranks copy.
         host_bytes: of the host's memory that each rank may fill with what it moves there.
     """
@@ -47,6 +50,8 @@ class Cluster:
     update_bandwidth: float
     kind: str = "cuda"
     sums: LinkSpec | None = None
+    beside_backward: float = 1.0
+    gathering: float = 1.0
     copy_bandwidth: float = math.inf
     host_bytes: float = math.inf
 

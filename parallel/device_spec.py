@@ -112,8 +112,6 @@ LINKS: Mapping[str, LinkSpec] = {
         _link("ethernet-10g", 1.25, ETHERNET, 30),
         _link("ethernet-25g", 3.125, ETHERNET, 30),
         _link("ethernet-100g", 12.5, ETHERNET, 20),
-        _link("shared-memory", 4.5, 1.0, 100),  # Gloo between processes of one machine: measured on two EPYC cores
-        _link("shared-memory-sums", 1.1, 1.0, 300),  # Gloo's all-reduce there, as a ring; it computes on the same cores
     )
 }
 """By name."""

@@ -27,12 +27,6 @@ from parallel.timeline import Timeline
 
 DDP_BUCKET = 25 << 20
 """Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
-BESIDE_BACKWARD = 2.5
-"""Times as long as on ranks with nothing else to do that DistributedDataParallel's sums take on a CPU, whose cores they
-share with the backward pass: ResNet-18 and ResNet-50 on two EPYC cores."""
-SHARDED_ON_CPU = 6
-"""Times as long as half a ring sum that FSDP2 takes to gather or scatter over Gloo, its copies in and out included; one
-reading, ResNet-50 on two EPYC cores."""
 LONG = 4
 """Times the depth of a pipeline: microbatches of a step that is simulated whole."""
 UPDATE_PASSES = (6, 11, 20)
@@ -220,13 +214,13 @@ def forecast_whole(
     update_s = _update_s(param_bytes / (ranks if candidate.name == "fsdp" else 1), slots, cluster, ranks)
     exchange_s = 0.0
     if candidate.name == "ddp":
-        sum_s = cluster.sum_s(param_bytes, range(ranks)) * (BESIDE_BACKWARD if cluster.kind == "cpu" else 1)
+        sum_s = cluster.sum_s(param_bytes, range(ranks)) * cluster.beside_backward
         hidden = 0.0 if cluster.kind == "cpu" else backward_s * slow
         exposed = sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes))
         exchange_s = max(sum_s - hidden, exposed)
     elif candidate.name == "fsdp":
         # Gathering is half of a ring sum, and so is scattering; every microbatch gathers for forward and for backward.
-        gather_s = cluster.sum_s(param_bytes, range(ranks)) / 2 * (SHARDED_ON_CPU if cluster.kind == "cpu" else 1)
+        gather_s = cluster.sum_s(param_bytes, range(ranks)) / 2 * cluster.gathering
         hidden = 0.0 if cluster.kind == "cpu" else slow
         twice = max(0.0, gather_s - forward_s * hidden) + max(0.0, gather_s - backward_s * hidden)
         exchange_s = units * twice + gather_s

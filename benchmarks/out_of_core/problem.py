@@ -17,7 +17,7 @@ from parallel.batch_scale import with_tiles
 from parallel.candidate import WHOLE
 from parallel.cluster import Cluster
 from parallel.cost import Costs, LayerCost
-from parallel.device_spec import link_named
+from parallel.device_spec import LinkSpec
 from parallel.graph import LayerGraph
 from parallel.nominal_cost import equal_cost
 from parallel.plan import Row
@@ -28,6 +28,8 @@ BATCH = 4
 """Tiles of a step, each a microbatch of its own."""
 CLASSES = 2
 GIB = 2**30
+LINK = LinkSpec("shared memory", 4.5e9, 1e-4)
+"""Orders plans that fit; which do, and what they take, does not depend on it."""
 HOST = {1: 15.5, 2: 7.75, 4: 4.5}
 """Ranks -> GiB of this machine that each may fill as a host: it has 23, and the ranks' devices are in them, too."""
 
@@ -40,8 +42,7 @@ def planner(
     Args:
         state_on_host: the optimizer and its state are there.
     """
-    link = link_named("shared-memory")
-    cluster = Cluster("a budget", budget, ranks, float(ranks), link, link, 1e10, "cpu")
+    cluster = Cluster("a budget", budget, ranks, float(ranks), LINK, LINK, 1e10, "cpu")
     cluster = dataclasses.replace(cluster, memory_bytes=cluster.needed_bytes(budget))
     cluster = dataclasses.replace(cluster, host_bytes=HOST[ranks] * GIB)
     task = Workload(model, px, CLASSES).task(batch, _nominal)

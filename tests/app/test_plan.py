@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from app.machine import usable_cores
+from app.machine_plan import this_machine
 from app.plan import main
 from parallel.copy_speed import CopySpeed
 from parallel.cost_model import CostModel, Curve
+from parallel.link_speed import LinkSpeed
 from parallel.plan import Plan
 
 V100 = ("--device-spec", "v100-16gb")
@@ -107,11 +110,40 @@ def test_wrong_input_is_named(asked: tuple[str, ...], says: str, capsys: pytest.
     assert says in capsys.readouterr().err
 
 
-def test_this_machine_with_layers_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def known_speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of this machine, as if they had just been measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     curve = Curve((1.0, 1e6), (1e-9, 1e-3))
     model = CostModel({}, {}, {"add": curve}, {"add": curve}, curve, 0.1, 1.0)
     monkeypatch.setattr("app.machine_plan.load_or_calibrate", lambda *args, **settings: model)
     monkeypatch.setattr("app.machine_plan.load_or_measure_copies", lambda *args, **settings: CopySpeed(1e10, 1e10))
+    monkeypatch.setattr(
+        "app.machine_plan.load_or_measure_links",
+        lambda ranks, **settings: LinkSpeed(ranks * 1e9, 2e-4, 3e8, 4e-4, 1.5, 4.5),
+    )
+
+
+@pytest.mark.usefixtures("known_speeds")
+def test_links_and_sums_of_this_machine_are_those_measured_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = this_machine(2, device="cpu").cluster
+    assert cluster.inside.bandwidth == 2e9
+    assert cluster.inside.latency_s == 2e-4
+    assert cluster.sum_s(300_000_000, [0, 1]) == pytest.approx(1 + 2 * 4e-4)
+    assert (cluster.beside_backward, cluster.gathering) == (1.5, 4.5)
+    assert "measuring messages and sums between 2 ranks of this machine" in capsys.readouterr().err
+    many = this_machine(1000, device="cpu").cluster
+    assert many.inside.bandwidth == 2 * usable_cores() * 1e9  # no thousand ranks are started to know how they talk
+
+
+@pytest.mark.usefixtures("known_speeds")
+def test_one_rank_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("app.machine_plan.load_or_measure_links")
+    assert this_machine(1, device="cpu").cluster.sums is None
+
+
+@pytest.mark.usefixtures("known_speeds")
+def test_this_machine_with_layers_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("--model", "resnet18", "--tile", "64", "--ranks", "2", "--costs", "measured")) == 0
     printed = capsys.readouterr()
     assert "measured at 64 px" in printed.out

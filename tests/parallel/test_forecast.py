@@ -12,9 +12,7 @@ from parallel.cluster import Cluster
 from parallel.device_spec import LinkSpec
 from parallel.forecast import (
     ADDING_PASSES,
-    BESIDE_BACKWARD,
     DDP_BUCKET,
-    SHARDED_ON_CPU,
     UPDATE_PASSES,
     forecast_split,
     forecast_whole,
@@ -105,10 +103,10 @@ def test_data_parallel_sums_hide_behind_the_backward_pass_but_for_the_last_bucke
 
 def test_sums_on_a_cpu_hide_behind_nothing() -> None:
     link = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
-    busy = dataclasses.replace(cluster(), kind="cpu", sums=link)
-    assert whole("ddp", 2, 4, busy) == pytest.approx(6 + BESIDE_BACKWARD)
+    busy = dataclasses.replace(cluster(), kind="cpu", sums=link, beside_backward=1.5, gathering=4.0)
+    assert whole("ddp", 2, 4, busy) == pytest.approx(6 + 1.5)
     # Two microbatches gather twice, and gradients are scattered once.
-    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + (2 * 2 * 0.5 + 0.5) * SHARDED_ON_CPU)
+    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + (2 * 2 * 0.5 + 0.5) * 4)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "master", "bidirectional", "zero-bubble", "mp-basic"])
