@@ -46,7 +46,8 @@ def report(command: PlanCommand) -> int:
         ValueError: a model, device or link that is not known, or a model that does not run on such tiles.
     """
     machine = machine_of(command)
-    planner = planner_for(command, machine, command.tile)
+    work = workload_of(command, machine)
+    planner = planner_for(command, machine, work)
     names = NAMES if command.parallel == "auto" else (command.parallel,)
     rows = list(
         planner.rows(
@@ -68,7 +69,7 @@ def report(command: PlanCommand) -> int:
     print_rows(rows, best)
     if best is None:
         print(f"\n{too_small(rows, machine.cluster)}")
-    largest = _largest(command, machine, names) if command.largest_tile else []
+    largest = _largest(command, machine, work, names) if command.largest_tile else []
     if command.out:
         _write(command, machine, planner, rows, best, largest)
     return OK if best else FAILED
@@ -92,17 +93,21 @@ def machine_of(command: PlanCommand) -> Machine:
     )
 
 
-def planner_for(command: PlanCommand, machine: Machine, tile: int) -> Planner:
-    """A planner of the command's problem at a tile side."""
-    work = Workload(
+def workload_of(command: PlanCommand, machine: Machine) -> Workload:
+    """What the command asks a plan for."""
+    return Workload(
         command.model,
-        tile,
+        command.tile,
         command.classes,
         command.norm,
         None if command.task == "auto" else command.task == "segment",
         command.optimizer,
         machine.autocast,
     )
+
+
+def planner_for(command: PlanCommand, machine: Machine, work: Workload) -> Planner:
+    """A planner of the command's problem, of one tile side."""
     if command.costs == "calibrated":
         return Planner(work.task(command.tiles, machine.estimate), machine.cluster)
     assert machine.device is not None, "times are measured here"
@@ -110,14 +115,14 @@ def planner_for(command: PlanCommand, machine: Machine, tile: int) -> Planner:
     return Planner(work.task(command.tiles, lambda graph: costs), machine.cluster)
 
 
-def _largest(command: PlanCommand, machine: Machine, names: Sequence[str]) -> list[dict[str, Any]]:
+def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequence[str]) -> list[dict[str, Any]]:
     """The table, printed; and what it says as data."""
     planners: dict[int, Planner | None] = {}
 
     def planner_at(tile: int) -> Planner | None:
         if tile not in planners:
             try:
-                planners[tile] = planner_for(command, machine, tile)
+                planners[tile] = planner_for(command, machine, work.at(tile))
             except ValueError:  # the model does not run on tiles as small as this
                 planners[tile] = None
         return planners[tile]

@@ -7,8 +7,9 @@ and tile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,11 +20,11 @@ from app.objective import PixelClassLoss, TileClassLoss
 from models.blocks import Norm
 from models.registry import build_model
 from parallel.cost import Costs
-from parallel.graph import LayerGraph
+from parallel.graph import Layer, LayerGraph
 from parallel.sharding_units import sharding_units
 from parallel.split_backward import DeferredWeights
 from parallel.task import Task
-from parallel.trace import Traced, trace
+from parallel.trace import Traced, run_again, trace
 from parallel.updated_faults import copies_fault
 
 SLOTS = {"sgd": 1, "adamw": 2}
@@ -47,6 +48,13 @@ class Workload:
     segments: bool | None = None
     optimizer: Literal["sgd", "adamw"] = "adamw"
     autocast: torch.dtype | None = None
+    _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def at(self, tile: int) -> Workload:
+        """The same on tiles of another side. The model is followed once for all of them, where its path is the same."""
+        other = dataclasses.replace(self, tile=tile)
+        object.__setattr__(other, "_followed", self._followed)
+        return other
 
     def build(self) -> nn.Module:
         """The model, without data where it can be made so.
@@ -66,10 +74,17 @@ class Workload:
         Raises:
             ValueError: the model cannot be traced, or does not run on such a tile.
         """
-        return self._with_loss(self._trace(self.build(), autocast))
+        return self._with_loss(trace(self.build(), self._shape, autocast=autocast))
 
-    def _trace(self, model: nn.Module, autocast: torch.dtype | None) -> Traced:
-        return trace(model, (1, 3, self.tile, self.tile), autocast=autocast)
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return 1, 3, self.tile, self.tile
+
+    def _traced(self) -> Traced:
+        if self._followed and self._followed[0].any_side:
+            return run_again(self._followed[0], self._shape)
+        self._followed[:] = [traced := trace(self.build(), self._shape)]
+        return traced
 
     def _with_loss(self, traced: Traced) -> LayerGraph:
         graph, segments = traced.graph, self.segments
@@ -86,10 +101,11 @@ class Workload:
         Raises:
             ValueError: as ``trace``.
         """
-        model = self.build()
-        traced = self._trace(model, None)
+        traced = self._traced()
+        model = traced.model
         plain = self._with_loss(traced)
-        kept = self._with_loss(self._trace(model, self.autocast)) if self.autocast else plain
+        mixed = run_again(traced, self._shape, autocast=self.autocast) if self.autocast else traced
+        kept = self._with_loss(mixed) if self.autocast else plain
         refused = {}
         for name, prepare in (("zero-bubble", DeferredWeights), ("fsdp", sharding_units)):
             try:
@@ -106,9 +122,7 @@ def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:
     Args:
         side: px of the pixels that are classified; None: one class per tile.
     """
-    shape = (1, classes) if side is None else (1, classes, side, side)
-    loss = trace(_OnTargets(TileClassLoss() if side is None else PixelClassLoss()), shape).graph
-    computed = loss.layers[3:]  # behind the input, the zero, and their sum
+    computed = _loss_layers(classes, side)
     free = 1 + max((number for layer in graph.layers for number, _ in layer.saved), default=0)
     output = dataclasses.replace(
         graph.layers[-1],
@@ -116,6 +130,14 @@ def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:
         ops=tuple(op for layer in computed for op in layer.ops),
     )
     return dataclasses.replace(graph, layers=(*graph.layers[:-1], output))
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_layers(classes: int, side: int | None) -> tuple[Layer, ...]:
+    """Of the loss alone."""
+    shape = (1, classes) if side is None else (1, classes, side, side)
+    loss = trace(_OnTargets(TileClassLoss() if side is None else PixelClassLoss()), shape).graph
+    return loss.layers[3:]  # behind the input, the zero, and their sum
 
 
 class _Undrawn(TorchFunctionMode):

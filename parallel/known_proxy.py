@@ -95,6 +95,7 @@ class KnownProxy(UnknownProxy):
     def _in_place(self, operation: Callable[..., Any], other: Any) -> Any:
         """As the value would be changed: a view in its base, else by name only where whoever traces asks for that."""
         value = self.hint.value
+        self.tracer.by_side = True  # whether it is a view
         if isinstance(value, Tensor) and (value._is_view() or self.tracer.in_place):
             return self.tracer.create_proxy("call_function", operation, (self, other), {})
         return NotImplemented

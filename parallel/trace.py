@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,7 @@ class Traced:
         model: as it was given.
         modes: path -> (training, evaluation) flags of modules that do not follow the model's ``train()``.
         updated: path -> buffers outside norm layers that forward passes of training update.
+        any_side: nothing that tracing asked of a value depends on the side of the tiles: others give the same graphs.
     """
 
     graph: LayerGraph
@@ -49,6 +50,7 @@ class Traced:
     model: nn.Module
     modes: dict[str, tuple[bool, bool]]
     updated: dict[str, Updated] = field(default_factory=dict)
+    any_side: bool = False
 
 
 def trace(
@@ -81,13 +83,13 @@ def trace(
         updated = updated_buffers(module, shape, dtype)
         opaque = dict(whole)
         modes_in_training = _modes(module)
-        training = _graph(module, opaque, shape, dtype, in_place)
+        training, by_side = _graph(module, opaque, shape, dtype, in_place)
         facts = fake_run(training, shape, dtype, torch.device(device), autocast)
     with left_as_it_was(module):
         module.eval()
         modes_in_evaluation = _modes(module)
         known = len(opaque)
-        evaluation = _graph(module, opaque, shape, dtype, in_place)
+        evaluation, evaluation_by_side = _graph(module, opaque, shape, dtype, in_place)
     if len(opaque) > known:  # a module is whole in both modes, or its parameters would be in several stages
         return trace(module, shape, dtype, device, autocast, opaque, in_place)
     if _program(training) == _program(evaluation):
@@ -100,7 +102,29 @@ def trace(
         if (mode, modes_in_evaluation[path]) != (True, False)
     }
     graph = _layers(module, training, evaluation, facts, opaque)
-    return Traced(graph, training, evaluation, module, modes, updated)
+    any_side = not (opaque or by_side or evaluation_by_side)
+    return Traced(graph, training, evaluation, module, modes, updated, any_side)
+
+
+def run_again(
+    traced: Traced, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None
+) -> Traced:
+    """What ``trace`` gives for another shape or in mixed precision, from graphs that hold for it, too: those of the
+    same shape, or of ``any_side``.
+
+    Args:
+        shape, dtype, autocast: as ``trace`` takes them; of as many tiles as were traced.
+
+    Raises:
+        ValueError: the module does not run on ``shape``.
+    """
+    module = traced.model
+    with left_as_it_was(module), any_number_of_values():
+        module.train()
+        updated = updated_buffers(module, shape, dtype)
+        facts = fake_run(traced.training, shape, dtype, torch.device("cpu"), autocast)
+    graph = _layers(module, traced.training, traced.evaluation, facts, dict(traced.graph.whole))
+    return replace(traced, graph=graph, updated=updated)
 
 
 def _assigned(module: nn.Module) -> dict[str, str]:
@@ -119,8 +143,9 @@ def _modes(module: nn.Module) -> dict[str, bool]:
 
 def _graph(
     module: nn.Module, opaque: dict[str, str], shape: tuple[int, ...], dtype: torch.dtype, in_place: bool
-) -> fx.GraphModule:
-    """The graph of ``module`` in its present mode; what cannot be traced is added to ``opaque``, innermost first."""
+) -> tuple[fx.GraphModule, bool]:
+    """The graph of ``module`` in its present mode, and whether it may depend on the side of the tiles; what cannot be
+    traced is added to ``opaque``, innermost first."""
     while True:
         tracer = GraphTracer(opaque, Hints(module, shape, dtype), in_place=in_place)
         try:
@@ -144,7 +169,7 @@ def _graph(
                 "submodule"
             )
         if not assigned:
-            return fx.GraphModule(module, graph)
+            return fx.GraphModule(module, graph), tracer.by_side
         opaque |= {path: f"it assigns its buffer {name}" for path, name in assigned.items()}
 
 

@@ -59,6 +59,8 @@ class GraphTracer(fx.Tracer):
         self.opaque = opaque
         self.failed: str | None = None
         """Path of the innermost module that could not be traced; None while it is the model itself."""
+        self.by_side = False
+        """Tiles of another side might give another graph."""
         self._paths: list[str] = []
         self._hints = hints
         self._decided: dict[tuple[fx.Node, type], Any] = {}
@@ -98,6 +100,7 @@ class GraphTracer(fx.Tracer):
             return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
+            self.by_side = self.by_side or not type(m).__module__.startswith("torch.nn.")
             return super().call_module(m, forward, args, kwargs)
         self._paths.append(path)
         self._entered.append(_switches())
@@ -181,6 +184,8 @@ class GraphTracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         hint = self._hints.of(node)
+        # Of a tensor nothing is known without a node that says it; a number or a list may be another.
+        self.by_side = self.by_side or hint is None or not isinstance(hint.value, Tensor)
         if hint is None:
             return UnknownProxy(node, self)
         return (KnownNumber if isinstance(hint.value, (int, float)) else KnownProxy)(node, self, hint)

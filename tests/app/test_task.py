@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,3 +52,24 @@ def test_a_task() -> None:
 def test_unknown_models_are_refused() -> None:
     with pytest.raises(ValueError, match="did you mean"):
         Workload("resnet5O", 64, CLASSES).trace()
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("model", ["resnet18", "unet_w4", "torchvision:densenet121"])
+def test_tiles_of_another_side_give_the_graph_of_a_model_that_is_followed_anew(
+    model: str, autocast: torch.dtype | None
+) -> None:
+    costs = Costs((LayerCost(1, 2, 1),), "test")
+    seen: list[LayerGraph] = []
+
+    def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
+        seen.append(graph)
+        return lambda tiles: costs
+
+    first = Workload(model, 64, CLASSES, autocast=autocast)
+    first.task(1, estimate)
+    ours, anew = (work.task(1, estimate) for work in (first.at(96), Workload(model, 96, CLASSES, autocast=autocast)))
+    assert ours.graph == anew.graph
+    assert (ours.graph.classes, ours.graph.whole) == (anew.graph.classes, anew.graph.whole)
+    assert seen[1] == seen[2] != seen[0]
+    assert first.at(96).trace(autocast) == ours.graph

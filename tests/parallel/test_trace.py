@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.registry import build_model
-from parallel.trace import merged, trace
+from parallel.trace import merged, run_again, trace
 
 
 class Body(nn.Module):
@@ -197,3 +197,44 @@ def test_data_dependent_model_runs_on_zeros() -> None:
 
 def test_merged_ranges() -> None:
     assert merged([(5, 7), (1, 1), (0, 2), (2, 3), (6, 9)]) == ((0, 3), (5, 9))
+
+
+class BySize(nn.Module):
+    """Another path for large tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(x) if x.shape[-1] > 40 else self.small(x)
+
+
+class InParts(nn.Module):
+    """As many parts as a tile has rows of 8 px."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part.sum() for part in x.split(8, dim=2)])
+
+
+class InPlace(nn.Module):
+    """Adds in place to what may be a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(1)
+        y += 1
+        return y
+
+
+@pytest.mark.parametrize("model", [BySize(), nn.Sequential(nn.Conv2d(3, 3, 1), BySize()), InParts(), InPlace()])
+def test_what_depends_on_the_side_of_tiles_is_followed_for_each(model: nn.Module) -> None:
+    assert not trace(model, (1, 3, 32, 32)).any_side
+
+
+def test_graphs_that_hold_for_any_side_run_on_others() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten())
+    traced = trace(model, (1, 3, 32, 32))
+    assert traced.any_side
+    assert run_again(traced, (1, 3, 48, 48)).graph == trace(model, (1, 3, 48, 48)).graph
+    with pytest.raises(ValueError, match="does not run"):
+        run_again(traced, (1, 3, 2, 2))
