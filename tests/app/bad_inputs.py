@@ -1,6 +1,7 @@
 """Wrong input and what is said about it: ``python -m tests.app.bad_inputs`` prints command, message and exit code.
 
-Every case is a real command on real files in a temporary folder; ``test_bad_inputs`` holds each to its message.
+Every case is a real command on real files in a temporary folder, carried out in this process unless it needs limits of
+its own; ``test_bad_inputs`` holds each to its message.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app import synth
+from tests.helpers.in_process import call
 
 ROOT = Path(__file__).parents[2]
 SVS = ROOT / "data" / "real" / "CMU-1-Small-Region.svs"
@@ -162,7 +164,9 @@ CASES = [
 
 
 def run(command: str, prefix: str = "", timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
-    """``python -m`` of a command line, from the project's folder."""
+    """A command line, as ``python -m`` runs it; in a process of its own if words go before it."""
+    if not prefix:
+        return call(*shlex.split(command), env={"COLUMNS": "200"})
     line = f"{prefix} exec {shlex.quote(sys.executable)} -m {command}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.run(

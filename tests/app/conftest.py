@@ -1,7 +1,8 @@
-"""Small synthetic slides, made once, and a way to run ``app.train`` as a user does."""
+"""Small synthetic slides, made once, and ``app.train`` in this process or as a user starts it."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from app import synth
+from tests.helpers.in_process import call
 from tests.helpers.slurm import Slurm, missing_programs, running_slurm
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +60,12 @@ def train_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def train() -> Train:
+    """``app.train`` on one rank, in this process."""
+    return functools.partial(call, "app.train", env={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="session")
+def train_process() -> Train:
     """``python -m app.train`` in a process of its own; a hang is a failure."""
 
     def run(*arguments: str | Path, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:

@@ -7,8 +7,13 @@ import pytest
 from tests.app.bad_inputs import CASES, Case, carry_out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name.replace(" ", "-"), marks=[pytest.mark.slow] if case.prefix else [])
+        for case in CASES
+    ],
+)
 def test_wrong_input_has_one_clear_message_and_its_exit_code(case: Case, tmp_path: Path) -> None:
     done = carry_out(case, tmp_path)
     said = done.stdout + done.stderr

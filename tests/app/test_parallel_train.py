@@ -236,18 +236,18 @@ def test_masks_on_another_rank_are_varied_as_their_tiles(augment: Any, segment_s
 
 
 @pytest.mark.slow
-def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train: Train, tmp_path: Path) -> None:
+def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_process: Train, tmp_path: Path) -> None:
     out = tmp_path / "run"
     # Without --microbatches: those of the first strategy are kept, which are not the second one's own.
     arguments = [argument for argument in QUICK if argument not in ("--microbatches", "2")]
     common = ("--slides", classify_slides, *arguments, "--optimizer", "sgd", "--out", out, "--ranks", "2")
-    done = train(*common, "--parallel", "master", "--steps", "3", "--twin-steps", "1")
+    done = train_process(*common, "--parallel", "master", "--steps", "3", "--twin-steps", "1")
     assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(out)
     assert (summary["strategy"], summary["ranks"], summary["stages"], summary["microbatches"]) == ("master", 2, 2, 4)
     assert 0 < summary["bubble"] < 1
     assert (summary["images"], len(summary["peak_memory_bytes"])) == (12, 2)
-    done = train(*common, "--parallel", "fsdp", "--steps", "5", "--resume")
+    done = train_process(*common, "--parallel", "fsdp", "--steps", "5", "--resume")
     assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(out)
     assert (summary["strategy"], summary["stages"], summary["microbatches"], summary["images"]) == ("fsdp", 1, 4, 20)

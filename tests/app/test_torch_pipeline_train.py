@@ -13,10 +13,15 @@ from tests.app.conftest import QUICK, Train, summary_of
 
 
 @pytest.mark.slow
-def test_torchs_own_pipeline_trains_as_one_process(classify_slides: Path, train: Train, tmp_path: Path) -> None:
+def test_torchs_own_pipeline_trains_as_one_process(
+    classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
+) -> None:
     common = ("--slides", classify_slides, *QUICK, "--optimizer", "sgd", "--steps", "3")
-    for name, more in (("torch-1f1b", ("--ranks", "2", "--twin-steps", "1")), ("single", ())):
-        done = train(*common, "--parallel", name, *more, "--out", tmp_path / name)
+    for name, start, more in (
+        ("torch-1f1b", train_process, ("--ranks", "2", "--twin-steps", "1")),
+        ("single", train, ()),
+    ):
+        done = start(*common, "--parallel", name, *more, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(tmp_path / "torch-1f1b")
     assert summary["strategy"] == "torch-1f1b"

@@ -1,4 +1,4 @@
-"""``app.train`` as a user runs it: what it leaves, resume, signals, ranks, faults."""
+"""``app.train``: what it leaves, resume, faults; and as a user starts it: kills, signals, ranks."""
 
 from __future__ import annotations
 
@@ -130,12 +130,17 @@ def test_signal_saves_and_ends_well(
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one_process_on_the_same_batch(classify_slides: Path, train: Train, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_process_on_the_same_batch(
+    classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
+) -> None:
     reference, out = tmp_path / "one", tmp_path / "two"
     # SGD: AdamW's first updates are the signs of the gradients, which rounding flips where they are almost 0.
     arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--optimizer", "sgd")
-    for run, strategy in ((reference, ()), (out, ("--ranks", "2", "--parallel", "ddp"))):
-        done = train(*arguments, "--out", run, *strategy)
+    for run, start, strategy in (
+        (reference, train, ()),
+        (out, train_process, ("--ranks", "2", "--parallel", "ddp")),
+    ):
+        done = start(*arguments, "--out", run, *strategy)
         assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(out)
     assert (summary["strategy"], summary["ranks"], summary["images"]) == ("ddp", 2, 48)
@@ -207,17 +212,18 @@ def test_resuming_a_finished_run_leaves_it_as_it_is(reference: Path, classify_sl
     assert (reference / "summary.json").read_text() == before
 
 
-@pytest.mark.parametrize("strategy", [(), ("--ranks", "2", "--parallel", "gpipe", "--microbatches", "2")])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_between_last_checkpoint_and_summary(
-    strategy: tuple[str, ...], classify_slides: Path, train: Train, tmp_path: Path
+    ranks: int, classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
+    start, strategy = (train, ()) if ranks == 1 else (train_process, ("--ranks", "2", "--parallel", "gpipe"))
     arguments = ("--slides", classify_slides, *QUICK, "--steps", "2", "--out", out, *strategy)
-    assert train(*arguments).returncode == 0
+    assert start(*arguments).returncode == 0
     whole = summary_of(out)
     for name in ("summary.json", "report.html", "checkpoints/best.pt"):
         (out / name).unlink()
-    done = train(*arguments, "--resume")
+    done = start(*arguments, "--resume")
     assert done.returncode == 0, done.stderr
     assert "completed: 2 steps" in done.stdout
     assert (out / "report.html").exists()

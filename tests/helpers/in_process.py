@@ -1,0 +1,62 @@
+"""A command of the project in this process, as a test calls it: what it prints, its exit code, and nothing left behind.
+
+A command may change what belongs to its process, which it expects to end: its signals, logs, threads, random numbers
+and environment. All of that is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import cv2
+import torch
+
+import app.session  # noqa: F401  # what commands load when they are called is not to be paid for by the first that is
+from app.interrupt import STOPPING
+
+
+def call(module: str, *arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """What ``python -m module`` with these arguments would print, and its exit code. An error that a user would see as
+    a traceback is raised."""
+    words = [str(argument) for argument in arguments]
+    main = importlib.import_module(module).main
+    out, err = io.StringIO(), io.StringIO()
+    with put_back(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        os.environ.update(env or {})
+        try:
+            code = main(words)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+    return subprocess.CompletedProcess([module, *words], code or 0, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """On leaving, the process is as it was."""
+    environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in STOPPING}
+    root = logging.getLogger()
+    logs, level = list(root.handlers), root.level
+    threads, decoding, random = torch.get_num_threads(), cv2.getNumThreads(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(random)
+        cv2.setNumThreads(decoding)
+        torch.set_num_threads(threads)
+        root.setLevel(level)
+        for handler in [handler for handler in root.handlers if handler not in logs]:
+            root.removeHandler(handler)
+            handler.close()
+        for number, what in handlers.items():
+            signal.signal(number, what)
+        for name in os.environ.keys() - environment:
+            del os.environ[name]
+        os.environ.update(environment)
