@@ -1,11 +1,11 @@
 # MegaTile. `make demo` and `make test` do their own set-up: Python 3.11 or newer with its venv module is all they need,
-# and they touch nothing outside of this folder and pip's and the user's cache. Only `make setup-all` does.
+# and they touch nothing outside of this folder and pip's and the user's cache. Only `make setup-all` and `test-all` do.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: setup setup-all demo test lint bench golden clean
+.PHONY: setup setup-all demo test test-all lint bench golden clean
 
 setup: $(SETUP)
 
@@ -29,11 +29,17 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Everything that must hold before a change lands. Two processes: one per core of the smallest machine it runs on. What
-# tests leave in the temporary folder goes with them.
+# Two processes: one per core of the smallest machine it runs on. What tests leave in the temporary folder goes with them.
+PYTEST := tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
+	TMPDIR=$$tmp OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
+
+# On every edit, in minutes: what needs no process of its own. tests/helpers/lanes.py says what the marks stand for.
 test: setup lint
-	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
-	TMPDIR=$$tmp OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
+	$(PYTEST) -m "not (process or slurm or browser or bench or readme or long)"
+
+# Everything that must hold before a change lands: all tests, whole grids, Slurm and Chromium where they may be installed.
+test-all: setup-all lint
+	$(PYTEST) --full
 
 # The budget table: what is asked of the project's speed beside what is measured now. Wants an otherwise idle machine.
 bench: setup

@@ -1,21 +1,75 @@
-"""Property tests draw the same examples in every run: what lands is what passed, on any machine.
+"""Two lanes, and what holds tests to theirs; property tests that draw the same examples in every run.
 
-To look for new ones: `pytest --hypothesis-profile=search`. A failure it finds becomes an `@example` of its test.
+What lands is what passed, on any machine. To look for new examples: `pytest --hypothesis-profile=search`. A failure it
+finds becomes an `@example` of its test.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Generator
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
+from tests.helpers.lanes import NEEDS, PATIENCE, Watch, marks_of
+
 # No deadline: a shared machine is at times ten times slower, and a time limit per test catches what hangs.
+settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None)
-settings.load_profile("same")
+
+LONGEST = ("readme", "slurm", "bench", "process", "browser", "long")
+"""Marks, those of the longest tests first."""
+
+WATCH = pytest.StashKey[Watch]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, the README's commands before all: begun last, the longest would keep one process
-    waiting for the other."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name != "test_readme.py", item.path not in slow))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="grids whole, not every pair of their values; 100 examples, not 25"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, why in NEEDS.items():
+        config.addinivalue_line("markers", f"{name}: {why}; not in `make test`")
+    full = config.getoption("--full")
+    if not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("same" if full else "quick")
+    slow = full or "CI" in os.environ or "MEGATILE_BUSY" in os.environ
+    config.stash[WATCH] = Watch(PATIENCE if slow else 1.0)
+    config.stash[WATCH].install()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Two workers begin with half of the tests each, and who is done takes from the end of the other's: both halves
+    begin with marked tests, which are long, and end with quick ones."""
+    if not hasattr(config, "workerinput"):
+        return
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if marks_of(item):
+            files.setdefault(item.path, []).append(item)
+    longest = sorted(files.values(), key=lambda group: min(LONGEST.index(mark) for mark in marks_of(group[0])))
+    first, second = (list(itertools.chain(*longest[k::2])) for k in range(2))
+    quick = [item for item in items if not marks_of(item)]
+    begun = max(0, len(items) // 2 - len(first))
+    items[:] = [*first, *quick[:begun], *second, *quick[begun:]]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    watch = item.config.stash[WATCH]
+    watch.begin(item)
+    try:
+        return (yield)
+    finally:
+        watch.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from item.config.stash[WATCH].call())

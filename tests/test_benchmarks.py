@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.benchmark_run import assert_runs
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("command", "says"),
     [

@@ -19,7 +19,7 @@ DOCUMENTS = sorted(
         *(ROOT / "benchmarks").rglob("README.md"),
     )
 )
-MAKE_TARGETS = {"demo", "test", "setup", "setup-all", "golden", "bench", "lint"}
+MAKE_TARGETS = {"demo", "test", "test-all", "setup", "setup-all", "golden", "bench", "lint"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))

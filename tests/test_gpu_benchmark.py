@@ -36,7 +36,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_command_writes_what_it_measured(tmp_path: Path) -> None:
     command = ["-m", "benchmarks.gpu.run", "--quick", "--seconds", "2", "--out", str(tmp_path), "--parts", "copies"]
     done = subprocess.run(

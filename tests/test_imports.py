@@ -63,6 +63,7 @@ def test_our_packages_are_the_ones_imported(name: str) -> None:
     assert Path(module.__file__).parent == ROOT / name
 
 
+@pytest.mark.process
 def test_commands_that_need_no_torch_do_not_load_it() -> None:
     import subprocess
     import sys

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.lanes import NEEDS
+
 ROOT = Path(__file__).parents[1]
 SYSTEM = "tools/system_packages.sh"
 
@@ -25,12 +27,20 @@ def test_only_setup_all_installs_system_packages(target: str) -> None:
     assert SYSTEM in would_run("setup-all")
 
 
-def test_what_lands_is_tested_with_all_programs() -> None:
-    assert "make setup-all test" in (ROOT / ".ci" / "run").read_text()
-    lines = would_run("setup-all", "test").splitlines()
-    assert lines.index(SYSTEM) < next(number for number, line in enumerate(lines) if "-m pytest" in line)
+def test_what_lands_is_tested_whole_and_with_all_programs() -> None:
+    assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text()
+    lines = would_run("test-all").splitlines()
+    (tests,) = (number for number, line in enumerate(lines) if "-m pytest" in line)
+    assert lines.index(SYSTEM) < tests
+    assert "--full" in lines[tests]
+    assert '-m "' not in lines[tests]
 
 
+def test_the_quick_lane_leaves_out_what_has_a_mark() -> None:
+    assert f'-m "not ({" or ".join(NEEDS)})"' in would_run("test")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("path", ["tools/system_packages.sh", "tools/touched_outside.sh", ".ci/run"])
 def test_scripts_are_in_order(path: str) -> None:
     assert subprocess.run(["bash", "-n", path], cwd=ROOT, capture_output=True, text=True, timeout=20).stderr == ""

@@ -10,7 +10,7 @@ from tests.app.bad_inputs import CASES, Case, carry_out
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name.replace(" ", "-"), marks=[pytest.mark.slow] if case.prefix else [])
+        pytest.param(case, id=case.name.replace(" ", "-"), marks=[pytest.mark.process] if case.prefix else [])
         for case in CASES
     ],
 )

@@ -215,6 +215,7 @@ def test_a_launcher_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "start it once" in BenchCommand(DataSettings(Path("slides"))).validate()[0]
 
 
+@pytest.mark.process
 def test_out_of_memory_is_a_result_and_so_is_a_hang(classify_slides: Path, tmp_path: Path) -> None:
     shared = ["--slides", str(classify_slides), "--model", "tests.helpers.tiny_models:classifier", "--steps", "3"]
     (tmp_path / "tiles").mkdir()
@@ -284,7 +285,7 @@ def test_a_sweep_varies_all_knobs_or_those_named() -> None:
     assert [(knob.name, knob.off, knob.on) for knob in without] == [("read-threads", "1", ("2", "4"))]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_sweep_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
@@ -299,7 +300,7 @@ def test_a_sweep_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) -> N
     assert found["rows"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench"
     asked = [
@@ -343,7 +344,7 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) 
     assert not list(out.glob("trials/*/*/checkpoints"))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_groups_of_stages_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "hybrid"
     asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
@@ -356,6 +357,7 @@ def test_groups_of_stages_are_measured_as_a_user_starts_them(classify_slides: Pa
     assert gpipe["claim"].endswith("x ddp on 4 ranks, measured once")
 
 
+@pytest.mark.process
 def test_a_benchmark_that_is_asked_to_end_leaves_nothing_running(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "ended"
     asked = [*TINY, "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "100000"]

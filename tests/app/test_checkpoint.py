@@ -43,6 +43,7 @@ except RunError as fault:
 """
 
 
+@pytest.mark.process
 def test_previous_checkpoint_survives_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, timeout=60)

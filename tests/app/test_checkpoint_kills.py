@@ -19,6 +19,8 @@ from tests.app.conftest import ROOT
 from tests.helpers import drilled_run
 from tests.helpers.drilled_run import EVERY, HELD_AT
 
+pytestmark = pytest.mark.process
+
 PLACES = {"copying": HELD_AT - 1, "writing": HELD_AT - 1, "renamed": HELD_AT}
 """Where a run is killed -> how many checkpoints are complete then."""
 

@@ -149,6 +149,7 @@ def test_what_the_system_refuses_is_told_with_its_mend(
     assert capsys.readouterr().err.startswith(f"prog: error: {told}")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("options", "reason", "mend"),
     [("size=40k", "No space left", "name a folder"), ("ro", "Read-only file system", "name another with --out")],

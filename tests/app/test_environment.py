@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from app.environment import describe_environment, describe_launcher, find_program
@@ -51,6 +52,7 @@ def test_programs_beside_python_are_found(monkeypatch):
     assert find_program("no-such-program") is None
 
 
+@pytest.mark.process
 def test_importing_it_loads_no_torch():
     code = "import sys, app.environment; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

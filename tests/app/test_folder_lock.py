@@ -58,7 +58,7 @@ def left_behind(folder: Path, host: str) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_second_is_told_who_the_first_is(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     with (
         pytest.raises(RunError, match=rf"is in use by \S+ on \S+, process {other.pid} .*since 20.*--out"),
@@ -67,7 +67,7 @@ def test_the_second_is_told_who_the_first_is(tmp_path: Path, other: subprocess.P
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_killed_holder_keeps_nobody_out(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     other.send_signal(signal.SIGKILL)
     with sole_user(tmp_path):
@@ -75,7 +75,7 @@ def test_a_killed_holder_keeps_nobody_out(tmp_path: Path, other: subprocess.Pope
     assert (tmp_path / LOCK).read_text() == ""
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_who_is_ended_by_what_starts_us_is_waited_for(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     path = tmp_path / LOCK
     here = Holder.here()
@@ -88,7 +88,7 @@ def test_who_is_ended_by_what_starts_us_is_waited_for(tmp_path: Path, other: sub
             assert time.monotonic() - begun_s > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_what_a_process_forks_does_not_hold_its_lock(tmp_path: Path) -> None:
     with sole_user(tmp_path):
         child = os.fork()
@@ -158,7 +158,7 @@ def test_parts_of_an_index_share_a_folder_and_nobody_else_does(tmp_path: Path) -
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_index_command_keeps_out_of_a_folder_in_use(
     tmp_path: Path, classify_slides: Path, other: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,7 +176,7 @@ def test_ranks_that_outlive_their_starter_keep_others_out(tmp_path: Path) -> Non
             pass
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_runs_do_not_mix(classify_slides: Path, train: Train, train_process: Train, tmp_path: Path) -> None:
     """Both once ended with exit code 0 and one metrics.csv of both; now the second leaves all as it is."""
     out = tmp_path / "run"

@@ -107,7 +107,7 @@ def test_the_size_reaches_the_engine(asked: str | None, ddp: int, master: int) -
         assert sums[-2:] == [asked == "0", True]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_run_with_both_gives_the_same_losses(
     classify_slides: Path, train_process: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_folder_that_cannot_be_written_fails(slides, tmp_path, capsys):
     assert "file" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_no_deep_learning_library_is_loaded(slides, tmp_path):
     import subprocess
 

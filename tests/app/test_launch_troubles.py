@@ -20,6 +20,8 @@ import pytest
 from tests.app.conftest import ROOT, train_command, train_environment
 from tests.helpers.ranks import MPI_ENVIRONMENT, MPIRUN
 
+pytestmark = pytest.mark.process
+
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 LIMIT_S = 2
 LATE = "test $RANK$PMI_RANK$OMPI_COMM_WORLD_RANK = 1 && sleep 120; exec "

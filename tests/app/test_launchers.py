@@ -15,7 +15,7 @@ from tests.helpers.ranks import MPI_ENVIRONMENT, MPIRUN
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_losses_are_equal_under_torchrun_and_mpirun(classify_slides: Path, tmp_path: Path) -> None:
     settings = (
         "--slides",

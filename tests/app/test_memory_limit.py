@@ -69,7 +69,7 @@ def test_a_cpu_stops_where_a_gpu_of_that_size_would() -> None:
     assert "out of memory on cpu within --memory 4 MiB" in stopped.fault()
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.process)])
 def test_a_run_that_takes_more_than_its_memory_stops(
     train: Train, train_process: Train, classify_slides: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -131,7 +131,7 @@ def test_who_took_more_is_named() -> None:
     assert "--offload overlap" in said
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_run_says_what_its_ranks_take(classify_slides: Path, train_process: Train, tmp_path: Path) -> None:
     arguments = ("--slides", classify_slides, *QUICK, "--steps", "2", "--parallel", "gpipe", "--ranks", "2")
     done = train_process(*arguments, "--memory", "1MiB", "--out", tmp_path / "run")

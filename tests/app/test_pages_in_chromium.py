@@ -17,6 +17,8 @@ from tests.helpers.bench_folder import row, unfit, write_bench, write_rows
 from tests.helpers.chromium import Browser, browser, find_chromium
 from tests.helpers.run_folder import write_run
 
+pytestmark = pytest.mark.browser
+
 PAPER_PX = 718
 """Width of what is printed on A4 with the browser's margins."""
 

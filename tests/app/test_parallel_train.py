@@ -235,7 +235,7 @@ def test_masks_on_another_rank_are_varied_as_their_tiles(augment: Any, segment_s
     assert runs[1].metrics == pytest.approx(runs[0].metrics, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_process: Train, tmp_path: Path) -> None:
     out = tmp_path / "run"
     # Without --microbatches: those of the first strategy are kept, which are not the second one's own.

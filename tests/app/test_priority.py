@@ -28,6 +28,7 @@ def test_a_thread_lets_others_first_and_they_stay_as_they_are() -> None:
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel divides the processor by processes alone")
 def test_a_session_lets_others_first() -> None:
     told = "from app.priority import *; let_other_sessions_first(); print(AUTOGROUP.read_text())"

@@ -15,7 +15,7 @@ from tests.app.conftest import QUICK, ROOT, summary_of, train_command, train_env
 from tests.helpers.ranks import MPI_ENVIRONMENT, MPIRUN
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_killed_rank_ends_the_run_with_one_message(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     strategy = ("--ranks", "2", "--parallel", "ddp")
@@ -47,7 +47,7 @@ def test_killed_rank_ends_the_run_with_one_message(classify_slides: Path, tmp_pa
     assert (summary["status"], summary["error"] + "\n") == ("failed", message)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("launcher", [(), (str(MPIRUN), "-n", "2")], ids=["gloo", "mpi"])
 @pytest.mark.parametrize(
     ("fault", "reason"),

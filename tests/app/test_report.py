@@ -197,6 +197,7 @@ def test_command_names_the_file_it_cannot_read(run, capsys):
     assert str(run / "summary.json") in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_report_needs_no_torch(run):
     code = f"import sys; from app.report import main; main([{str(run)!r}]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

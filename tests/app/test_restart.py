@@ -127,7 +127,7 @@ def undisturbed(classify_slides: Path, tmp_path_factory: pytest.TempPathFactory)
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("command", [with_ranks, with_torchrun], ids=["ranks", "torchrun"])
 def test_killed_rank_costs_steps_but_changes_nothing(
     command: Command, undisturbed: Path, classify_slides: Path, tmp_path: Path

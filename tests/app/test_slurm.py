@@ -23,6 +23,8 @@ from benchmarks.fault_drill.starts import rank_of
 from tests.app.conftest import QUICK, ROOT, summary_of, train_command
 from tests.helpers.slurm import NODES, Slurm
 
+pytestmark = pytest.mark.slurm
+
 SCRIPTS = sorted((ROOT / "configs" / "slurm").glob("*.sbatch"))
 RUN = (*QUICK, "--optimizer", "sgd", "--steps", "6", "--device", "cpu")
 ENVIRONMENT = {
@@ -113,7 +115,6 @@ def test_one_node(trained: tuple[Path, str]) -> None:
     assert "\x1b" not in printed
 
 
-@pytest.mark.slow
 def test_two_nodes_with_torchrun(
     slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -123,7 +124,6 @@ def test_two_nodes_with_torchrun(
     assert losses_of(tmp_path / "run") == losses_of(trained[0])
 
 
-@pytest.mark.slow
 def test_two_nodes_of_stages_with_plain_srun(
     slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -137,7 +137,6 @@ def test_two_nodes_of_stages_with_plain_srun(
     assert [float(loss) for loss in losses_of(tmp_path / "run")] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_mpi(
     slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -147,7 +146,6 @@ def test_mpi(
     assert losses_of(tmp_path / "run") == losses_of(trained[0])
 
 
-@pytest.mark.slow
 def test_a_run_that_is_preempted_and_then_loses_a_rank_is_requeued_and_goes_on(
     slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
 ) -> None:

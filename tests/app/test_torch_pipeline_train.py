@@ -12,7 +12,7 @@ import torch
 from tests.app.conftest import QUICK, Train, summary_of
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_torchs_own_pipeline_trains_as_one_process(
     classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def test_run_leaves_everything_it_promises(reference: Path) -> None:
         assert {row["split"] for row in csv.DictReader(file)} == {"val"}
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_killed_and_resumed_is_bit_identical(
     seed: int, reference: Path, classify_slides: Path, train: Train, tmp_path: Path
@@ -101,7 +101,7 @@ def wait_for(path: Path, process: subprocess.Popen[bytes], timeout_s: float = 90
         time.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_saves_and_ends_well(
@@ -129,7 +129,7 @@ def test_signal_saves_and_ends_well(
     assert summary["images"] == 4 * summary["steps"]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_ranks_equal_one_process_on_the_same_batch(
     classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
 ) -> None:
@@ -154,7 +154,7 @@ def test_two_ranks_equal_one_process_on_the_same_batch(
     assert summary["metrics"]["loss"] == pytest.approx(summary_of(reference)["metrics"]["loss"], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_torchrun_starts_the_same_run(reference: Path, classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = train_command("--slides", classify_slides, *QUICK, "--steps", "3", "--out", out, "--parallel", "ddp")
@@ -212,7 +212,7 @@ def test_resuming_a_finished_run_leaves_it_as_it_is(reference: Path, classify_sl
     assert (reference / "summary.json").read_text() == before
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.process)])
 def test_killed_between_last_checkpoint_and_summary(
     ranks: int, classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
 ) -> None:
@@ -238,7 +238,7 @@ def test_resume_refuses_other_settings(reference: Path, classify_slides: Path, t
     assert "seed: the run has 0, asked is 5" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_killed_rank_ends_the_run_within_a_minute(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     strategy = ("--ranks", "2", "--parallel", "ddp")

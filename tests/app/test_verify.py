@@ -87,7 +87,7 @@ def test_a_tensor_that_comes_back_wrong_is_found(
     assert "FAILED: " in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "app.verify", *TINY, "--ranks", "2", "--out", str(tmp_path)]
     for more in (

@@ -108,6 +108,7 @@ sys.exit(run_command(Command, body, [], "command"))
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("home", ["cache", "none"])
 def test_torch_compiles_where_nobody_else_writes(home: str, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()

@@ -248,6 +248,7 @@ def test_what_others_take_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert use.others() == 0.0
 
 
+@pytest.mark.process
 def test_a_program_beside_this_one_is_seen() -> None:
     beside = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -258,6 +259,7 @@ def test_a_program_beside_this_one_is_seen() -> None:
         beside.wait()
 
 
+@pytest.mark.process
 def test_a_calibration_of_this_machine_gives_costs() -> None:
     model = calibrate(CPU, together=2, seconds=0.5)
     assert set(model.products) == set(ROUND)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,22 +137,35 @@ def nan_step(communicator: Communicator) -> dict[str, Any]:
     return {"microbatches": caught.value.microbatches}
 
 
+SEVERAL = [pytest.param(2, marks=pytest.mark.process), pytest.param(3, marks=pytest.mark.process)]
+
+
+class Runs:
+    """What every rank of so many gives; they run when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._done: dict[int, list[dict[str, Any]]] = {}
+
+    def __getitem__(self, world: int) -> list[dict[str, Any]]:
+        if world not in self._done:
+            target = "tests.parallel.test_data_parallel:all_runs"
+            self._done[world] = run_on_ranks(world, target, self._folder / str(world)) if world > 1 else self._alone()
+        return self._done[world]
+
+    def _alone(self) -> list[dict[str, Any]]:
+        return [all_runs(LocalCommunicator(), None)]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    target = "tests.parallel.test_data_parallel:all_runs"
-    return {
-        1: [all_runs(LocalCommunicator(), None)],
-        2: run_on_ranks(2, target, tmp_path_factory.mktemp("two")),
-        3: run_on_ranks(3, target, tmp_path_factory.mktemp("three")),
-    }
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, *SEVERAL])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_ranks_equal_the_plain_step(
-    runs: dict[int, list[dict[str, Any]]], dtype: torch.dtype, momentum: float | None, world: int
-) -> None:
+def test_ranks_equal_the_plain_step(runs: Runs, dtype: torch.dtype, momentum: float | None, world: int) -> None:
     plain = plain_run(dtype, momentum)
     tolerance = TOLERANCE[dtype]
     for rank in runs[world]:
@@ -164,9 +178,9 @@ def test_ranks_equal_the_plain_step(
             assert difference <= tolerance * max(1, expected.abs().max()), name
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, *SEVERAL])
 @pytest.mark.parametrize("size", BUCKETS)
-def test_gradients_summed_in_buckets_of_any_size(runs: dict[int, list[dict[str, Any]]], size: str, world: int) -> None:
+def test_gradients_summed_in_buckets_of_any_size(runs: Runs, size: str, world: int) -> None:
     plain = plain_run(torch.float64, 0.1)
     for rank in runs[world]:
         ours = rank["buckets"][size]
@@ -180,17 +194,15 @@ def test_gradients_summed_in_buckets_of_any_size(runs: dict[int, list[dict[str, 
             assert len(ours["sums"]) == (2 if size == "1 KiB" else 1)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_hold_equal_parameters(runs: dict[int, list[dict[str, Any]]], world: int) -> None:
+@pytest.mark.parametrize("world", SEVERAL)
+def test_ranks_hold_equal_parameters(runs: Runs, world: int) -> None:
     first, *others = (rank["float32-0.1"]["state"] for rank in runs[world])
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_nan_in_one_microbatch_stops_every_rank_before_the_update(
-    runs: dict[int, list[dict[str, Any]]], world: int
-) -> None:
+@pytest.mark.parametrize("world", [1, *SEVERAL])
+def test_nan_in_one_microbatch_stops_every_rank_before_the_update(runs: Runs, world: int) -> None:
     assert [rank["nan"]["microbatches"] for rank in runs[world]] == [[2]] * world
 
 

@@ -240,7 +240,7 @@ def test_one_rank_runs_without_a_communicator_to_speak_of() -> None:
     assert_equal([run(LocalCommunicator(), "skips", strategy, steps_of(5))], plain("skips", 5), torch.float64)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_compiled_stages_give_the_plain_step() -> None:
     ranks = [run(LocalCommunicator(), "skips", Strategy("gpipe", 1, 1, 5, compile=True), steps_of(5))]
     assert_equal(ranks, plain("skips", 5), torch.float64)

@@ -25,6 +25,8 @@ from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, 
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.small_nets import SkipNet, TwoOutputs, batch_of, pixel_loss, two_losses
 
+pytestmark = pytest.mark.process
+
 RANKS, PX, SEED, LR, STEPS = 2, 8, 3, 0.05, 3
 DEVICE = torch.device("cpu")
 

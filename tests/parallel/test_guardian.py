@@ -75,6 +75,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
 SLEEP = "print('ready', flush=True); time.sleep(60)"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
@@ -93,6 +94,7 @@ def test_killed_rank_is_named_at_once(number: signal.Signals, reason: str, start
     assert said == f"error: {rank.file.read_text()}"
 
 
+@pytest.mark.process
 def test_stopped_rank_is_named_and_killed(start: Callable[..., Rank]) -> None:
     rank = start(SLEEP)
     rank.process.send_signal(signal.SIGSTOP)
@@ -101,6 +103,7 @@ def test_stopped_rank_is_named_and_killed(start: Callable[..., Rank]) -> None:
     assert rank.process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.process
 def test_briefly_stopped_rank_is_left_alone(start: Callable[..., Rank]) -> None:
     rank = start("print('ready', flush=True); time.sleep(2.5)")
     rank.process.send_signal(signal.SIGSTOP)
@@ -110,6 +113,7 @@ def test_briefly_stopped_rank_is_left_alone(start: Callable[..., Rank]) -> None:
     assert rank.process.returncode == 0
 
 
+@pytest.mark.process
 def test_stuck_rank_is_named_and_killed(start: Callable[..., Rank]) -> None:
     rank = start(SLEEP, stuck_s=1)
     said = rank.end(within_s=4)
@@ -117,6 +121,7 @@ def test_stuck_rank_is_named_and_killed(start: Callable[..., Rank]) -> None:
     assert rank.process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "then",
     [
@@ -133,6 +138,7 @@ def test_rank_that_is_not_stuck_is_left_alone(then: str, start: Callable[..., Ra
     assert rank.process.returncode == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("then", "code", "said"),
     [
@@ -149,6 +155,7 @@ def test_orderly_end_is_silent(then: str, code: int, said: str, start: Callable[
     assert rank.process.returncode == code
 
 
+@pytest.mark.process
 def test_only_the_first_rank_of_a_run_speaks(start: Callable[..., Rank]) -> None:
     ranks = [start(SLEEP) for _ in range(3)]
     for rank in ranks:
@@ -156,6 +163,7 @@ def test_only_the_first_rank_of_a_run_speaks(start: Callable[..., Rank]) -> None
     assert sum(bool(rank.end(within_s=3)) for rank in ranks) == 1
 
 
+@pytest.mark.process
 def test_exit_without_goodbye_is_named(start: Callable[..., Rank]) -> None:
     said = start("os._exit(3)").end(within_s=3)
     assert said.startswith(f"error: rank 1 ended with exit code 3 and said nothing at step 17 {FIRST_LINE}\n")
@@ -174,11 +182,13 @@ def test_position_costs_less_than_two_microseconds() -> None:
     assert best_s < 2e-6
 
 
+@pytest.mark.process
 def test_guardian_imports_no_torch() -> None:
     check = "import parallel.guardian_process, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.process
 def test_a_machine_without_shared_memory_of_its_own() -> None:
     mount = "mount -t tmpfs -o ro none /dev/shm && exec "
     able = subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True, text=True, timeout=20)

@@ -223,6 +223,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_ranks(RANKS, "tests.parallel.test_torch_pipeline:checks", tmp_path_factory.mktemp("ranks"), state)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_the_plain_step(ranks: list[dict[str, Any]], name: str) -> None:
     expected, tolerance = plain(name), TOLERANCE[CASES[name].dtype]
@@ -255,6 +256,7 @@ def assert_predicted(predicted: Any, case: Case, state: dict[str, Tensor]) -> No
         assert torch.allclose(predicted[key], expected[key].float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["unet", "unet-channels-last"])
 def test_passes_and_messages_are_those_of_our_own_schedule(ranks: list[dict[str, Any]], name: str) -> None:
     case = CASES[name]
@@ -282,6 +284,7 @@ def test_passes_and_messages_are_those_of_our_own_schedule(ranks: list[dict[str,
         assert theirs[name]["sent"] == sent
 
 
+@pytest.mark.process
 def test_a_run_of_one_process_goes_on_and_back(ranks: list[dict[str, Any]]) -> None:
     case, expected = CASES["two-outputs"], plain("two-outputs")
     assert [rank["resumed"]["losses"] for rank in ranks] == [pytest.approx(expected.losses[-1:], rel=1e-10)] * RANKS
@@ -293,15 +296,18 @@ def test_a_run_of_one_process_goes_on_and_back(ranks: list[dict[str, Any]]) -> N
     assert largest_error(expected.model, back.state_dict()["model"]) <= 1e-9
 
 
+@pytest.mark.process
 def test_nan_in_one_microbatch_stops_all_before_the_update(ranks: list[dict[str, Any]]) -> None:
     assert [rank["nan"] for rank in ranks] == [[2], [2]]
 
 
+@pytest.mark.process
 def test_another_shape_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "here (2, 3, 16, 16); got (2, 3, 20, 20) as microbatch 0 of a step: cut the batch" in rank["shape"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("where", "action"), [("forward", "0F0"), ("backward", "0B0")])
 def test_what_fails_in_a_pass_is_shown_in_the_schedule(ranks: list[dict[str, Any]], where: str, action: str) -> None:
     for rank in ranks:
@@ -364,6 +370,7 @@ def test_layout_is_that_of_the_weights() -> None:
     assert not is_channels_last(nn.Conv2d(3, 5, 1))
 
 
+@pytest.mark.process
 def test_ranks_that_are_no_processes_of_torch_are_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("which refuses ranks that share a GPU: use one rank per GPU" in rank["shared GPU"] for rank in ranks)
     with pytest.raises(ValueError, match="got 1 rank: start them with --ranks or torchrun"):

@@ -33,6 +33,7 @@ def test_a_file_appears_with_the_first_failure(tmp_path):
     assert failed.rows()[1] == ("c", "tiles", "MemoryError")
 
 
+@pytest.mark.process
 def test_threads_and_processes_append_whole_rows(tmp_path):
     path = tmp_path / "failed_slides.csv"
     started = [subprocess.Popen([sys.executable, "-c", MANY, str(path), f"p{k}"]) for k in range(2)]

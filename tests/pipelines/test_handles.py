@@ -252,6 +252,7 @@ def _in_child(pool: SlidePool, results: multiprocessing.SimpleQueue[tuple[tuple[
     results.put((before, read_sum(pool)))
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_child_process_starts_empty_and_leaves_the_parents_slides_alone(method: str) -> None:

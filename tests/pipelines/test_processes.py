@@ -75,6 +75,7 @@ def test_leaving_early_ends_the_processes():
     assert children() == before
 
 
+@pytest.mark.process
 def test_a_killed_parent_leaves_no_worker():
     code = (
         "from pipelines.processes import each_in_process; from tests.helpers.work import sleep_if_odd;"

@@ -23,7 +23,11 @@ def test_local_communicator_keeps_the_contract() -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "world"),
-    [*(("threads", n) for n in (1, 2, 3, 4)), ("torch", 2), ("torch", 3), *(("mpi", n) for n in (1, 2, 3, 4))],
+    [
+        *(("threads", n) for n in (1, 2, 3, 4)),
+        *(pytest.param("torch", n, marks=pytest.mark.process) for n in (2, 3)),
+        *(pytest.param("mpi", n, marks=pytest.mark.process) for n in (1, 2, 3, 4)),
+    ],
 )
 def test_communicator_keeps_the_contract(launcher: Launcher, world: int, tmp_path: Path) -> None:
     results = run_on_ranks(world, CONTRACT, tmp_path, launcher=launcher)
@@ -31,7 +35,9 @@ def test_communicator_keeps_the_contract(launcher: Launcher, world: int, tmp_pat
     assert all(result["bits"] == results[0]["bits"] for result in results)
 
 
-@pytest.mark.parametrize("launcher", ["threads", "torch", "mpi"])
+@pytest.mark.parametrize(
+    "launcher", ["threads", *(pytest.param(name, marks=pytest.mark.process) for name in ("torch", "mpi"))]
+)
 def test_silent_rank_is_named_after_the_time_given(launcher: Launcher, tmp_path: Path) -> None:
     said = r"rank 0 of 2: \w+ of \(2,\) float32 from rank 1, tag 3 failed: "
     # A thread's own error comes out; processes have printed it.

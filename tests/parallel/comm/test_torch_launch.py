@@ -9,6 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 START = """
 import sys
 from parallel.comm.torch_launch import launch_ranks

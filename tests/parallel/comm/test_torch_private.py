@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from parallel.comm.in_time import in_time
 
+pytestmark = pytest.mark.process
+
 START = "import sys; from parallel.comm.torch_launch import launch_ranks; sys.exit(launch_ranks(2, sys.argv[1:]))"
 
 RANK = """

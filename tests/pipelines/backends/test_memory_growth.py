@@ -16,6 +16,8 @@ from PIL import Image
 from tests.helpers.real import DICOM, NDPI, PYRAMID_TIFF, SVS
 from tests.pipelines.backends.test_slides import write_ome_zarr
 
+pytestmark = pytest.mark.process
+
 GROWTH_LIMIT_BYTES = 4 << 20
 
 PROGRAM = """

@@ -140,6 +140,7 @@ def _sum_in_child(path: Path, results: multiprocessing.SimpleQueue[int]) -> None
     results.put(int(read_all(path).sum()))
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_can_read_after_its_parent_has(tmp_path: Path) -> None:
     """Zarr runs an event loop in a thread, which a fork does not carry over."""

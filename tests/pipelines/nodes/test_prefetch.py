@@ -193,6 +193,7 @@ def test_an_exhausted_iterator_has_no_threads() -> None:
     assert batches.wait_s > 0
 
 
+@pytest.mark.process
 def test_a_process_ends_with_an_iterator_still_open() -> None:
     script = """
 import numpy as np

@@ -93,6 +93,7 @@ print(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) *
 """
 
 
+@pytest.mark.process
 def test_memory_does_not_grow_with_the_slide(tmp_path: Path) -> None:
     """60 Mpx are 184 MB as pixels; drawing them may take a few MB more than drawing 2 Mpx."""
     peaks = [
