@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers.lanes import NEEDS, PATIENCE, Watch, marks_of
+from tests.helpers.pairs import covering
 
 # No deadline: a shared machine is at times ten times slower, and a time limit per test catches what hangs.
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, why in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {why}; not in `make test`")
+    config.addinivalue_line("markers", "pairs: without --full, a part of its grid in which every pair of values occurs")
     full = config.getoption("--full")
     if not config.getoption("--hypothesis-profile", None):
         settings.load_profile("same" if full else "quick")
@@ -45,10 +47,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        _thin(config, items)
+    if hasattr(config, "workerinput"):
+        _deal(items)
+
+
+def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the grids of tests marked ``pairs`` down to a part in which every pair of values occurs."""
+    grids: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
+            grids.setdefault((item.path, item.originalname), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for grid in grids.values():
+        values = [tuple(map(id, item.callspec.params.values())) for item in grid]  # the same object in every item
+        left_out |= set(grid) - {grid[k] for k in covering(values)}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def _deal(items: list[pytest.Item]) -> None:
     """Two workers begin with half of the tests each, and who is done takes from the end of the other's: both halves
     begin with marked tests, which are long, and end with quick ones."""
-    if not hasattr(config, "workerinput"):
-        return
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         if marks_of(item):

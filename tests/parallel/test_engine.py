@@ -35,6 +35,7 @@ from tests.helpers.plain_step import largest_error, plain_run
 from tests.helpers.small_nets import ALL_NETS, NETS, batch_of
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ALL_NETS)
 @pytest.mark.parametrize("depth", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)

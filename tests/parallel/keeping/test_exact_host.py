@@ -39,6 +39,7 @@ KEEPINGS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
 @pytest.mark.parametrize("name", NETS)
