@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from app import synth
+from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
 from tests.helpers.slurm import Slurm, missing_programs, running_slurm
 
@@ -60,8 +61,19 @@ def train_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def train() -> Train:
-    """``app.train`` on one rank, in this process."""
+    """``app.train`` in this process, on one rank."""
     return functools.partial(call, "app.train", env={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture
+def train_ranks(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """``app.train`` in this process; the ranks that it starts are forked from one that has loaded torch."""
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        with launched_here(tmp_path_factory.mktemp("ranks")):
+            return train(*arguments)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -177,7 +177,7 @@ def test_ranks_that_outlive_their_starter_keep_others_out(tmp_path: Path) -> Non
 
 
 @pytest.mark.process
-def test_two_runs_do_not_mix(classify_slides: Path, train: Train, train_process: Train, tmp_path: Path) -> None:
+def test_two_runs_do_not_mix(classify_slides: Path, train: Train, train_ranks: Train, tmp_path: Path) -> None:
     """Both once ended with exit code 0 and one metrics.csv of both; now the second leaves all as it is."""
     out = tmp_path / "run"
     arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--checkpoint-every", "2")
@@ -189,7 +189,7 @@ def test_two_runs_do_not_mix(classify_slides: Path, train: Train, train_process:
         stderr=subprocess.DEVNULL,
     ) as first:
         wait_for(out / "checkpoints" / "last.pt", first)
-        for start, more in ((train, ("--resume",)), (train_process, ("--resume", "--ranks", "2", "--parallel", "ddp"))):
+        for start, more in ((train, ("--resume",)), (train_ranks, ("--resume", "--ranks", "2", "--parallel", "ddp"))):
             second = start(*arguments, "--steps", "100000", *more)
             assert second.returncode == FAILED
             assert "is in use by " in second.stderr

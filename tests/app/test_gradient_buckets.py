@@ -109,7 +109,7 @@ def test_the_size_reaches_the_engine(asked: str | None, ddp: int, master: int) -
 
 @pytest.mark.process
 def test_a_run_with_both_gives_the_same_losses(
-    classify_slides: Path, train_process: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    classify_slides: Path, train_ranks: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--slides", classify_slides, *QUICK, "--model", "tests.helpers.tiny_models:telling", "--steps", "3")
     arguments += ("--parallel", "ddp", "--ranks", "2")
@@ -118,7 +118,7 @@ def test_a_run_with_both_gives_the_same_losses(
         told = tmp_path / f"told-{name}"
         told.mkdir()
         monkeypatch.setenv("TOLD", str(told))
-        done = train_process(*arguments, *more, "--out", tmp_path / name)
+        done = train_ranks(*arguments, *more, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
         with (tmp_path / name / "metrics.csv").open() as file:
             losses.append([row["loss"] for row in csv.DictReader(file)])

@@ -71,11 +71,11 @@ def test_a_cpu_stops_where_a_gpu_of_that_size_would() -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.process)])
 def test_a_run_that_takes_more_than_its_memory_stops(
-    train: Train, train_process: Train, classify_slides: Path, tmp_path: Path, ranks: int
+    train: Train, train_ranks: Train, classify_slides: Path, tmp_path: Path, ranks: int
 ) -> None:
     out = tmp_path / "run"
     asked = ("--memory", "2MiB", "--memory-excess", "stop", "--parallel", "single" if ranks == 1 else "ddp")
-    start = train if ranks == 1 else train_process
+    start = train if ranks == 1 else train_ranks
     done = start("--slides", classify_slides, *QUICK, *asked, "--ranks", ranks, "--steps", 3, "--out", out)
     assert done.returncode == 1
     assert "out of memory on cpu within --memory 2 MiB" in done.stdout + done.stderr
@@ -132,9 +132,9 @@ def test_who_took_more_is_named() -> None:
 
 
 @pytest.mark.process
-def test_a_run_says_what_its_ranks_take(classify_slides: Path, train_process: Train, tmp_path: Path) -> None:
+def test_a_run_says_what_its_ranks_take(classify_slides: Path, train_ranks: Train, tmp_path: Path) -> None:
     arguments = ("--slides", classify_slides, *QUICK, "--steps", "2", "--parallel", "gpipe", "--ranks", "2")
-    done = train_process(*arguments, "--memory", "1MiB", "--out", tmp_path / "run")
+    done = train_ranks(*arguments, "--memory", "1MiB", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     summary = summary_of(tmp_path / "run")
     assert summary["memory_limit_bytes"] == MIB

@@ -14,11 +14,11 @@ from tests.app.conftest import QUICK, Train, summary_of
 
 @pytest.mark.process
 def test_torchs_own_pipeline_trains_as_one_process(
-    classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
+    classify_slides: Path, train: Train, train_ranks: Train, tmp_path: Path
 ) -> None:
     common = ("--slides", classify_slides, *QUICK, "--optimizer", "sgd", "--steps", "3")
     for name, start, more in (
-        ("torch-1f1b", train_process, ("--ranks", "2", "--twin-steps", "1")),
+        ("torch-1f1b", train_ranks, ("--ranks", "2", "--twin-steps", "1")),
         ("single", train, ()),
     ):
         done = start(*common, "--parallel", name, *more, "--out", tmp_path / name)

@@ -131,14 +131,14 @@ def test_signal_saves_and_ends_well(
 
 @pytest.mark.process
 def test_two_ranks_equal_one_process_on_the_same_batch(
-    classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
+    classify_slides: Path, train: Train, train_ranks: Train, tmp_path: Path
 ) -> None:
     reference, out = tmp_path / "one", tmp_path / "two"
     # SGD: AdamW's first updates are the signs of the gradients, which rounding flips where they are almost 0.
     arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--optimizer", "sgd")
     for run, start, strategy in (
         (reference, train, ()),
-        (out, train_process, ("--ranks", "2", "--parallel", "ddp")),
+        (out, train_ranks, ("--ranks", "2", "--parallel", "ddp")),
     ):
         done = start(*arguments, "--out", run, *strategy)
         assert done.returncode == 0, done.stderr + done.stdout
@@ -214,10 +214,10 @@ def test_resuming_a_finished_run_leaves_it_as_it_is(reference: Path, classify_sl
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.process)])
 def test_killed_between_last_checkpoint_and_summary(
-    ranks: int, classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
+    ranks: int, classify_slides: Path, train: Train, train_ranks: Train, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    start, strategy = (train, ()) if ranks == 1 else (train_process, ("--ranks", "2", "--parallel", "gpipe"))
+    start, strategy = (train, ()) if ranks == 1 else (train_ranks, ("--ranks", "2", "--parallel", "gpipe"))
     arguments = ("--slides", classify_slides, *QUICK, "--steps", "2", "--out", out, *strategy)
     assert start(*arguments).returncode == 0
     whole = summary_of(out)

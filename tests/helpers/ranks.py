@@ -1,8 +1,8 @@
 """Run a function on several ranks, as a user's run is started, with a hard time limit.
 
 The function is named ``package.module:function``, gets a communicator and what ``argument`` holds, and its result is
-saved per rank. Ranks are processes of torchrun's own launcher (Gloo), of mpirun, or threads of this process. A hang is
-a failure that says which ranks were still at it.
+saved per rank. Ranks are forked processes (Gloo), processes of the launcher of ``--ranks``, of mpirun, or threads of
+this process. A hang is a failure that says which ranks were still at it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ import torch
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from tests.helpers.forked import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +42,7 @@ def run_on_ranks(
     argument: Any = None,
     timeout_s: float = 150,
     *,
-    launcher: Literal["torch", "mpi", "threads"] = "torch",
+    launcher: Literal["forked", "torch", "mpi", "threads"] = "forked",
     patience_s: float = 60,
 ) -> list[Any]:
     """Results of ``target(communicator, argument)`` on each of ``world`` ranks, in order of rank.
@@ -55,7 +57,22 @@ def run_on_ranks(
         return run_on_threads(world, function_of(target), argument, timeout_s=patience_s)
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(argument, folder / "argument.pt")
-    rank = [sys.executable, "-m", "tests.helpers.ranks", target, str(folder), launcher, str(patience_s)]
+    words = [target, str(folder), launcher, str(patience_s)]
+    if launcher == "forked":
+        codes, printed = run_ranks(world, "tests.helpers.ranks:main", [words], folder, timeout_s)
+        hung, failed = codes == [None] * world, any(code != 0 for code in codes)
+    else:
+        hung, failed, printed = _start(world, launcher, words, timeout_s)
+    if hung:
+        missing = [rank for rank in range(world) if not (folder / f"{rank}.pt").exists()]
+        raise AssertionError(f"{target}: ranks {missing} hung for {timeout_s:g} s\n{printed}")
+    assert not failed, f"{target} on {world} ranks failed\n{printed}"
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _start(world: int, launcher: str, words: list[str], timeout_s: float) -> tuple[bool, bool, str]:
+    """Whether processes started one by one hung, or failed, and what they printed."""
+    rank = [sys.executable, "-m", "tests.helpers.ranks", *words]
     if launcher == "torch":
         start = "import sys; from parallel.comm.torch_launch import launch_ranks as launch; "
         start += f"sys.exit(launch({world}, sys.argv[1:]))"
@@ -76,10 +93,8 @@ def run_on_ranks(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         printed, _ = process.communicate()
-        missing = [rank for rank in range(world) if not (folder / f"{rank}.pt").exists()]
-        raise AssertionError(f"{target}: ranks {missing} hung for {timeout_s:g} s\n{printed}") from None
-    assert process.returncode == 0, f"{target} on {world} ranks: exit code {process.returncode}\n{printed}"
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+        return True, False, printed
+    return False, process.returncode != 0, printed
 
 
 def function_of(target: str) -> Any:
@@ -87,8 +102,8 @@ def function_of(target: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def main() -> None:
-    target, folder, launcher, patience_s = sys.argv[1], Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+def main(argv: Sequence[str]) -> None:
+    target, folder, launcher, patience_s = argv[0], Path(argv[1]), argv[2], float(argv[3])
     torch.set_num_threads(1)
     communicator: Communicator
     if launcher == "mpi":
@@ -112,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

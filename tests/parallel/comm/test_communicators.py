@@ -14,7 +14,7 @@ from tests.helpers.ranks import run_on_ranks
 
 CONTRACT = "tests.contracts.communicator_contract:check_communicator"
 SILENCE = "tests.contracts.communicator_contract:check_silence"
-Launcher = Literal["torch", "mpi", "threads"]
+Launcher = Literal["forked", "torch", "mpi", "threads"]
 
 
 def test_local_communicator_keeps_the_contract() -> None:
@@ -25,7 +25,8 @@ def test_local_communicator_keeps_the_contract() -> None:
     ("launcher", "world"),
     [
         *(("threads", n) for n in (1, 2, 3, 4)),
-        *(pytest.param("torch", n, marks=pytest.mark.process) for n in (2, 3)),
+        pytest.param("torch", 2, marks=pytest.mark.process),
+        pytest.param("forked", 3, marks=pytest.mark.process),
         *(pytest.param("mpi", n, marks=pytest.mark.process) for n in (1, 2, 3, 4)),
     ],
 )
