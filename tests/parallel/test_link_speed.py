@@ -116,7 +116,7 @@ def test_ranks_that_fail_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
         measure_links(2)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_ranks_of_this_machine() -> None:
     speed = measure_links(2, rounds=2)
     assert 1e7 < speed.sum_bandwidth < 1e13  # bytes a second, and not megabytes or bits
