@@ -32,8 +32,12 @@ def find_blocks(graph: LayerGraph) -> list[Block]:
 
 def block_cuts(graph: LayerGraph) -> tuple[int, ...]:
     """Positions in ``graph.layers``, increasing, at which a block begins and a stage may begin."""
-    starts = [block.start for block in find_blocks(graph)[1:]]
-    return tuple(start for start in starts if 2 <= start < len(graph.layers) - 1 and graph.can_cut(start))
+    if "block_cuts" not in graph.remembered:
+        starts = [block.start for block in find_blocks(graph)[1:]]
+        allowed = (start for start in starts if 2 <= start < len(graph.layers) - 1 and graph.can_cut(start))
+        graph.remembered["block_cuts"] = tuple(allowed)
+    found: tuple[int, ...] = graph.remembered["block_cuts"]
+    return found
 
 
 def find_modules(graph: LayerGraph) -> list[Block]:

@@ -1,7 +1,7 @@
 """The stages of every candidate of a plan: the model cut anew for each number of stages and size of microbatch.
 
 Takes a task and a cluster; gives partitions, what their stages cost and hold. Candidates share what they can: the graph
-for a size of microbatch, its windows, partitions, bytes of stages. A model that each rank computes whole is one stage.
+for a size of microbatch, its windows, partitions, what stages hold. A model that each rank computes whole is one stage.
 No torch here.
 """
 
@@ -20,17 +20,15 @@ from parallel.device_spec import LinkSpec
 from parallel.forecast import schedule_of, weights_of
 from parallel.graph import LayerGraph
 from parallel.keeping.chosen_runs import Runs, chosen_runs, chosen_runs_of_whole
-from parallel.keeping.host_bytes import host_bytes, stage_host_bytes
-from parallel.keeping.kept_bytes import kept_bytes
+from parallel.keeping.host_bytes import host_bytes
 from parallel.keeping.rule import MIB, Keeping
 from parallel.keeping.runs_beside_offload import runs_beside_offload
+from parallel.keeping.stage_memory import StageMemory
 from parallel.keeping_cost import keeping_costs
-from parallel.liveness import Piece, pieces
 from parallel.memory import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.nominal_cost import equal_cost
 from parallel.partition import Partition, cut_positions
 from parallel.partition_optimal import MemoryRule, partition_optimal
-from parallel.stage_bytes import StageBytes
 from parallel.stage_cost import stage_costs
 from parallel.step_cost import StageCost
 from parallel.task import Task
@@ -62,8 +60,7 @@ class Cutting:
         self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
         self._partitions: dict[object, Partition] = {}
         self._windows: dict[int, Windows] = {}
-        self._pieces: dict[int, list[Piece]] = {}
-        self._stages: dict[object, list[StageBytes]] = {}
+        self._memories: dict[int, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
 
     @property
@@ -130,7 +127,7 @@ class Cutting:
     def _ahead(self, candidate: Candidate) -> int:
         if not candidate.offload or self.cluster.kind != "cuda":
             return 0
-        ahead = AHEAD * max((piece.bytes for piece in self._pieces_of(candidate) if piece.saved), default=0)
+        ahead = AHEAD * max((piece.bytes for piece in self._memory_of(candidate).pieces if piece.saved), default=0)
         return -(-ahead // MIB) * MIB  # as settings say it
 
     def _chosen(self, candidate: Candidate, partition: Partition) -> Runs | None:
@@ -144,12 +141,12 @@ class Cutting:
         graph, costs = self.microbatch(self.tiles(candidate))
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
-        found, limit = self._pieces_of(candidate), float(self.cluster.usable_bytes)
+        memory, limit = self._memory_of(candidate), float(self.cluster.usable_bytes)
         slots, device = self.task.slots, self.cluster.kind
         if not candidate.splits:
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
             return chosen_runs_of_whole(
-                name, ranks, m, graph, forward_s, limit, slots=slots, device=device, found=found
+                name, ranks, m, graph, forward_s, limit, slots=slots, device=device, memory=memory
             )
         schedule, placement = schedule_of(candidate)
         return chosen_runs(
@@ -162,18 +159,16 @@ class Cutting:
             shard_optimizer=candidate.shard_optimizer,
             weights=weights_of(candidate, self.task.batch),
             device=device,
-            found=found,
+            memory=memory,
         )
 
     def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[RankBytes]:
         """Of the ranks of the first group; of any rank where each computes the whole model."""
+        stages = self._memory_of(candidate).kept(partition, keeping)
         if not candidate.splits:
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
-            return [whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, keeping)]
+            return [whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stages[0])]
         schedule, placement = schedule_of(candidate)
-        key = (partition.starts, self.tiles(candidate), keeping)
-        if key not in self._stages:
-            self._stages[key] = kept_bytes(partition, keeping, self._pieces_of(candidate))
         return rank_bytes(
             partition,
             placement,
@@ -182,14 +177,14 @@ class Cutting:
             shard_optimizer=candidate.shard_optimizer,
             weights=weights_of(candidate, self.task.batch),
             device=self.cluster.kind,
-            stages=self._stages[key],
+            stages=stages,
         )
 
     def host_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> int:
         """That the fullest rank of the first group takes on the host."""
         if keeping.offload == "none":
             return 0
-        stages = stage_host_bytes(partition, keeping, self._pieces_of(candidate))
+        stages = self._memory_of(candidate).host(partition, keeping)
         if not candidate.splits:
             return stages[0].kept + stages[0].again
         return max(host_bytes(schedule_of(candidate)[0], stages, weights_of(candidate, self.task.batch)))
@@ -204,14 +199,14 @@ class Cutting:
             keeping,
             copy_bandwidth=self.cluster.copy_bandwidth,
             beside=self.cluster.kind == "cuda",
-            found=self._pieces_of(candidate),
+            memory=self._memory_of(candidate),
         )
 
-    def _pieces_of(self, candidate: Candidate) -> list[Piece]:
+    def _memory_of(self, candidate: Candidate) -> StageMemory:
         tiles = self.tiles(candidate)
-        if tiles not in self._pieces:
-            self._pieces[tiles] = pieces(self.microbatch(tiles)[0])
-        return self._pieces[tiles]
+        if tiles not in self._memories:
+            self._memories[tiles] = StageMemory(self.microbatch(tiles)[0])
+        return self._memories[tiles]
 
     def _windows_of(self, tiles: int, positions: Sequence[int] | None) -> Windows:
         assert positions is not None  # of all places that ``partition_optimal`` is given

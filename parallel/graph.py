@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from parallel.op import Op
 
@@ -68,12 +69,14 @@ class LayerGraph:
             place, or parameters or buffers used several times. Disjoint and sorted.
         classes: path of a module -> name of its class; only for labels.
         whole: path of a module that could not be looked into -> why; only for messages.
+        remembered: what was worked out of the graph, by name, for those who ask again.
     """
 
     layers: tuple[Layer, ...]
     inseparable: tuple[tuple[int, int], ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     whole: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    remembered: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     by_name: Mapping[str, Layer] = field(init=False, repr=False, compare=False)
     position: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
@@ -115,4 +118,9 @@ class LayerGraph:
 
     def can_cut(self, position: int) -> bool:
         """True when a stage may end before ``layers[position]``."""
-        return not any(first < position <= last for first, last in self.inseparable)
+        return position not in self._held
+
+    @functools.cached_property
+    def _held(self) -> frozenset[int]:
+        """Positions before which no cut may fall."""
+        return frozenset(at for first, last in self.inseparable for at in range(first + 1, last + 1))

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from parallel.cost import Costs
 from parallel.keeping.rule import Keeping, Segment
 from parallel.keeping.segments import segments_of
-from parallel.liveness import Piece, pieces
+from parallel.keeping.stage_memory import StageMemory
+from parallel.liveness import Piece
 from parallel.partition import Partition
 from parallel.step_cost import StageCost
 
@@ -42,7 +43,7 @@ def keeping_costs(
     *,
     copy_bandwidth: float,
     beside: bool,
-    found: Iterable[Piece] | None = None,
+    memory: StageMemory | None = None,
 ) -> list[StageCost]:
     """``stages`` with what ``keeping`` adds. A stage that is computed again as a whole has an action for that, whose
     time is its forward pass's.
@@ -51,11 +52,11 @@ def keeping_costs(
         costs: of the layers.
         copy_bandwidth: bytes per second, each way.
         beside: copies run beside the computation.
-        found: what ``pieces`` gives for the graph, where it is known.
+        memory: of the partition's graph, where it is known.
     """
     if keeping.offload == "none" and not keeping.segmented:
         return list(stages)
-    found = list(pieces(partition.graph) if found is None else found)
+    memory = StageMemory(partition.graph) if memory is None else memory
     result = []
     for number, stage in enumerate(stages):
         segments = segments_of(partition, number, keeping)
@@ -67,7 +68,7 @@ def keeping_costs(
         )
         forward_s, backward_s = stage.forward_s, stage.backward_s + again_s
         if keeping.offload != "none":
-            moved = moved_bytes(found, segments, keeping)
+            moved = moved_bytes(memory.touched((segments[0].start, segments[-1].stop)), segments, keeping)
             # The action that computes a whole stage again counts as a forward pass, copies and all: instead of those
             # out it makes those back.
             back = 0 if keeping.stagewise else moved.kept
@@ -87,7 +88,7 @@ def moved_bytes(found: Iterable[Piece], segments: Sequence[Segment], keeping: Ke
     """What offloading moves of a stage, whose layers ``segments`` cover.
 
     Args:
-        found: pieces of memory of the model's graph.
+        found: pieces of memory of the model's graph; those that the stage does not touch change nothing.
     """
     start, stop = segments[0].start, segments[-1].stop
     if keeping.stagewise:

@@ -120,6 +120,7 @@ def whole_bytes(
     slots: int,
     device: str = "cpu",
     keeping: Keeping | None = None,
+    stage: StageBytes | None = None,
 ) -> RankBytes:
     """Of each rank where every rank computes the whole model: single, ddp and fsdp.
 
@@ -133,8 +134,10 @@ def whole_bytes(
         graph: of the model and its loss, traced with the largest microbatch.
         slots: values that the optimizer keeps for each parameter.
         keeping: what becomes of activations; all stay on the device by default.
+        stage: what ``kept_bytes`` gives for the whole model, where it is known.
     """
-    (stage,) = kept_bytes(Partition(graph, (0,)), keeping or Keeping())
+    if stage is None:
+        (stage,) = kept_bytes(Partition(graph, (0,)), keeping or Keeping())
     several = len(share_of(0, ranks, m)) > 1
     parameters, kept = stage.parameters, stage.activations
     # Buckets take in the gradients layer by layer; without them all that are made add up.

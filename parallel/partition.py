@@ -102,8 +102,7 @@ class Partition:
 
 def cut_positions(graph: LayerGraph) -> list[int]:
     """Positions at which a stage may begin: the model's input alone, or its output alone, is no stage."""
-    held = {position for first, last in graph.inseparable for position in range(first + 1, last + 1)}
-    return [position for position in range(2, len(graph.layers) - 1) if position not in held]
+    return [position for position in range(2, len(graph.layers) - 1) if graph.can_cut(position)]
 
 
 def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:

@@ -52,7 +52,7 @@ def stage_bytes(partition: Partition, found: Iterable[Piece] | None = None) -> l
     """
     bounds = pairwise([*partition.starts, len(partition.graph.layers)])
     touched = touched_by(partition, pieces(partition.graph) if found is None else found)
-    return [_window_bytes(partition.graph, *bound, own) for bound, own in zip(bounds, touched, strict=True)]
+    return [bytes_of_window(partition.graph, *bound, own) for bound, own in zip(bounds, touched, strict=True)]
 
 
 def touched_by(partition: Partition, found: Iterable[Piece]) -> list[list[Piece]]:
@@ -67,10 +67,10 @@ def touched_by(partition: Partition, found: Iterable[Piece]) -> list[list[Piece]
 
 def window_bytes(graph: LayerGraph, start: int, stop: int) -> StageBytes:
     """Of the layers from position ``start`` to ``stop``, not included, as a stage."""
-    return _window_bytes(graph, start, stop, pieces(graph))
+    return bytes_of_window(graph, start, stop, pieces(graph))
 
 
-def _window_bytes(graph: LayerGraph, start: int, stop: int, found: Iterable[Piece]) -> StageBytes:
+def bytes_of_window(graph: LayerGraph, start: int, stop: int, found: Iterable[Piece]) -> StageBytes:
     """As ``window_bytes``, from the pieces of memory that its layers make, keep or use; others change nothing."""
     inputs, forth, back, alone = [], [], [], []
     for piece in found:

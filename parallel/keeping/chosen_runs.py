@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 
 from parallel.action import Schedule
 from parallel.graph import LayerGraph
-from parallel.keeping.kept_bytes import kept_bytes
 from parallel.keeping.recompute_optimal import Plan, RecomputeSearch
 from parallel.keeping.rule import Keeping
-from parallel.liveness import Piece, pieces
+from parallel.keeping.stage_memory import StageMemory
 from parallel.memory import in_flight, rank_bytes, whole_bytes
 from parallel.partition import Partition
 from parallel.placement import Placement
-from parallel.stage_bytes import stage_bytes, touched_by
 
 Runs = tuple[tuple[str, str], ...]
 ROUNDS = 6
@@ -39,7 +37,7 @@ def chosen_runs(
     shard_optimizer: bool = False,
     weights: Sequence[float] | None = None,
     device: str = "cpu",
-    found: Sequence[Piece] | None = None,
+    memory: StageMemory | None = None,
 ) -> Runs | None:
     """Of all stages of a partition; None where no choice was found that fits.
 
@@ -49,10 +47,10 @@ def chosen_runs(
         forward_s: of each layer.
         limit_bytes: of each rank, for everything.
         slots, shard_optimizer, weights, device: as ``rank_bytes`` takes them.
-        found: what ``pieces`` gives for the graph, where it is known.
+        memory: of the partition's graph, where searches share it.
     """
-    found = pieces(partition.graph) if found is None else found
-    plain = stage_bytes(partition, found)
+    memory = StageMemory(partition.graph) if memory is None else memory
+    plain = memory.kept(partition, Keeping())
     flights, rooms = [1] * partition.depth, [limit_bytes] * partition.depth
     for rank, combinations in enumerate(in_flight(schedule, placement)):
         held = sorted({stage for stage, _ in placement.held_by(rank)})
@@ -67,7 +65,7 @@ def chosen_runs(
             rooms[stage] = min(rooms[stage], part * (limit_bytes - own))
 
     def taken(runs: Runs) -> list[int]:
-        stages = kept_bytes(partition, Keeping("chosen", runs), found)
+        stages = memory.kept(partition, Keeping("chosen", runs))
         ranks = rank_bytes(
             partition,
             placement,
@@ -83,7 +81,7 @@ def chosen_runs(
             for holders in map(placement.holders, range(partition.depth))
         ]
 
-    return _chosen(partition, forward_s, flights, rooms, taken, limit_bytes, found)
+    return _chosen(partition, forward_s, flights, rooms, taken, limit_bytes, memory)
 
 
 def chosen_runs_of_whole(
@@ -96,17 +94,18 @@ def chosen_runs_of_whole(
     *,
     slots: int,
     device: str = "cpu",
-    found: Sequence[Piece] | None = None,
+    memory: StageMemory | None = None,
 ) -> Runs | None:
     """Where every rank computes the whole model; arguments as ``whole_bytes`` and ``chosen_runs``."""
     partition = Partition(graph, (0,))
-    found = pieces(graph) if found is None else found
+    memory = StageMemory(graph) if memory is None else memory
 
     def taken(runs: Runs) -> list[int]:
-        return [whole_bytes(name, ranks, m, graph, slots, device, Keeping("chosen", runs)).total]
+        (stage,) = memory.kept(partition, Keeping("chosen", runs))
+        return [whole_bytes(name, ranks, m, graph, slots, device, stage=stage).total]
 
     room = limit_bytes - (2 + slots) * sum(graph.owned_bytes)
-    return _chosen(partition, forward_s, [1], [room], taken, limit_bytes, found)
+    return _chosen(partition, forward_s, [1], [room], taken, limit_bytes, memory)
 
 
 def _chosen(
@@ -116,7 +115,7 @@ def _chosen(
     rooms: list[float],
     taken: Callable[[Runs], list[int]],
     limit: float,
-    found: Sequence[Piece],
+    memory: StageMemory,
 ) -> Runs | None:
     """The fastest choice of some rounds.
 
@@ -127,8 +126,8 @@ def _chosen(
     if max(taken(())) <= limit:
         return ()
     graph, ends = partition.graph, [*partition.starts[1:], len(partition.graph.layers)]
-    bounds = zip(partition.starts, ends, flights, touched_by(partition, found), strict=True)
-    searches = [RecomputeSearch(graph, start, stop, forward_s, flying, own) for start, stop, flying, own in bounds]
+    bounds = zip(partition.starts, ends, flights, strict=True)
+    searches = [RecomputeSearch(graph, start, stop, forward_s, flying, memory) for start, stop, flying in bounds]
     fitting: dict[Runs, float] = {}
     for _ in range(ROUNDS):
         plans = [search.best(room) or search.least for search, room in zip(searches, rooms, strict=True)]

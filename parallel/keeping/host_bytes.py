@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from parallel.action import COMPUTE, Action, Kind, Schedule
 from parallel.keeping.kept_bytes import lifetimes_of
+from parallel.keeping.lifetimes import Lifetimes
 from parallel.keeping.rule import Keeping
 from parallel.liveness import Piece
 from parallel.partition import Partition
@@ -37,7 +38,12 @@ def stage_host_bytes(partition: Partition, keeping: Keeping, found: Iterable[Pie
     Args:
         found: what ``pieces`` gives for the graph, where it is known.
     """
-    return [HostBytes(one.host, one.host_inputs, one.host_again) for one in lifetimes_of(partition, keeping, found)]
+    return [host_bytes_of(lives) for lives in lifetimes_of(partition, keeping, found)]
+
+
+def host_bytes_of(lives: Lifetimes) -> HostBytes:
+    """Of a stage whose pieces of memory live so."""
+    return HostBytes(lives.host, lives.host_inputs, lives.host_again)
 
 
 def host_bytes(schedule: Schedule, stages: Sequence[HostBytes], weights: Sequence[float] | None = None) -> list[int]:

@@ -16,13 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel.graph import LayerGraph
-from parallel.keeping.kept_bytes import passes_of, with_lifetimes
-from parallel.keeping.lifetimes import Lifetimes
 from parallel.keeping.rule import Keeping, Segment
 from parallel.keeping.segment_windows import SegmentWindows
-from parallel.liveness import Piece, pieces
+from parallel.keeping.stage_memory import StageMemory
 from parallel.partition import cut_positions
-from parallel.stage_bytes import StageBytes, window_bytes
 from parallel.windows import thinned
 
 LEVELS = 256
@@ -48,7 +45,7 @@ def choose_recompute(
     forward_s: Sequence[float],
     budget_bytes: float,
     in_flight: int = 1,
-    found: Iterable[Piece] | None = None,
+    memory: StageMemory | None = None,
 ) -> Plan | None:
     """The segments of the layers from ``start`` to ``stop``, not included; None where nothing fits.
 
@@ -57,9 +54,10 @@ def choose_recompute(
         forward_s: of each layer of the graph, positive.
         budget_bytes: for all that is kept of microbatches in flight, and what one pass takes beside it.
         in_flight: microbatches of the stage between their forward and backward pass, at most.
-        found: what ``pieces`` gives for the graph, or those of them that the stage touches, where they are known.
+        memory: of the graph, where searches share it.
     """
-    return RecomputeSearch(graph, start, stop, forward_s, in_flight, found).best(budget_bytes)
+    memory = StageMemory(graph) if memory is None else memory
+    return RecomputeSearch(graph, start, stop, forward_s, in_flight, memory).best(budget_bytes)
 
 
 class RecomputeSearch:
@@ -72,15 +70,13 @@ class RecomputeSearch:
         stop: int,
         forward_s: Sequence[float],
         in_flight: int,
-        found: Iterable[Piece] | None,
+        memory: StageMemory,
     ) -> None:
-        self._graph, self._in_flight = graph, in_flight
-        self._found = list(pieces(graph) if found is None else found)
-        self._plain: StageBytes = window_bytes(graph, start, stop)
+        self._memory, self._in_flight = memory, in_flight
         inner = [place for place in cut_positions(graph) if start < place < stop]
         self._places = thinned(graph, [start, *inner, stop], PLACES)
         self._upto = np.concatenate([[0.0], np.cumsum(forward_s)])
-        self._windows = SegmentWindows(graph, self._found, self._places, forward_s)
+        self._windows = SegmentWindows(graph, memory.touched((start, stop)), self._places, forward_s)
         self._known: dict[Plan, int] = {}
         self._best: dict[float, Plan | None] = {}
 
@@ -182,8 +178,7 @@ class RecomputeSearch:
     def _bytes(self, plan: Plan) -> int:
         """What the stage takes at most."""
         if plan not in self._known:
-            lives = Lifetimes(self._found, passes_of(self._graph, plan, self._found), RULE)
-            stage = with_lifetimes(self._graph, lives, self._plain)
+            stage = self._memory.of_segments(plan, RULE)
             peak = max(stage.forward, stage.backward)
             self._known[plan] = (self._in_flight - 1) * stage.activations + peak
         return self._known[plan]

@@ -50,14 +50,13 @@ def _places(graph: LayerGraph, rule: str) -> Sequence[int]:
 
 def _runs(graph: LayerGraph, chosen: Iterable[tuple[str, str]]) -> list[tuple[int, int]]:
     """(first position, position after the last) of each."""
-    allowed = {0, *cut_positions(graph), len(graph.layers)}
-    found = []
+    count, found = len(graph.layers), []
     for first, last in chosen:
         faults = [name for name in (first, last) if name not in graph.position]
         if faults:
             raise ValueError(f"{faults[0]!r} is to be computed again and is no layer of the model: plan anew")
         run = (graph.position[first], graph.position[last] + 1)
-        if run[0] >= run[1] or not allowed.issuperset(run):
+        if run[0] >= run[1] or not all(at in (0, count) or (2 <= at < count - 1 and graph.can_cut(at)) for at in run):
             raise ValueError(f"{first!r} to {last!r} cannot be computed again alone: no cut may fall there; plan anew")
         found.append(run)
     return sorted(found)
