@@ -1,7 +1,8 @@
 """What the values of a model are while it is traced: shapes, types and structure, without data.
 
-Takes nodes as a tracer records them; gives a ``Hint`` for each: its value for the traced number of tiles and for
-another. What is the same in both does not depend on how many tiles a microbatch has, and Python may decide by it.
+Takes nodes as a tracer records them; gives a ``Hint`` for each, its value for the traced number of tiles, and where it
+is asked for the value for another. What is the same in both does not depend on how many tiles a microbatch has, and
+Python may decide by it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +33,12 @@ class Hint:
     """What a node gives.
 
     Attributes:
-        values: for the traced number of tiles, and for another; only the first where the model cannot run on the other.
+        value: for the traced number of tiles.
         of_type: it depends on type, device, layout or on whether gradients are taken.
     """
 
-    values: tuple[Any, ...]
+    value: Any
     of_type: bool
-
-    @property
-    def value(self) -> Any:
-        """For the traced number of tiles."""
-        return self.values[0]
 
 
 class Hints:
@@ -58,6 +54,9 @@ class Hints:
         self._root = root
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[fx.Node, Hint] = {}
+        self._others: dict[fx.Node, Any] = {}
+        self._behind: list[fx.Node] = []
+        """Nodes that are still to be run on the other number of tiles: few models decide by anything."""
         self.at_work = False
         """Modules are run for their hints now, and not to be traced."""
         device = next((tensor.device for tensor in (*root.parameters(), *root.buffers())), torch.device("cpu"))
@@ -72,23 +71,38 @@ class Hints:
     def learn(self, node: fx.Node) -> None:
         """Find out what ``node`` gives, from what its inputs are."""
         if node.op == "placeholder":
-            self._known[node] = Hint(self._inputs, of_type=False)
+            self._known[node], self._others[node] = Hint(self._inputs[0], of_type=False), self._inputs[1]
             return
         arguments = node.all_input_nodes
         if node.op == "output" or any(argument not in self._known for argument in arguments):
             return
-        sides = min((len(self._known[argument].values) for argument in arguments), default=len(self._inputs))
-        values = []
-        for side in range(sides):
-            with contextlib.suppress(Exception):  # the run without data says what is wrong
-                values.append(self._run(node, side))
-                continue
-            break
-        if values:
-            self._known[node] = Hint(tuple(values), self._is_of_type(node, values[0]))
+        with contextlib.suppress(Exception):  # the run without data says what is wrong
+            value = self._run(node, lambda argument: self._known[argument].value)
+            self._known[node] = Hint(value, self._is_of_type(node, value))
+            self._behind.append(node)
+            if not self._is_of_torch(node):  # others' code may count its calls
+                self._catch_up()
 
-    def _run(self, node: fx.Node, side: int) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._known[argument].values[side])
+    def others(self, node: fx.Node) -> tuple[Any, ...]:
+        """What ``node`` gives for another number of tiles; nothing where the model cannot run on that."""
+        self._catch_up()
+        return (self._others[node],) if node in self._others else ()
+
+    def _catch_up(self) -> None:
+        for node in self._behind:
+            if all(argument in self._others for argument in node.all_input_nodes):
+                with contextlib.suppress(Exception):
+                    self._others[node] = self._run(node, self._others.__getitem__)
+        self._behind.clear()
+
+    def _is_of_torch(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return type(self._root.get_submodule(str(node.target))).__module__.startswith("torch.nn.")
+        module = getattr(node.target, "__module__", None) if node.op == "call_function" else None
+        return (module or "torch").split(".")[0] in ("torch", "_operator", "builtins")
+
+    def _run(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         args, kwargs = _plain(args), _plain(kwargs)
         with self._running():
             match node.op:

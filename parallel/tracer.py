@@ -200,7 +200,9 @@ class GraphTracer(fx.Tracer):
         if isinstance(hint.value, Tensor):
             raise fx.proxy.TraceError("its path depends on the values of tensors")
         expected = convert(hint.value)
-        if any(convert(value) != expected for value in hint.values[1:]):
+        with torch.set_grad_enabled(self._entered[0][0]):
+            others = self._hints.others(node)
+        if any(convert(value) != expected for value in others):
             raise fx.proxy.TraceError("its path depends on the number of tiles in a microbatch")
         if hint.of_type and self._paths:
             raise fx.proxy.TraceError("its path depends on the type, layout or device of a tensor")
