@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -104,7 +105,13 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.drew = True
         if signature.written:
             self.written |= {memory_of(tensor) for tensor in _tensors(map(given.get, signature.written))}
-        value, flops = self._parts(func, args, kwargs) if signature.composite else _counted(func, args, kwargs)
+        if func is _aten.native_batch_norm.default and (normed := _normed(*args)) is not None:
+            self.written |= {memory_of(tensor) for tensor in _tensors(args[3:5])}
+            value, flops = normed, 0
+        elif signature.composite:
+            value, flops = self._parts(func, args, kwargs)
+        else:
+            value, flops = _counted(func, args, kwargs)
         if signature.computes:
             self.ops.append(self._op(func, signature.name, given, value, flops))
         return value
@@ -129,6 +136,15 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             passes_on=any(tensor.requires_grad and memory_of(tensor) not in self._state for tensor in read),
             convolution=_convolution(given, value) if func is _aten.convolution.default else None,
         )
+
+
+def _normed(images: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What batch norm gives in training without data, in single precision; taken apart it takes half of a run. None
+    where it has to be."""
+    if not isinstance(images, FakeTensor) or images.dtype is not torch.float32 or not others[4]:
+        return None
+    mean, deviation = (images.new_empty(images.shape[1]) for _ in range(2))
+    return torch.empty_like(images), mean, deviation
 
 
 def _counted(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:

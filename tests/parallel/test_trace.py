@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -238,3 +240,29 @@ def test_graphs_that_hold_for_any_side_run_on_others() -> None:
     assert run_again(traced, (1, 3, 48, 48)).graph == trace(model, (1, 3, 48, 48)).graph
     with pytest.raises(ValueError, match="does not run"):
         run_again(traced, (1, 3, 2, 2))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d, functools.partial(nn.BatchNorm2d, affine=False)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_norms_that_are_not_taken_apart_leave_the_same_facts(
+    kind: Callable[[int], nn.Module], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4), nn.ReLU(inplace=True), BuffersOfItsOwn())
+    graph = trace(model, (2, 3, 16, 16), autocast=dtype).graph
+    monkeypatch.setattr("parallel.op_watch._normed", lambda *given: None)
+    assert trace(model, (2, 3, 16, 16), autocast=dtype).graph == graph
+
+
+class BuffersOfItsOwn(nn.Module):
+    """Looks its running statistics up in its own forward."""
+
+    mean: Tensor
+    var: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, training=True)
