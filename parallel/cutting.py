@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 
 from parallel.batch_scale import with_tiles
 from parallel.blocks import block_cuts
@@ -25,6 +26,7 @@ from parallel.keeping.rule import MIB, Keeping
 from parallel.keeping.runs_beside_offload import runs_beside_offload
 from parallel.keeping.stage_memory import StageMemory
 from parallel.keeping_cost import keeping_costs
+from parallel.lowering import BEGINS_BACKWARD
 from parallel.memory import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.nominal_cost import equal_cost
 from parallel.partition import Partition, cut_positions
@@ -40,6 +42,8 @@ DEEP = 16
 """Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
 AHEAD = 2
 """Of the largest pieces of memory that a layer keeps, as many are brought back to a GPU ahead of their use."""
+ROUNDED = 2
+"""Bytes that ``rank_bytes`` may round away at most, of smaller microbatches."""
 LEAST_S = 1e-12
 """Of a layer's forward pass."""
 
@@ -133,6 +137,8 @@ class Cutting:
     def _chosen(self, candidate: Candidate, partition: Partition) -> Runs | None:
         if candidate.offload:
             ahead = self._ahead(candidate)
+            if self.least_bytes(candidate, partition) > self.cluster.usable_bytes:
+                return None
 
             def taken(runs: Runs) -> int:
                 return max(one.total for one in self.rank_bytes(candidate, partition, candidate.keeping(runs, ahead)))
@@ -161,6 +167,23 @@ class Cutting:
             device=device,
             memory=memory,
         )
+
+    def least_bytes(self, candidate: Candidate, partition: Partition) -> int:
+        """That the fullest rank takes at least, whatever is computed again or moved: parameters, the optimizer's state
+        where it is not shared, and a backward pass."""
+        memory, bounds = self._memory_of(candidate), list(pairwise([*partition.starts, len(partition.graph.layers)]))
+        own = 1 + (0 if candidate.shard_optimizer else self.task.slots)
+        sizes = [memory.plain(bound).parameters for bound in bounds]
+        if not candidate.splits:
+            return own * sizes[0] + memory.least(bounds[0])
+        schedule, placement = schedule_of(candidate)
+        smallest = min(weights_of(candidate, self.task.batch))
+        found = []
+        for rank in range(placement.depth):
+            held = sum(sizes[stage] for stage in {stage for stage, _ in placement.held_by(rank)})
+            passed = {action.stage for action in schedule[rank] if action.kind in BEGINS_BACKWARD}
+            found += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
+        return max(found)
 
     def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[RankBytes]:
         """Of the ranks of the first group; of any rank where each computes the whole model."""

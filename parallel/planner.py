@@ -43,6 +43,7 @@ class Planner:
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster
         self.cutting = Cutting(task, cluster)
+        self._known: dict[Candidate, _Fitting | None] = {}
 
     def rows(
         self,
@@ -131,12 +132,14 @@ class Planner:
     def _least(self, candidate: Candidate) -> _Fitting | None:
         """Of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that miss by
         less; None where it cannot run."""
-        found = self._fitting(candidate, within=False)
-        if candidate.splits and (found is None or found.over_bytes):
-            within = self._fitting(candidate, within=True)
-            if within is not None and (found is None or within.over_bytes < found.over_bytes):
-                return within
-        return found
+        if candidate not in self._known:
+            found = self._fitting(candidate, within=False)
+            if candidate.splits and (found is None or found.over_bytes):
+                within = self._fitting(candidate, within=True)
+                if within is not None and (found is None or within.over_bytes < found.over_bytes):
+                    found = within
+            self._known[candidate] = found
+        return self._known[candidate]
 
     def least(self, name: str, ranks: int, savings: Savings = ANY) -> Row | None:
         """Of strategy ``name``: the first candidate that fits, from microbatches of one tile on, or the one that misses

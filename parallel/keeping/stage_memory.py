@@ -16,7 +16,7 @@ from parallel.keeping.lifetimes import Lifetimes
 from parallel.keeping.rule import Keeping, Segment
 from parallel.keeping.segments import segments_of
 from parallel.keeping.stage_arrays import StageArrays
-from parallel.liveness import Piece, pieces
+from parallel.liveness import Piece, gradient_spans, pieces, running_bytes
 from parallel.partition import Partition
 from parallel.stage_bytes import StageBytes, bytes_of_window
 
@@ -86,6 +86,18 @@ class StageMemory:
         lives = Lifetimes(found, passes_of(self.graph, segments, found), keeping)
         self._kept[key] = with_lifetimes(self.graph, lives, self.plain(bound))
         self._host[key] = host_bytes_of(lives)
+
+    def least(self, bound: Bound) -> int:
+        """Bytes below which no choice of what is computed again or moved brings a backward pass: what a layer saved,
+        the gradients that wait and those of its parameters are there when its turn comes."""
+        if bound not in self._least:
+            start, stop = bound
+            there = running_bytes(list(gradient_spans(self.graph, start, stop)), start, stop)
+            for piece in self.touched(bound):
+                for place in {place for place in piece.saved if start <= place < stop}:
+                    there[place - start] += piece.bytes
+            self._least[bound] = max(map(sum, zip(there, self.graph.owned_bytes[start:stop], strict=True)))
+        return self._least[bound]
 
     def plain(self, bound: Bound) -> StageBytes:
         """When all is kept on the device: of the layers from one position to another, not included."""

@@ -249,3 +249,22 @@ def test_the_first_of_those_that_are_hardly_slower() -> None:
 
 def some() -> list[Candidate]:
     return list(candidates(2, 4, names=["ddp", "1f1b"], most_stages=5))[:3]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("single", "fsdp")])
+@pytest.mark.parametrize("shard", [False, True])
+def test_no_choice_takes_less_than_the_least_bytes(name: str, shard: bool) -> None:
+    one = planner(graph=wide(), batch=9)
+    given = candidates(2, 9, names=[name], most_stages=one.cutting.most_stages)
+    ways = [("none", False), ("block", False), ("none", True), ("block", True)]
+    for candidate in given:
+        for recompute, offload in ways:
+            tried = dataclasses.replace(
+                candidate, recompute=recompute, offload=offload, shard_optimizer=shard and candidate.paired
+            )
+            partition = one.cutting.partition(tried, within=False)
+            assert partition is not None
+            keeping = one.cutting.keeping(tried, partition)
+            assert keeping is not None
+            taken = max(rank.total for rank in one.cutting.rank_bytes(tried, partition, keeping))
+            assert 0 < one.cutting.least_bytes(tried, partition) <= taken
