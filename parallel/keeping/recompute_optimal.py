@@ -210,12 +210,15 @@ def _solve(windows: SegmentWindows, limit: float, cap: float) -> Plan | None:
     least[0, 0] = 0.0
     choice: npt.NDArray[np.int64] = np.zeros((count, LEVELS + 1), dtype=np.int64)
     for j in range(1, count):
-        before = levels - held[:, :j, j, None]  # (kind, i, level): units held before the segment
-        fits = (before >= 0) & (before <= room[:j, j, None])
-        rows = np.broadcast_to(np.arange(j)[:, None], before.shape)
-        costs = np.where(fits, least[rows, before.clip(0)] + seconds[:, :j, j, None], np.inf).reshape(2 * j, -1)
-        choice[j] = costs.argmin(axis=0)
-        least[j] = costs.min(axis=0)
+        kind, i = np.nonzero((held[:, :j, j] <= LEVELS) & (room[:j, j] >= 0))
+        if not len(i):
+            continue
+        before = levels - held[kind, i, j, None]  # (segment, level): units held before the segment
+        fits = (before >= 0) & (before <= room[i, j, None])
+        costs = np.where(fits, least[i[:, None], before.clip(0)] + seconds[kind, i, j, None], np.inf)
+        best = costs.argmin(axis=0)
+        choice[j] = (kind * j + i)[best]
+        least[j] = costs[best, levels]
     level = int(least[-1].argmin())
     if not np.isfinite(least[-1, level]):
         return None

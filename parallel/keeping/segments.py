@@ -48,18 +48,23 @@ def _places(graph: LayerGraph, rule: str) -> Sequence[int]:
     return found
 
 
-def _runs(graph: LayerGraph, chosen: Iterable[tuple[str, str]]) -> list[tuple[int, int]]:
+def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[int, int]]:
     """(first position, position after the last) of each."""
+    if (known := graph.remembered.get("runs")) is not None and known[0] is chosen:
+        runs: list[tuple[int, int]] = known[1]
+        return runs
     count, found = len(graph.layers), []
     for first, last in chosen:
-        faults = [name for name in (first, last) if name not in graph.position]
-        if faults:
+        if first not in graph.position or last not in graph.position:
+            faults = [name for name in (first, last) if name not in graph.position]
             raise ValueError(f"{faults[0]!r} is to be computed again and is no layer of the model: plan anew")
         run = (graph.position[first], graph.position[last] + 1)
         if run[0] >= run[1] or not all(at in (0, count) or (2 <= at < count - 1 and graph.can_cut(at)) for at in run):
             raise ValueError(f"{first!r} to {last!r} cannot be computed again alone: no cut may fall there; plan anew")
         found.append(run)
-    return sorted(found)
+    found.sort()
+    graph.remembered["runs"] = chosen, found  # the stages of a partition ask one after the other
+    return found
 
 
 def _of_runs(start: int, stop: int, runs: Iterable[tuple[int, int]]) -> tuple[Segment, ...]:
