@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.lanes import is_helper
 from tests.helpers.pairs import covering
+from tools.seeded_faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,7 +68,8 @@ def test_a_helper_and_little_time():
 @pytest.mark.process
 def test_an_unmarked_test_starts_nothing_and_is_quick(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
-        "from tests.helpers import lanes\nlanes.LIMIT_S = 0.5\nfrom tests.conftest import *\n"
+        "from tests.helpers import lanes\nfrom tests.conftest import *\n"
+        "lanes.LIMIT_S, lanes.is_calm = 0.5, lambda: True\n"
     )
     (tmp_path / "test_all.py").write_text(TESTS)
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
@@ -123,3 +125,9 @@ def test_a_part_of_a_grid_has_every_pair(sizes: list[int], keep: Callable[..., o
 def test_a_part_is_as_small_as_pairs_allow() -> None:
     assert len(covering(list(itertools.product(range(2), range(4), range(13))))) == 4 * 13
     assert len(covering(list(itertools.product(range(8), range(3))))) == 8 * 3
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_seeded_faults_have_their_place(fault: Fault) -> None:
+    assert (ROOT / fault.file).read_text().count(fault.old) == 1
+    assert all((ROOT / path).exists() for path in fault.near)
