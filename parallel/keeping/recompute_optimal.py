@@ -224,8 +224,8 @@ def _solve(windows: SegmentWindows, limit: float, cap: float) -> Plan | None:
         return None
     plan, j = [], count - 1
     while j:
-        again, i = divmod(int(choice[j, level]), j)
-        plan.append(Segment(windows.places[i], windows.places[j], bool(again)))
-        level -= int(held[again, i, j])
-        j = i
+        again, first = divmod(int(choice[j, level]), j)
+        plan.append(Segment(windows.places[first], windows.places[j], bool(again)))
+        level -= int(held[again, first, j])
+        j = first
     return _joined(reversed(plan))
