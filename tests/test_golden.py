@@ -1,8 +1,10 @@
-"""The command-line surface and the README's folder tree are what the code says they are."""
+"""The command-line surface, the README's folder tree and the tables of results are what they are made from."""
 
 from __future__ import annotations
 
-from tests.golden.regenerate import FLAGS, README, flags, readme_with_tree
+import re
+
+from tests.golden.regenerate import FLAGS, README, RESULTS, TABLE, flags, page_with_results, readme_with_tree
 
 
 def test_no_flag_appears_or_vanishes_unseen() -> None:
@@ -12,3 +14,27 @@ def test_no_flag_appears_or_vanishes_unseen() -> None:
 def test_folder_tree_of_the_readme_is_todays() -> None:
     text = README.read_text()
     assert readme_with_tree(text) == text, "files or their first lines changed: run `make golden`"
+
+
+def test_results_are_those_of_the_benchmarks() -> None:
+    text = RESULTS.read_text()
+    assert page_with_results(text) == text, (
+        "a benchmark was run again: run `make golden`, and read what stands above it"
+    )
+
+
+def test_every_result_has_its_date_machine_command_and_rows() -> None:
+    sections = re.split(r"^### ", RESULTS.read_text(), flags=re.MULTILINE)[1:]
+    assert len(sections) > 20
+    for section in sections:
+        name, text = section.split("\n", 1)
+        above, _, table = text.partition(f"<!-- table of {name} -->")
+        assert re.search(r"\d+ November 2026, .*(EPYC|Xeon)", above), name
+        assert f"`python -m benchmarks.{name}." in above, name
+        assert table.count("\n|") > 2, f"{name} has no table"
+
+
+def test_results_that_the_readme_quotes_are_there() -> None:
+    quoted = set(re.findall(r"\(docs/results\.md#([\w-]+)\)", README.read_text()))
+    assert len(quoted) > 20
+    assert quoted <= set(TABLE.findall(RESULTS.read_text()))

@@ -2,7 +2,7 @@
 
 ``flags.txt`` is the command-line surface, one line per flag with its default; the README's folder tree has the first
 line of each module's docstring as its caption; ``schedules`` has small schedules as the papers draw them, one row a
-rank. Look at the diff before committing it.
+rank; ``docs/results.md`` has the tables of the benchmarks' READMEs. Look at the diff before committing it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import itertools
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
 ROOT = Path(__file__).parents[2]
 FLAGS = ROOT / "tests" / "golden" / "flags.txt"
 README = ROOT / "README.md"
+RESULTS = ROOT / "docs" / "results.md"
 SCHEDULE_FILES = ROOT / "tests" / "golden" / "schedules"
 COMMANDS = {
     "app.doctor": "DoctorCommand",
@@ -32,6 +35,10 @@ COMMANDS = {
     "app.verify": "VerifyCommand",
 }
 SHOWN = ("app", "pipelines", "models", "parallel", "benchmarks", "configs", "demo", "data")
+WRITTEN = re.compile(r"<!-- results[^>]*: written by the run -->\n(.*?)<!-- end of results[^>]*-->", re.DOTALL)
+TABLE = re.compile(r"<!-- table of (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)
+LONG = 40
+"""Lines of a table that a page does not show unless asked."""
 TREE_START, TREE_END = "<!-- tree: made by `make golden` -->\n```\n", "```\n<!-- end of tree -->"
 
 
@@ -95,6 +102,28 @@ def readme_with_tree(text: str) -> str:
     return head + TREE_START + tree() + TREE_END + tail
 
 
+def measured(benchmark: str) -> str:
+    """What a benchmark's README has measured: what its run has written there, else its tables."""
+    text = (ROOT / "benchmarks" / benchmark / "README.md").read_text()
+    written = WRITTEN.findall(text)
+    if not written:
+        runs = itertools.groupby(text.splitlines(), key=lambda line: line.startswith("|"))
+        written = ["\n".join(lines) + "\n" for is_table, lines in runs if is_table]
+    return "\n".join(part.strip() + "\n" for part in written)
+
+
+def page_with_results(text: str) -> str:
+    """``text`` with the tables of benchmarks that it names replaced by today's."""
+
+    def of(found: re.Match[str]) -> str:
+        table = measured(found[1])
+        if table.count("\n") > LONG:
+            table = f"<details><summary>All rows</summary>\n\n{table}\n</details>\n"
+        return f"<!-- table of {found[1]} -->\n\n{table}\n<!-- end of table -->"
+
+    return TABLE.sub(of, text)
+
+
 def schedules() -> dict[str, str]:
     """``NAME-D-m.csv`` -> its text, for a handful of each schedule; interleaved with 2 chunks a rank."""
     found = {}
@@ -110,6 +139,7 @@ def main() -> None:
     for name, text in schedules().items():
         (SCHEDULE_FILES / name).write_text(text)
     README.write_text(readme_with_tree(README.read_text()))
+    RESULTS.write_text(page_with_results(RESULTS.read_text()))
 
 
 if __name__ == "__main__":
