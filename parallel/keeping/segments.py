@@ -6,7 +6,9 @@ What is computed last in the last stage is kept: its backward pass follows at on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+import itertools
+from collections.abc import Sequence
 from itertools import pairwise
 
 from parallel.blocks import block_cuts
@@ -67,10 +69,12 @@ def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[
     return found
 
 
-def _of_runs(start: int, stop: int, runs: Iterable[tuple[int, int]]) -> tuple[Segment, ...]:
-    """The runs within a stage, and what is kept between them."""
+def _of_runs(start: int, stop: int, runs: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+    """The runs within a stage, and what is kept between them. ``runs`` are in order."""
     found, at = [], start
-    for first, after in runs:
+    for first, after in itertools.islice(runs, max(0, bisect.bisect(runs, (start, start)) - 1), None):
+        if first >= stop:
+            break
         first, after = max(first, start), min(after, stop)
         if first >= after:
             continue
