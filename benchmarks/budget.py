@@ -72,6 +72,11 @@ def checkpoint_stall(result: Any) -> float:
     return max(added(case, "two-phase") for case in result)
 
 
+def planning(name: str) -> Callable[[Any], float]:
+    """Seconds by the clock that a plan takes."""
+    return lambda result: float(result[name]["wall_s"])
+
+
 RUNS = {
     "tile_reading": ("--rounds", "0.5"),
     "data_wait": (),
@@ -80,6 +85,7 @@ RUNS = {
     "sleeping_stages": ("--steps", "3"),
     "activation_bytes": (),
     "checkpoint_stall": ("--rounds", "3"),
+    "plan_speed": (),
 }
 GIVEN = "megatile into a given array"
 BUDGETS = [
@@ -118,6 +124,9 @@ BUDGETS = [
     ),
     Budget("checkpoint stall in two phases, one per 10 steps", "checkpoint_stall", checkpoint_stall, 0.035, False),
     Budget("checkpoint stall, blocking, one per 100 steps", "engine", lambda r: r["checkpoint_stall"], 0.035, False),
+    Budget("a plan of ResNet-1001-v2 for 1,024 ranks, s", "plan_speed", planning("1024-ranks"), 20, False),
+    Budget("the largest tile of ResNet-50 on 4 ranks, s", "plan_speed", planning("largest-tile"), 30, False),
+    Budget("the largest tile of ResNet-50 in 2 GiB here, s", "plan_speed", planning("largest-tile-here"), 30, False),
 ]
 
 
