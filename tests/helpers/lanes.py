@@ -41,6 +41,7 @@ HELPERS = (
     ("-m", "pipelines.processes"),
     ("-m", "app.checkpoint_writer_process"),
     ("-c", "import openslide; print(openslide.__library_version__)"),
+    ("-c", "from mpi4py import MPI; print(MPI.Get_library_version())"),
 )
 """First words to Python of the processes that any command starts beside itself."""
 
