@@ -11,7 +11,6 @@ import contextlib
 import operator
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,17 +27,48 @@ OF_TYPE = {
 """What a tensor says of itself beside its shape: another device, layout or precision changes it."""
 
 
-@dataclass(frozen=True, slots=True)
+SURE_MODULES = frozenset({
+    nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose2d, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.GELU, nn.GroupNorm, nn.Hardswish, nn.Identity,
+    nn.InstanceNorm2d, nn.Linear, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Sigmoid, nn.Upsample,
+})  # fmt: skip
+SURE_FUNCTIONS = frozenset({operator.add, operator.mul, torch.add, torch.flatten, torch.relu})
+SURE_METHODS = frozenset({"flatten", "mean", "relu"})
+"""They give one tensor where they are given tensors: nobody has to run them to know that."""
+
+
 class Hint:
     """What a node gives.
 
+    Args:
+        value: for the traced number of tiles, or what finds it.
+
     Attributes:
-        value: for the traced number of tiles.
+        is_tensor: the value is one.
         of_type: it depends on type, device, layout or on whether gradients are taken.
     """
 
-    value: Any
-    of_type: bool
+    __slots__ = ("_find", "_value", "is_tensor", "of_type")
+
+    def __init__(self, value: Any, of_type: bool, find: Callable[[], None] | None = None) -> None:
+        self._value, self._find, self.of_type = value, find, of_type
+        self.is_tensor = find is not None or isinstance(value, Tensor)
+
+    @property
+    def value(self) -> Any:
+        """For the traced number of tiles.
+
+        Raises:
+            TraceError: the node does not run on them, as the run without data will say, too.
+        """
+        if self._find is not None:
+            self._find()
+        if isinstance(self._value, Exception):
+            raise fx.proxy.TraceError(f"it does not run: {self._value}") from self._value
+        return self._value
+
+    def found(self, value: Any) -> None:
+        self._value, self._find = value, None
 
 
 class Hints:
@@ -57,6 +87,9 @@ class Hints:
         self._others: dict[fx.Node, Any] = {}
         self._behind: list[fx.Node] = []
         """Nodes that are still to be run on the other number of tiles: few models decide by anything."""
+        self._put_off: list[fx.Node] = []
+        """Nodes whose value nobody has asked for yet."""
+        self._grad = torch.is_grad_enabled()
         self.at_work = False
         """Modules are run for their hints now, and not to be traced."""
         device = next((tensor.device for tensor in (*root.parameters(), *root.buffers())), torch.device("cpu"))
@@ -71,17 +104,42 @@ class Hints:
     def learn(self, node: fx.Node) -> None:
         """Find out what ``node`` gives, from what its inputs are."""
         if node.op == "placeholder":
+            self._grad = torch.is_grad_enabled()
             self._known[node], self._others[node] = Hint(self._inputs[0], of_type=False), self._inputs[1]
             return
         arguments = node.all_input_nodes
         if node.op == "output" or any(argument not in self._known for argument in arguments):
             return
+        if arguments and all(self._known[argument].is_tensor for argument in arguments) and self._is_sure(node):
+            self._known[node] = Hint(None, False, self._find)
+            self._put_off.append(node)
+            self._behind.append(node)
+            return
+        self._find()
         with contextlib.suppress(Exception):  # the run without data says what is wrong
             value = self._run(node, lambda argument: self._known[argument].value)
             self._known[node] = Hint(value, self._is_of_type(node, value))
             self._behind.append(node)
             if not self._is_of_torch(node):  # others' code may count its calls
                 self._catch_up()
+
+    def _find(self) -> None:
+        """Run what was put off, in order: something may be changed in place."""
+        while self._put_off:
+            node = self._put_off.pop(0)
+            try:
+                self._known[node].found(self._run(node, lambda argument: self._known[argument].value))
+            except Exception as fault:  # the run without data says what is wrong
+                self._known[node].found(fault)
+
+    def _is_sure(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            module = self._root.get_submodule(str(node.target))
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            return type(module) in SURE_MODULES and "forward" not in vars(module) and not hooked and not node.kwargs
+        if node.op == "call_function":
+            return node.target in SURE_FUNCTIONS and not node.kwargs
+        return node.op == "call_method" and node.target in SURE_METHODS and not node.kwargs
 
     def others(self, node: fx.Node) -> tuple[Any, ...]:
         """What ``node`` gives for another number of tiles; nothing where the model cannot run on that."""
@@ -121,7 +179,7 @@ class Hints:
         before, normalized, self.at_work = random.getstate(), functional.batch_norm, True
         functional.batch_norm = _like  # type: ignore[assignment]
         try:
-            with self._mode, torch.random.fork_rng(devices=[]):
+            with self._mode, torch.set_grad_enabled(self._grad), torch.random.fork_rng(devices=[]):
                 yield
         finally:
             self.at_work, functional.batch_norm = False, normalized

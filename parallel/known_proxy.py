@@ -50,13 +50,15 @@ class KnownProxy(UnknownProxy):
 
     @property
     def __class__(self) -> type:
-        return Tensor if isinstance(self.hint.value, Tensor) else type(self.hint.value)
+        return Tensor if self.hint.is_tensor else type(self.hint.value)
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
         raise TypeError(f"a value that is traced stays one; got {kind}")
 
     def __getattr__(self, name: str) -> Any:
+        if self.hint.is_tensor and callable(getattr(Tensor, name, None)):
+            return super().__getattr__(name)
         value = getattr(self.hint.value, name)  # an AttributeError as the value's own: hasattr() goes by it
         if callable(value) and not isinstance(value, Tensor):
             return super().__getattr__(name)

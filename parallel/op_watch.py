@@ -140,8 +140,10 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _normed(images: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     """What batch norm gives in training without data, in single precision; taken apart it takes half of a run. None
-    where it has to be."""
+    where it has to be, and where one value a channel has no variance."""
     if not isinstance(images, FakeTensor) or images.dtype is not torch.float32 or not others[4]:
+        return None
+    if images.numel() == images.shape[1]:
         return None
     mean, deviation = (images.new_empty(images.shape[1]) for _ in range(2))
     return torch.empty_like(images), mean, deviation

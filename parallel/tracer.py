@@ -171,7 +171,7 @@ class GraphTracer(fx.Tracer):
                     raise fx.proxy.TraceError(f"it changes a value in place, by {target}, while gradients are off")
                 proxy = self.create_proxy("call_function", detached, (proxy,), {})
                 hint = self._hints.of(proxy.node)
-        if hint is None:
+        if hint is None or hint.is_tensor:
             return proxy
         match hint.value:
             case None:
@@ -185,10 +185,11 @@ class GraphTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         hint = self._hints.of(node)
         # Of a tensor nothing is known without a node that says it; a number or a list may be another.
-        self.by_side = self.by_side or hint is None or not isinstance(hint.value, Tensor)
+        self.by_side = self.by_side or hint is None or not hint.is_tensor
         if hint is None:
             return UnknownProxy(node, self)
-        return (KnownNumber if isinstance(hint.value, (int, float)) else KnownProxy)(node, self, hint)
+        number = not hint.is_tensor and isinstance(hint.value, (int, float))
+        return (KnownNumber if number else KnownProxy)(node, self, hint)
 
     def decided(self, proxy: KnownProxy, convert: type) -> Any:
         """``convert`` of what ``proxy`` stands for, on which Python is about to decide; noted in the graph.
@@ -197,12 +198,10 @@ class GraphTracer(fx.Tracer):
             TraceError: it depends on data, on the number of tiles, or in a submodule on type or device.
         """
         hint, node = proxy.hint, proxy.node
-        if isinstance(hint.value, Tensor):
+        if hint.is_tensor:
             raise fx.proxy.TraceError("its path depends on the values of tensors")
         expected = convert(hint.value)
-        with torch.set_grad_enabled(self._entered[0][0]):
-            others = self._hints.others(node)
-        if any(convert(value) != expected for value in others):
+        if any(convert(value) != expected for value in self._hints.others(node)):
             raise fx.proxy.TraceError("its path depends on the number of tiles in a microbatch")
         if hint.of_type and self._paths:
             raise fx.proxy.TraceError("its path depends on the type, layout or device of a tensor")

@@ -210,14 +210,14 @@ def _solve(windows: SegmentWindows, limit: float, cap: float) -> Plan | None:
     least[0, 0] = 0.0
     choice: npt.NDArray[np.int64] = np.zeros((count, LEVELS + 1), dtype=np.int64)
     for j in range(1, count):
-        kind, i = np.nonzero((held[:, :j, j] <= LEVELS) & (room[:j, j] >= 0))
-        if not len(i):
+        kind, begin = np.nonzero((held[:, :j, j] <= LEVELS) & (room[:j, j] >= 0))
+        if not len(begin):
             continue
-        before = levels - held[kind, i, j, None]  # (segment, level): units held before the segment
-        fits = (before >= 0) & (before <= room[i, j, None])
-        costs = np.where(fits, least[i[:, None], before.clip(0)] + seconds[kind, i, j, None], np.inf)
+        before = levels - held[kind, begin, j, None]  # (segment, level): units held before the segment
+        fits = (before >= 0) & (before <= room[begin, j, None])
+        costs = np.where(fits, least[begin[:, None], before.clip(0)] + seconds[kind, begin, j, None], np.inf)
         best = costs.argmin(axis=0)
-        choice[j] = (kind * j + i)[best]
+        choice[j] = (kind * j + begin)[best]
         least[j] = costs[best, levels]
     level = int(least[-1].argmin())
     if not np.isfinite(least[-1, level]):
