@@ -1,10 +1,8 @@
-"""``app.verify`` as a user runs it."""
+"""``app.verify``: what it computes, finds and writes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,8 @@ from app.strategy import StrategySettings
 from app.verify import VerifyCommand, main, verify
 from parallel.keeping.copies import Copies
 from parallel.schedules.registry import SCHEDULES
-from tests.app.conftest import ROOT, train_environment
+from tests.helpers.forked import launched_here
+from tests.helpers.in_process import call
 
 TINY = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "96", "--batch", "6")
 FIELDS = {"model", "strategy", "ranks", "communicator", "max_relative_error", "passed"}
@@ -89,19 +88,14 @@ def test_a_tensor_that_comes_back_wrong_is_found(
 
 @pytest.mark.process
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "app.verify", *TINY, "--ranks", "2", "--out", str(tmp_path)]
     for more in (
         ("torch-1f1b", "--batch", "8", "--communicator", "gloo"),
         ("fsdp", "--dtype", "float32", "--microbatches", "3"),
     ):
-        done = subprocess.run(
-            [*command, "--parallel", *more],
-            cwd=ROOT,
-            env=train_environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        ranks = tmp_path / more[0]
+        ranks.mkdir()
+        with launched_here(ranks):  # README's own line starts them one by one
+            done = call("app.verify", *TINY, "--ranks", "2", "--out", tmp_path, "--parallel", *more)
         assert done.returncode == 0, done.stdout + done.stderr
         written = json.loads((tmp_path / "verify.json").read_text())
         assert (written["communicator"], written["passed"]) == ("gloo", True)

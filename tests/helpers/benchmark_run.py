@@ -1,25 +1,51 @@
-"""A benchmark's command, as its README shows it but shortened, run to its end; what it measures is not judged."""
+"""A benchmark's command, as its README shows it but shortened, run to its end; what it measures is not judged.
+
+It runs in a process forked from one that has loaded torch, and so do its ranks. ``test_gpu_benchmark`` starts both one
+by one.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.forked import run_module, run_ranks
 
 
 def assert_runs(command: str, says: str) -> None:
     """``python -m command`` ends well, or misses a target, and prints ``says``."""
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        (code,), printed = run_ranks(1, f"{__name__}:run", command.split(), Path(folder), timeout_s=250)
     # 1: a target was missed, which a busy machine does.
-    assert done.returncode in (0, 1), done.stderr
-    assert says in done.stdout, done.stdout + done.stderr
+    assert code in (0, 1), printed
+    assert says in printed, printed
+
+
+def run(module: str, *arguments: str) -> None:
+    """In the forked process: the command alone on its machine, its ranks forked too."""
+    import benchmarks.ranks
+
+    started = benchmarks.ranks.run_on_ranks
+
+    def run_on_ranks(
+        world: int, target: str, argument: Any, *, launcher: Any = "torch", timeout_s: float = 200
+    ) -> list[Any]:
+        if launcher != "torch":
+            return started(world, target, argument, launcher=launcher, timeout_s=timeout_s)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "argument.json").write_text(json.dumps(argument))
+            words = [target, name, launcher, str(timeout_s)]
+            codes, printed = run_ranks(world, "benchmarks.ranks", words, folder, timeout_s)
+            print(printed)
+            if any(codes):
+                raise RuntimeError(f"{target} on {world} ranks ended with {codes}")
+            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+    benchmarks.ranks.run_on_ranks = run_on_ranks
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[variable]
+    run_module(module, arguments)

@@ -1,8 +1,8 @@
 """Ranks that need not load torch: processes forked, each anew, from one that has loaded it; one such server per run.
 
-A rank is given a function by its name, an environment and a file for what it prints. It ends as a process of Python
-does, exit functions and exit code included, and may be killed. What starts it is not what starts a user's ranks: that
-is tested where processes are started one by one.
+A rank runs a module as ``python -m`` does, or a function by its name, in an environment of its own, and prints to a
+file. It ends as a process of Python does, exit functions and exit code included, and may be killed. What starts it is
+not what starts a user's ranks: that is tested where processes are started one by one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import functools
 import importlib
 import multiprocessing
 import os
+import runpy
 import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,19 @@ from parallel.comm.handshake import KEY
 from parallel.comm.loopback import loopback_variables
 from parallel.comm.torch_store import PRIVATE_STORE
 
-LOADED = ("app.train", "app.loop", "app.session", "app.summary", "tests.helpers.ranks")
+LOADED = ("app.loop", "app.session", "app.summary", "parallel.comm.torch_comm")
 POLL_S = 0.02
 
 
 def run_ranks(
     world: int, target: str, arguments: Sequence[Any], folder: Path, timeout_s: float = 150
 ) -> tuple[list[int | None], str]:
-    """Exit codes of ``target(*arguments)`` on ``world`` ranks, and what they printed.
+    """Exit codes of ``target`` with these arguments on ``world`` ranks, and what they printed.
 
     The first that fails ends the others, as does the end of ``timeout_s``: None is the code of a rank that was ended.
 
     Args:
-        target: ``package.module:function``; may return an exit code.
+        target: ``package.module``, or ``package.module:function``, which may return an exit code.
         folder: of this call alone.
     """
     printed = folder / "printed.txt"
@@ -70,7 +71,7 @@ def launched_here(folder: Path) -> Iterator[None]:
     def launch_ranks(ranks: int, command: Sequence[str], max_restarts: int = 0) -> int:
         _, minus_m, module, *argv = command
         assert (minus_m, max_restarts) == ("-m", 0)
-        codes, printed = run_ranks(ranks, f"{module}:main", [argv], folder)
+        codes, printed = run_ranks(ranks, module, argv, folder)
         print(printed)
         return next((code for code in codes if code), 0)
 
@@ -95,6 +96,12 @@ def _end(ranks: Sequence[ForkServerProcess]) -> None:
             process.join(10)
 
 
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """What ``python -m module`` does."""
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 def _run(target: str, arguments: list[Any], environment: Mapping[str, str], printed: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
@@ -103,10 +110,9 @@ def _run(target: str, arguments: list[Any], environment: Mapping[str, str], prin
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115  # for good
     module, _, name = target.partition(":")
-    function: Callable[..., int | None] = getattr(importlib.import_module(module), name)
     code: object = 1
     try:
-        code = function(*arguments)
+        code = getattr(importlib.import_module(module), name)(*arguments) if name else run_module(module, arguments)
     except SystemExit as stop:
         code = stop.code
     except BaseException:

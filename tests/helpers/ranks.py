@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +58,7 @@ def run_on_ranks(
     torch.save(argument, folder / "argument.pt")
     words = [target, str(folder), launcher, str(patience_s)]
     if launcher == "forked":
-        codes, printed = run_ranks(world, "tests.helpers.ranks:main", [words], folder, timeout_s)
+        codes, printed = run_ranks(world, "tests.helpers.ranks", words, folder, timeout_s)
         hung, failed = codes == [None] * world, any(code != 0 for code in codes)
     else:
         hung, failed, printed = _start(world, launcher, words, timeout_s)
@@ -102,8 +101,8 @@ def function_of(target: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def main(argv: Sequence[str]) -> None:
-    target, folder, launcher, patience_s = argv[0], Path(argv[1]), argv[2], float(argv[3])
+def main() -> None:
+    target, folder, launcher, patience_s = sys.argv[1], Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     torch.set_num_threads(1)
     communicator: Communicator
     if launcher == "mpi":
@@ -127,4 +126,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
