@@ -1,7 +1,7 @@
 """A command of the project in this process, as a test calls it: what it prints, its exit code, and nothing left behind.
 
 A command may change what belongs to its process, which it expects to end: its signals, logs, threads, random numbers
-and environment. All of that is put back.
+and environment. All of that is put back; how it keeps freed memory cannot be, and is left as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import cv2
+import pytest
 import torch
 
 import app.session  # noqa: F401  # what commands load when they are called is not to be paid for by the first that is
@@ -29,7 +30,13 @@ def call(module: str, *arguments: str | Path, env: Mapping[str, str] | None = No
     words = [str(argument) for argument in arguments]
     main = importlib.import_module(module).main
     out, err = io.StringIO(), io.StringIO()
-    with put_back(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        put_back(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("app.launch.keep_freed_memory", lambda: True)
         os.environ.update(env or {})
         try:
             code = main(words)
