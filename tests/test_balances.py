@@ -13,6 +13,8 @@ from parallel.graph import LayerGraph
 from parallel.partition import partition_at
 from parallel.trace import trace
 
+pytestmark = pytest.mark.long
+
 PROJECTION = 256 * 512 + 2 * 512
 """Parameters of the shortcut of layer2.0, which runs before the first of four stages ends here and after it there."""
 

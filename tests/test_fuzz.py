@@ -44,8 +44,8 @@ def whole_report() -> Report:
         ({"reads": {"8x8:0,0": None}, "fault": "one tile"}, "partly read"),
         ({"foreign": "KeyError"}, "foreign exception"),
         ({"peak_bytes": 1 << 31}, "over 1.5 GB"),
-        ({"facts": ("tiled", 1.27)}, "SILENT"),
-        ({"reads": {"8x8:0,0": np.ones((8, 8, 3), np.uint8)}}, "SILENT"),
+        pytest.param({"facts": ("tiled", 1.27)}, "SILENT", marks=pytest.mark.process),
+        pytest.param({"reads": {"8x8:0,0": np.ones((8, 8, 3), np.uint8)}}, "SILENT", marks=pytest.mark.process),
     ],
 )
 def test_outcomes_are_told_apart(change: dict[str, object], outcome: str, tmp_path: Path) -> None:
@@ -58,6 +58,7 @@ def test_pixels_that_decode_otherwise_are_payload(tmp_path: Path) -> None:
     assert fuzz.judged("png", report, whole_report(), True, tmp_path / "none.png")[0] == "payload"
 
 
+@pytest.mark.process
 def test_what_ends_a_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fuzz.apart(os.abort) == "crash: SIGABRT"
     assert fuzz.apart(os._exit, 3) == "crash: exit code 3"
@@ -97,6 +98,7 @@ def test_damage_is_repeatable_and_knows_what_it_touches(tmp_path: Path) -> None:
     assert not is_payload(whole, bytes(before), layout)
 
 
+@pytest.mark.process
 def test_a_short_run_finds_no_fault() -> None:
     variants = fuzz.run(QUICK, list(range(VARIANTS)), seed=0, workers=2)
     assert len(variants) == VARIANTS * len(QUICK)

@@ -23,6 +23,8 @@ from benchmarks.offload_study.published import published_ratio
 from parallel.keeping.copy_clock import CopyTime
 from parallel.keeping.rule import Keeping
 
+pytestmark = pytest.mark.bench
+
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
@@ -36,7 +38,6 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.bench
 def test_command_writes_what_it_measured(tmp_path: Path) -> None:
     command = ["-m", "benchmarks.gpu.run", "--quick", "--seconds", "2", "--out", str(tmp_path), "--parts", "copies"]
     done = subprocess.run(

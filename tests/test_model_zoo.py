@@ -18,6 +18,8 @@ from benchmarks.model_zoo.run import measured
 from benchmarks.model_zoo.table import Row, append, read, summary, totals
 from benchmarks.model_zoo.zoo import CLASSIFIERS, GIANTS, SEGMENTERS, TIMM, Entry, all_entries
 
+pytestmark = pytest.mark.bench
+
 SMALL = Entry("benchmarks.exactness.models:Dropouts", "ours", 12)
 
 

@@ -56,6 +56,7 @@ def test_too_little_memory_for_anything_says_the_least(capsys: pytest.CaptureFix
     assert "over" in printed
 
 
+@pytest.mark.long
 def test_the_largest_tile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--model", "resnet18", "--tile", "256", "--ranks", "2", "--parallel", "1f1b", "--memory", "1GiB")
     assert main((*asked, *V100, "--largest-tile", "--out", str(tmp_path))) == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ NEEDS = {
     "process": "starts Python processes or ranks, or forks",
     "slurm": "starts a Slurm on this machine",
     "browser": "starts Chromium",
-    "bench": "runs the command of a benchmark",
+    "bench": "runs a benchmark, or parts of it",
     "readme": "runs what the README tells its readers to type",
     "long": "needs nothing but more than LIMIT_S seconds",
 }
@@ -108,6 +108,11 @@ class Watch:
 def marks_of(item: pytest.Item) -> list[str]:
     """Why the quick lane leaves ``item`` out; nothing if it does not."""
     return [name for name in NEEDS if item.get_closest_marker(name)]
+
+
+def long_where(values: Iterable[Any], *long: Any) -> list[Any]:
+    """``values`` to parametrize a test with; those that are ``long`` are marked so."""
+    return [pytest.param(value, marks=pytest.mark.long) if value in long else value for value in values]
 
 
 def is_helper(command: Sequence[str]) -> bool:

@@ -146,6 +146,7 @@ def two_stages(communicator: Communicator, batch: list[tuple[Tensor, Tensor]]) -
     return engine.gradients()
 
 
+@pytest.mark.long
 def test_two_stages_give_the_gradients_of_the_plain_step() -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(3, 2, 3, 65, 64, generator=generator, dtype=torch.float64)

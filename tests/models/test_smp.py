@@ -67,6 +67,7 @@ def test_norm_group_replaces_batch_norm_and_instance_is_refused() -> None:
         build_model("smp:Unet(resnet18)", classes=2, norm="instance")
 
 
+@pytest.mark.long
 def test_two_stages_of_it_are_exact() -> None:
     asked = StrategySettings("1f1b", ranks=2, batch=4, microbatches=2)
     result = verify(VerifyCommand(asked, model="smp:Unet(resnet18)", tile=32, steps=1))

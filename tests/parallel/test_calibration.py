@@ -276,6 +276,7 @@ def test_a_calibration_of_this_machine_gives_costs() -> None:
     assert "in 0 s" in costs.source or "in 1 s" in costs.source
 
 
+@pytest.mark.process
 def test_a_process_that_times_nothing_is_reported(monkeypatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(RuntimeError, match="operations on cpu, and its process said: nothing; exit code 1"):

@@ -21,6 +21,7 @@ from parallel.partition import Partition, partition_at, partition_equal
 from parallel.stage_module import StageModule
 from parallel.trace import Traced, trace
 from tests.helpers.awkward_nets import SMALL, Named, RandomModel
+from tests.helpers.lanes import long_where
 
 
 def stages_of(traced: Traced, partition: Partition) -> list[StageModule]:
@@ -97,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", long_where(OURS, "resnet110_v2"))
 def test_stages_of_our_models(name: str) -> None:
     model = build_model(name, classes=3).double()
     traced = trace(model, (2, 3, 32, 32), torch.float64)
@@ -106,7 +107,7 @@ def test_stages_of_our_models(name: str) -> None:
         assert_same(traced, partition_equal(traced.graph, stages), model, example)
 
 
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", long_where(THEIRS, "swin_v2_t", "swin_t", "densenet121", "convnext_tiny"))
 def test_stages_of_torchvision_models(name: str) -> None:
     model = torchvision.models.get_model(name, num_classes=3, **OPTIONS.get(name, {})).double()
     shape = (2, 3, THEIRS[name], THEIRS[name])
@@ -114,6 +115,7 @@ def test_stages_of_torchvision_models(name: str) -> None:
     assert_same(traced, partition_equal(traced.graph, 3), model, torch.rand(shape, dtype=torch.float64))
 
 
+@pytest.mark.long
 def test_stages_of_inception() -> None:
     """Its auxiliary classifier needs tiles of 299 px in training."""
     model = torchvision.models.inception_v3(num_classes=3, aux_logits=True, init_weights=False).double()
@@ -155,7 +157,7 @@ def test_every_single_cut_of_small_models(kind: type[nn.Module]) -> None:
 
 
 @given(seed=st.integers(0, 10_000), data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples * 2 // 5)
 def test_random_cuts_of_random_models(seed: int, data: st.DataObject) -> None:
     """Skips of any length, changes in place, modules used twice, numbers that cross."""
     model = RandomModel(seed).double()

@@ -11,12 +11,13 @@ from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.op import Op
 from parallel.outline import Group, Level, Link, saved_bytes
 from tests.helpers.graph_pictures import traced
+from tests.helpers.lanes import long_where
 
 LEVELS: tuple[Level, ...] = ("op", "layer", "block", "module")
 MODELS = ("torchvision:resnet50", "torchvision:densenet121", "unet", "amoebanet(6,256)")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", long_where(MODELS, "torchvision:densenet121", "amoebanet(6,256)"))
 @pytest.mark.parametrize("level", LEVELS)
 def test_parts_cover_the_graph_once(model: str, level: Level) -> None:
     graph = traced(model)

@@ -211,6 +211,7 @@ def test_a_refused_strategy_says_why() -> None:
     assert not row.fits
 
 
+@pytest.mark.long
 def test_no_row_is_left_out_that_would_have_been_the_best_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     def best(name: str) -> float:
         row = best_of(planner(200 * MIB, batch=32, graph=chain(20)).rows([name], ranks=16))

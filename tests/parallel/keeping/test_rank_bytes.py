@@ -89,6 +89,7 @@ def rules(strategy: Strategy) -> dict[str, Keeping]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_ranks_take_what_is_predicted(schedule: str) -> None:
     partition = Strategy(schedule, 2, 2, M).partition(graph())

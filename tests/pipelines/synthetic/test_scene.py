@@ -64,6 +64,7 @@ def _blocks(arrangement: Arrangement, seeds: range) -> list[Block]:
     return [scene.draw(column, row) for scene in scenes for column in (1, 2) for row in (1, 2)]
 
 
+@pytest.mark.long
 def test_tiles_of_256_px_have_the_same_colours_in_both_classes() -> None:
     """Window statistics by class differ by no more than two halves of one class do."""
     statistics = []
