@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from app.bench_command import BenchCommand
-from app.cli import run_command
-from app.folder_lock import sole_user
+from app.benchmark.command import BenchCommand
+from app.launch.folder_lock import sole_user
+from app.settings.cli import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: BenchCommand, arguments: Sequence[str]) -> int:
-    from app.trials.campaign import Campaign  # which reads slides; first the settings are known to be right
+    from app.benchmark.campaign import Campaign  # which reads slides; first the settings are known to be right
 
     with sole_user(command.out):
         return Campaign(command, arguments).run()

@@ -15,14 +15,14 @@ from typing import Literal
 
 from rich.console import Console
 
-from app.cli import FAILED, OK, run_command
-from app.environment import describe_environment
-from app.findings import print_findings, print_table
-from app.host_check import check_devices, check_launchers, check_memory, check_run_folder, check_versions
-from app.machine import usable_cores
-from app.slide_check import SlideCheck, check_backends, check_slides
-from pipelines.catalog import SlideSpec, find_slides
-from pipelines.tile_table import IndexSettings
+from app.checks.host import check_devices, check_launchers, check_memory, check_run_folder, check_versions
+from app.checks.slides import SlideCheck, check_backends, check_slides
+from app.launch.machine import usable_cores
+from app.settings.cli import FAILED, OK, run_command
+from app.settings.console import print_findings, print_table
+from app.training.run_info import describe_environment
+from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.tiles.tile_table import IndexSettings
 
 
 @dataclass(frozen=True)

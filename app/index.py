@@ -18,13 +18,13 @@ from typing import Literal
 
 from rich.console import Console
 
-from app.cli import run_command
-from app.folder_lock import sole_user
-from pipelines.catalog import find_slides
-from pipelines.failures import FailedSlides
-from pipelines.geometry import MPP_MAX, MPP_MIN, check_mpp
-from pipelines.index import IndexSettings, build_index
-from pipelines.index_parts import WHOLE_FILE, IndexPart
+from app.launch.folder_lock import sole_user
+from app.settings.cli import run_command
+from pipelines.catalog.catalog import find_slides
+from pipelines.catalog.failures import FailedSlides
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.tiles.index import IndexSettings, build_index
+from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
 
 
 @dataclass(frozen=True)

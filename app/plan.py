@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from app.cli import run_command
-from app.plan_command import PlanCommand
+from app.planning.command import PlanCommand
+from app.settings.cli import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: PlanCommand) -> int:
-    from app.plan_report import report  # torch is imported once the settings are known to be right
+    from app.planning.report import report  # torch is imported once the settings are known to be right
 
     return report(command)
 

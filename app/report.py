@@ -11,11 +11,11 @@ from typing import Annotated
 
 import tyro
 
-from app.cli import run_command
-from app.comparison import write_comparison
-from app.run_report import write_report
-from app.trials.bench_file import NAME
-from app.trials.page import write_page
+from app.pages.bench_file import NAME
+from app.pages.bench_page import write_page
+from app.pages.comparison import write_comparison
+from app.pages.run_page import write_report
+from app.settings.cli import run_command
 
 
 @dataclass(frozen=True)

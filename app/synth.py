@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 import cv2
 import tyro
 
-from app.cli import run_command
-from pipelines.geometry import MPP_MAX, MPP_MIN, check_mpp
+from app.settings.cli import run_command
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.synthetic.collection import Collection, make_collection
 
 LINE_EVERY_S = 10.0

@@ -15,20 +15,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.auto import plan_run, planned
-from app.cli import FAILED, USAGE, RunError, run_command
-from app.config import RunConfig
-from app.dataset import Dataset, prepare
-from app.environment import describe_environment
-from app.launcher import find_launch
-from app.restart import Attempts, attempts_before, describe_restart, find_starter
-from app.runfolder import RunFolder
-from pipelines.failures import FailedSlides
+from app.launch.restart import Attempts, attempts_before, describe_restart, find_starter
+from app.planning.auto import plan_run, planned
+from app.settings.cli import FAILED, USAGE, RunError, run_command
+from app.settings.launcher import find_launch
+from app.settings.run import RunConfig
+from app.training.dataset import Dataset, prepare
+from app.training.run_folder import RunFolder
+from app.training.run_info import describe_environment
+from pipelines.catalog.failures import FailedSlides
 
 if TYPE_CHECKING:
-    from app.interrupt import Interrupt
-    from app.launch import Placement
-    from app.rank_guard import RankGuard
+    from app.launch.place import Placement
+    from app.launch.rank_guard import RankGuard
+    from app.launch.signals import Interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def train(config: RunConfig, arguments: Sequence[str]) -> int:
 
 
 def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str]) -> int:
-    from app.launch import start_ranks  # torch is imported once the settings are known to be right
+    from app.launch.place import start_ranks  # torch is imported once the settings are known to be right
 
     starter = find_starter(is_agent=True)
     before = attempts_before(folder.attempts(), starter)
@@ -93,9 +93,9 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
     Args:
         held: keeps the run folder for this run.
     """
-    from app.interrupt import Interrupt
-    from app.launch import place
-    from app.rank_guard import RankGuard
+    from app.launch.place import place
+    from app.launch.rank_guard import RankGuard
+    from app.launch.signals import Interrupt
     from parallel.comm.communicator import CommunicationError
 
     placement = place(config.strategy)
@@ -127,7 +127,7 @@ def _take_folder(folder: RunFolder, placement: Placement, held: contextlib.ExitS
     """
     import torch
 
-    from app.launch import OTHERS_SPEAK_S, started_by_us
+    from app.launch.place import OTHERS_SPEAK_S, started_by_us
 
     refused, refusal = torch.zeros(1, dtype=torch.int64), None
     if placement.communicator.rank == 0:
@@ -164,10 +164,10 @@ def _train_guarded(
 ) -> int:
     import torch
 
-    from app.loop import TrainingLoop
-    from app.session import build_session
-    from app.summary import RunSummary
-    from app.throughput import PeakMemory
+    from app.training.loop import TrainingLoop
+    from app.training.session import build_session
+    from app.training.summary import RunSummary
+    from app.training.throughput import PeakMemory
 
     memory = PeakMemory(placement.device)
     dataset = _prepare_once(config, folder, placement, before)
@@ -218,7 +218,7 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
 
 def _prepare_once(config: RunConfig, folder: RunFolder, placement: Placement, before: int) -> Dataset:
     """The dataset: made by the process that started the ranks, or by the first rank while the others wait."""
-    from app.launch import started_by_us
+    from app.launch.place import started_by_us
 
     dataset = None
     if placement.communicator.rank == 0:

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from app.cli import FAILED, OK, run_command
-from app.launcher import find_launch
-from app.strategy import StrategySettings
+from app.settings.cli import FAILED, OK, run_command
+from app.settings.launcher import find_launch
+from app.settings.strategy import StrategySettings
 
 if TYPE_CHECKING:
     import torch
 
-    from app.exactness import MakeEngine, Trial
+    from app.training.exactness import MakeEngine, Trial
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: VerifyCommand, arguments: Sequence[str]) -> int:
     if command.talks_over == "gloo" and find_launch() is None and command.strategy.world > 1:
-        from app.launch import start_ranks
+        from app.launch.place import start_ranks
 
         return start_ranks(command.strategy.world, "app.verify", arguments)
     result = verify(command)
@@ -160,8 +160,8 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     """
     import torch
 
-    from app.exactness import TOLERANCE, compare, run_engine, run_noise, run_plain, settled_steps
-    from app.launch import choose_device, connect
+    from app.launch.place import choose_device, connect
+    from app.training.exactness import TOLERANCE, compare, run_engine, run_noise, run_plain, settled_steps
 
     asked, launch = command.strategy, find_launch()
     trial = _trial(command, choose_device(asked.device, launch.local_rank if launch else 0))
@@ -214,10 +214,10 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
 def _trial(command: VerifyCommand, device: torch.device) -> Trial:
     import torch
 
-    from app.exactness import Trial
-    from app.memory_layout import takes_channels_last
+    from app.training.exactness import Trial
+    from app.training.memory_layout import takes_channels_last
     from models.registry import build_model
-    from parallel.microbatch import split_batch
+    from parallel.schedule.microbatch import split_batch
 
     torch.manual_seed(command.seed)
     model = build_model(command.model, classes=command.classes, norm=command.norm)
@@ -236,7 +236,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> Trial:
 
 
 def _engine_maker(command: VerifyCommand, device: torch.device) -> MakeEngine:
-    from app.engines import build_engine
+    from app.training.engines import build_engine
 
     return functools.partial(
         build_engine,
@@ -252,7 +252,7 @@ def report(result: VerifyResult) -> str:
     """A table of errors, a line a top-level module, and what they come to."""
     import torch
 
-    from app.exactness import CEILING, KINDS, NOISE
+    from app.training.exactness import CEILING, KINDS, NOISE
 
     ceiling = CEILING[getattr(torch, result.dtype)]
     allowed = max(result.tolerance, min(ceiling, NOISE * result.noise))
@@ -275,7 +275,7 @@ def _allowed(tolerance: float, most: float) -> str:
 
 def _why(result: VerifyResult, ceiling: float) -> str:
     """What is wrong, or could not be judged, by name."""
-    from app.exactness import NOISE
+    from app.training.exactness import NOISE
 
     said = f"; too much in {', '.join(result.exceeded[:3])}" if result.exceeded else ""
     if result.exceeded and NOISE * result.noise > ceiling:

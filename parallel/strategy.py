@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel.action import Schedule
-from parallel.check import check
-from parallel.graph import LayerGraph
-from parallel.keeping.rule import KEEP_ALL, Keeping
-from parallel.lowering import Links, lower
-from parallel.partition import Partition, partition_at, partition_equal
-from parallel.placement import Placement
-from parallel.schedule_file import from_csv
-from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
-from parallel.step_cost import StageCost
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition, partition_at, partition_equal
+from parallel.memory.policy import KEEP_ALL, Keeping
+from parallel.schedule.action import Schedule
+from parallel.schedule.check import check
+from parallel.schedule.csv_file import from_csv
+from parallel.schedule.passes import Links, lower
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.step_cost import StageCost
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.balances.published import BALANCES, cut_places, published_cuts
 from models.registry import build_model
-from parallel.graph import LayerGraph
-from parallel.partition import partition_at
-from parallel.trace import trace
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import partition_at
+from parallel.trace.trace import trace
 
 pytestmark = pytest.mark.long
 

@@ -17,7 +17,7 @@ from benchmarks.fuzz import run as fuzz
 from benchmarks.fuzz.mutations import is_payload, layout_of, write_variant
 from benchmarks.fuzz.seeds import FORMATS, write_seeds
 from benchmarks.fuzz.subject import Report, is_own
-from pipelines.slide import SlideError
+from pipelines.slides.slide import SlideError
 
 QUICK = [name for name in FORMATS if name not in ("svs", "ndpi")]
 """Without the real slides, which take longer to read."""
@@ -73,7 +73,7 @@ def test_own_errors_are_known_by_what_raises_them() -> None:
             call()  # type: ignore[operator]
         return caught.value
 
-    from pipelines.index_parts import IndexPart
+    from pipelines.tiles.index_parts import IndexPart
 
     def refused() -> None:
         raise SlideError("damaged")

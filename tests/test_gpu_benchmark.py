@@ -20,8 +20,8 @@ from benchmarks.gpu.work import Problem
 from benchmarks.offload_study.measure import copy_figures, measure_model
 from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
 from benchmarks.offload_study.published import published_ratio
-from parallel.keeping.copy_clock import CopyTime
-from parallel.keeping.rule import Keeping
+from parallel.memory.policy import Keeping
+from parallel.offload.copy_clock import CopyTime
 
 pytestmark = pytest.mark.bench
 

@@ -37,10 +37,10 @@ def importers(prefix: str) -> set[str]:
     [
         ("torch.distributed", ("parallel/comm/torch_",)),
         ("torch.nn.parallel", ("parallel/comm/torch_",)),
-        ("openslide", ("pipelines/backends/", "app/environment.py", "app/host_check.py")),
-        ("imagecodecs", ("pipelines/backends/", "app/environment.py", "app/host_check.py")),
-        ("tifffile", ("pipelines/backends/", "app/environment.py", "app/host_check.py", "app/sample_slides.py")),
-        ("zarr", ("pipelines/backends/", "app/environment.py", "app/host_check.py", "app/sample_slides.py")),
+        ("openslide", ("pipelines/backends/", "app/training/run_info.py", "app/checks/")),
+        ("imagecodecs", ("pipelines/backends/", "app/training/run_info.py", "app/checks/")),
+        ("tifffile", ("pipelines/backends/", "app/training/run_info.py", "app/checks/")),
+        ("zarr", ("pipelines/backends/", "app/training/run_info.py", "app/checks/")),
     ],
 )
 def test_library_is_imported_only_where_it_belongs(library: str, allowed: tuple[str, ...]) -> None:
@@ -51,8 +51,8 @@ def test_library_is_imported_only_where_it_belongs(library: str, allowed: tuple[
 
 def test_only_the_device_feed_lets_torch_into_the_data_side() -> None:
     assert {path for path in importers("torch") if path.startswith("pipelines/")} == {
-        "pipelines/device.py",
-        "pipelines/device_pixels.py",
+        "pipelines/stream/device.py",
+        "pipelines/stream/device_pixels.py",
     }
 
 

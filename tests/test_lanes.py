@@ -98,7 +98,7 @@ def test_an_unmarked_test_starts_nothing_and_is_quick(tmp_path: Path) -> None:
     [
         (("git", "status"), True),
         (("/usr/bin/git", "status"), True),
-        ((sys.executable, "-m", "pipelines.processes", "7"), True),
+        ((sys.executable, "-m", "pipelines.catalog.processes", "7"), True),
         ((sys.executable, "-m", "app.train"), False),
         ((sys.executable, "-c", "import torch"), False),
         (("bash", "git"), False),

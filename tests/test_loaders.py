@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import _arguments_from_yaml
-from app.config import RunConfig
+from app.settings.cli import _arguments_from_yaml
+from app.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("app", "pipelines", "models", "parallel", "benchmarks", "tools", "demo")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from app.exactness import Outcome, Trial
+from app.training.exactness import Outcome, Trial
 from benchmarks.model_zoo import measure, run
 from benchmarks.model_zoo.run import measured
 from benchmarks.model_zoo.table import Row, append, read, summary, totals

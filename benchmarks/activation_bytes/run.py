@@ -23,19 +23,19 @@ from torch import nn
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
-from parallel.activations import ActivationMeter
-from parallel.assemble import assemble
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.cut import cut_stage
-from parallel.keeping.rule import KEEP_ALL, Keeping
-from parallel.partition import partition_equal
-from parallel.schedules.registry import SCHEDULES
-from parallel.simulate import simulate
-from parallel.step import Microbatch
-from parallel.step_cost import StageCost
+from parallel.engine.step import Microbatch
+from parallel.graph.partition import partition_equal
+from parallel.memory.policy import KEEP_ALL, Keeping
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.simulate import simulate
+from parallel.schedule.step_cost import StageCost
 from parallel.strategy import Strategy
-from parallel.trace import trace
+from parallel.trace.cut import cut_stage
+from parallel.trace.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"
 M, CLASSES = 4, 2

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.balances.published import published_cuts
-from parallel.graph import RANDOM_STATE, LayerGraph
-from parallel.partition import Partition, cut_positions, partition_at
-from parallel.partition_optimal import partition_optimal
+from parallel.graph.layers import RANDOM_STATE, LayerGraph
+from parallel.graph.partition import Partition, cut_positions, partition_at
+from parallel.plan.balance import partition_optimal
 
 PLANNED, EQUAL, PUBLISHED = "planned", "equal layers", "published"
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parallel.batchnorm import running_statistics
 from parallel.comm.local import LocalCommunicator
-from parallel.cut import cut_stage
-from parallel.graph import RANDOM_STATE
-from parallel.partition import Partition
-from parallel.stage import Stage
-from parallel.trace import Traced
+from parallel.graph.layers import RANDOM_STATE
+from parallel.graph.partition import Partition
+from parallel.stage.batchnorm import running_statistics
+from parallel.stage.stage import Stage
+from parallel.trace.cut import cut_stage
+from parallel.trace.trace import Traced
 
 CPU = torch.device("cpu")
 

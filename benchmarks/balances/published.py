@@ -1,6 +1,6 @@
 """torchgpipe's balances as cuts of our models: what its authors chose by hand for 2, 4 and 8 GPUs.
 
-Takes the name of a model and a number of stages; gives the names that ``parallel.partition.partition_at`` cuts before.
+Takes the name of a model and a number of stages; gives the names that ``partition_at`` cuts before.
 Read from kakaobrain/torchgpipe, commit a1b4ee2: ``benchmarks/{unet,resnet101,amoebanetd}-speed/main.py`` (balances) and
 ``benchmarks/models/{unet,resnet,amoebanet}/__init__.py`` (layers). A balance there counts the layers of each stage in
 one flat ``nn.Sequential``. That list, layer by layer, and what it is in our graph:

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.machine_plan import named_machine, this_machine
+from app.planning.machine import named_machine, this_machine
 from benchmarks.balances.cuts import EQUAL, PLANNED, PUBLISHED, partitions, slowest_s
 from benchmarks.balances.measure import stage_times
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
-from parallel.batch_scale import with_tiles
-from parallel.cost import Costs
-from parallel.graph import LayerGraph
-from parallel.trace import trace
+from parallel.cost.layer_cost import Costs
+from parallel.graph.layers import LayerGraph
+from parallel.graph.scale import with_tiles
+from parallel.trace.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"
 NOISE = 0.02

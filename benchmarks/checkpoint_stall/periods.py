@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from app.checkpoint_settings import CheckpointSettings
-from app.checkpoints import Checkpoints
-from app.config import OptimizerSettings
-from app.engines import build_engine, build_optimizer
-from app.runfolder import RunFolder
-from app.strategy import StrategySettings
+from app.checkpoint.periodic import Checkpoints
+from app.settings.checkpoint import CheckpointSettings
+from app.settings.run import OptimizerSettings
+from app.settings.strategy import StrategySettings
+from app.training.engines import build_engine, build_optimizer
+from app.training.run_folder import RunFolder
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
-from parallel.step import Microbatch, TrainingEngine
+from parallel.engine.step import Microbatch, TrainingEngine
 
 KINDS = ("none", "blocking", "two-phase")
 LR = 1e-4

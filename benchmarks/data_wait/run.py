@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from app import synth
-from app.config import DataSettings, ModelSettings, RunConfig, ScoreSettings, SplitSettings, StrategySettings
-from app.dataset import prepare
-from app.launch import place
-from app.reading import microbatches_of
-from app.runfolder import RunFolder
-from app.session import build_session
-from app.throughput import Stopwatch
+from app.launch.place import place
+from app.launch.watchdog import Guardian
+from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, SplitSettings, StrategySettings
+from app.training.batches import microbatches_of
+from app.training.dataset import prepare
+from app.training.run_folder import RunFolder
+from app.training.session import build_session
+from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
-from parallel.guardian import Guardian
-from pipelines.failures import FailedSlides
-from pipelines.index import IndexSettings
+from pipelines.catalog.failures import FailedSlides
+from pipelines.tiles.index import IndexSettings
 
 OUT = Path(__file__).parents[2] / "bench-data"
 WARM_UP = 2

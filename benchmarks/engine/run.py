@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from app.checkpoint import save_checkpoint
-from app.throughput import Stopwatch
+from app.checkpoint.file import save_checkpoint
+from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
-from parallel.data_parallel import DataParallelEngine
-from parallel.step import Microbatch
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
 
 OUT = Path(__file__).parents[2] / "bench-data"
 STEPS_PER_SAVE = 100  # the default of --checkpoint-every

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from parallel.schedules.registry import SCHEDULES
+from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import Strategy
 
 CommunicatorName = Literal["threads", "gloo", "mpi"]

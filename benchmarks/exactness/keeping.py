@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.engines import build_engine
-from app.exactness import KINDS, TOLERANCE, Outcome, Trial, compare, run_engine, run_plain
+from app.training.engines import build_engine
+from app.training.exactness import KINDS, TOLERANCE, Outcome, Trial, compare, run_engine, run_plain
 from benchmarks.exactness.keeping_cells import CLASSES, SCHEDULES, SUBJECTS, WAYS, Cell, all_cells
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.microbatch import split_batch
+from parallel.schedule.microbatch import split_batch
 
 OUT = Path(__file__).parents[2] / "bench-data" / "exactness_keeping.json"
 CPU, SEED, PATIENCE_S = torch.device("cpu"), 0, 300

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from app.strategy import StrategySettings
-from app.task import Workload
-from parallel.keeping.chosen_runs import chosen_runs_of_whole
-from parallel.keeping.rule import Keeping
-from parallel.memory import whole_bytes
-from parallel.nominal_cost import equal_cost
+from app.planning.workload import Workload
+from app.settings.strategy import StrategySettings
+from parallel.graph.nominal_cost import equal_cost
+from parallel.memory.policy import Keeping
+from parallel.memory.rank_bytes import whole_bytes
+from parallel.memory.recompute_ranks import chosen_runs_of_whole
 
 CLASSES, RANKS = 3, 2
 SCHEDULES = ("gpipe", "1f1b", "master", "bidirectional", "ddp")

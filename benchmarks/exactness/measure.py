@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from app.exactness import KINDS, TOLERANCE, Errors, Outcome, Trial, compare, run_engine, run_plain
+from app.training.exactness import KINDS, TOLERANCE, Errors, Outcome, Trial, compare, run_engine, run_plain
 from benchmarks.exactness.cells import SUBJECTS, Cell
 from models.registry import build_model
-from parallel.assemble import assemble
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine import Engine
-from parallel.stage import Loss
-from parallel.update import MakeOptimizer
+from parallel.engine.engine import Engine
+from parallel.engine.optimizer_step import MakeOptimizer
+from parallel.stage.stage import Loss
 
 CLASSES, SEED = 3, 0
 CPU = torch.device("cpu")

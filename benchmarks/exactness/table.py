@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.exactness.cells import COMMUNICATORS, STEPS, SUBJECTS, Cell
 from benchmarks.exactness.measure import Row
 from benchmarks.results import markdown_table
-from parallel.schedules.registry import SCHEDULES
+from parallel.schedule.registry import SCHEDULES
 
 CELL = [field.name for field in fields(Cell)]
 COLUMNS = [*CELL, *(field.name for field in fields(Row) if field.name != "cell")]

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from app import synth
-from app.launcher import MPI, TORCHRUN
+from app.settings.launcher import MPI, TORCHRUN
 from benchmarks.faults.model import CUTS
 from benchmarks.launching import Launcher, find_launchers
 from benchmarks.results import markdown_table, results, write_results

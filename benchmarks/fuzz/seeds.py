@@ -18,11 +18,11 @@ import zarr
 import zarr.codecs
 from PIL import Image
 
-from app.sample_slides import write_samples
+from app.checks.sample_slides import write_samples
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_writer import JPEG, TILE, TiffWriter, encode_jpeg
-from pipelines.geometry import Region, Size
-from pipelines.slide import Pixels
+from pipelines.slides.geometry import Region, Size
+from pipelines.slides.slide import Pixels
 
 REAL = Path(__file__).parents[2] / "data" / "real"
 MPP = 0.5

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.annotation_files import AnnotationFiles
-from pipelines.annotations import SlideAnnotations, read_annotations
-from pipelines.catalog import SlideSpec
-from pipelines.geometry import Region
-from pipelines.labels import SlideLabels, find_labels, read_mpp_column
-from pipelines.slide import Slide, SlideError, TileReadError
-from pipelines.slide_index import find_tiles
-from pipelines.tile_table import IndexSettings
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.labels.annotation_files import AnnotationFiles
+from pipelines.labels.annotations import SlideAnnotations, read_annotations
+from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp_column
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import Slide, SlideError, TileReadError
+from pipelines.tiles.slide_index import find_tiles
+from pipelines.tiles.tile_table import IndexSettings
 
 ROOT = Path(__file__).parents[2]
 MPP = 0.5
@@ -151,7 +151,7 @@ class _Blank:
 
     def __init__(self) -> None:
         from benchmarks.fuzz.seeds import HEIGHT, WIDTH
-        from pipelines.geometry import Bounds, levels_from_sizes
+        from pipelines.slides.geometry import Bounds, levels_from_sizes
 
         self.levels = levels_from_sizes([(WIDTH, HEIGHT)], MPP)
         self.bounds = Bounds(0, 0, WIDTH, HEIGHT)

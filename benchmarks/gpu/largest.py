@@ -13,16 +13,16 @@ from collections.abc import Iterator
 
 import torch
 
-from app.task import Workload
+from app.planning.workload import Workload
 from benchmarks.gpu.offload_time import USUAL
 from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, seconds_of, told
 from benchmarks.gpu.work import CLASSES, Problem, Work
-from parallel.keeping.kept_bytes import kept_bytes
-from parallel.keeping.rule import Keeping
-from parallel.live_bytes import LiveBytes
-from parallel.memory import rank_bytes
-from parallel.partition import Partition
-from parallel.schedules.registry import build_schedule, placement_for
+from parallel.graph.partition import Partition
+from parallel.memory.kept_bytes import kept_bytes
+from parallel.memory.policy import Keeping
+from parallel.memory.rank_bytes import rank_bytes
+from parallel.offload.live_bytes import LiveBytes
+from parallel.schedule.registry import build_schedule, placement_for
 
 MODELS, TINY_MODELS = ("resnet50", "unet"), ("resnet18",)
 LIMITS, TINY_LIMITS = (16 * GIB, 80 * GIB, None), (160 * MIB,)
@@ -181,7 +181,7 @@ def _whole(px: float) -> int:
 
 
 def _host_bytes() -> int:
-    from app.machine import memory_bytes
+    from app.launch.machine import memory_bytes
 
     return round(HOST * memory_bytes()[1])
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, seconds_of, told
 from benchmarks.gpu.work import Problem, Work, kept_bytes
-from parallel.keeping.rule import Keeping
+from parallel.memory.policy import Keeping
 
 TILES = {"resnet50": (1024, 2048, 3072), "unet": (512, 1024, 1536)}
 TINY = {"resnet18": (64,), "unet_w16": (64,)}

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.offload_time import LEAST_TURNS, MOST_TURNS, USUAL
 from benchmarks.gpu.setting import MIB, Row, Setting, attempt, seconds_of
 from benchmarks.gpu.work import Problem, Work, kept_bytes
-from parallel.keeping.rule import Keeping
+from parallel.memory.policy import Keeping
 
 CASES = (("resnet50", 1024, 4), ("unet", 512, 4))
 TINY = (("resnet18", 64, 1),)

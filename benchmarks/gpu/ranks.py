@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from benchmarks.gpu.setting import Row, Setting, attempt
 from benchmarks.ranks import run_on_ranks
 from models.registry import build_model
-from parallel.assemble import assemble
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from parallel.data_parallel import DataParallelEngine
-from parallel.keeping.rule import Keeping, Offload
-from parallel.step import Microbatch
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
+from parallel.memory.policy import Keeping, Offload
 from parallel.strategy import Strategy
 
 RANKS, M, SEED, RATE = 2, 4, 0, 1e-4

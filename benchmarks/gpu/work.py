@@ -12,17 +12,17 @@ from torch import Tensor
 
 from benchmarks.gpu.setting import Setting
 from models.registry import build_model
-from parallel.activations import ActivationMeter
 from parallel.comm.local import LocalCommunicator
-from parallel.cut import cut_stage
-from parallel.data_parallel import DataParallelEngine
-from parallel.keeping.keeper import Keeper
-from parallel.keeping.rule import Keeping
-from parallel.keeping.segments import segments_of
-from parallel.partition import Partition
-from parallel.stage_module import WholeModule
-from parallel.step import Microbatch
-from parallel.trace import trace
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
+from parallel.graph.partition import Partition
+from parallel.memory.policy import Keeping
+from parallel.memory.segments import segments_of
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.saved_tensors import Keeper
+from parallel.trace.cut import cut_stage
+from parallel.trace.stage_module import WholeModule
+from parallel.trace.trace import trace
 
 CLASSES = 2
 RATE = 1e-4

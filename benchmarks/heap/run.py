@@ -29,9 +29,9 @@ def step_times(model: str, tile: int, tiles: int, kept: bool) -> tuple[float, in
     """Median seconds of a step, and bytes by which this process is larger at its peak than before the model."""
     import torch
 
-    from app.throughput import peak_resident_bytes
+    from app.training.throughput import peak_resident_bytes
     from models.registry import build_model
-    from parallel.heap import keep_freed_memory
+    from parallel.profile.malloc import keep_freed_memory
 
     torch.set_num_threads(1)
     if kept:

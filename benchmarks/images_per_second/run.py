@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.trials.page import write_page
-from app.trials.row import compare
+from app.benchmark.row import compare
+from app.pages.bench_page import write_page
 from benchmarks.results import markdown_table, results, write_results
 from demo.run import collect_slides
-from parallel.quantity import bytes_text
+from parallel.units import bytes_text
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "images_per_second"

@@ -22,13 +22,13 @@ from torch import nn
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
-from parallel.calibration import LONG_S, QUICK_S, calibrate
-from parallel.calibration_design import products
-from parallel.cost import Costs
-from parallel.graph import Layer, LayerGraph
-from parallel.heap import keep_freed_memory
-from parallel.measure import measure
-from parallel.trace import trace
+from parallel.cost.layer_cost import Costs
+from parallel.cost.shapes import products
+from parallel.graph.layers import Layer, LayerGraph
+from parallel.profile.calibrate import LONG_S, QUICK_S, calibrate
+from parallel.profile.malloc import keep_freed_memory
+from parallel.profile.measure_layers import measure
+from parallel.trace.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"
 PLAIN = "plain12"

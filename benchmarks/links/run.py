@@ -25,17 +25,17 @@ from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
-from parallel.action import Kind
-from parallel.assemble import assemble
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.graph import RANDOM_STATE
-from parallel.partition import Partition, partition_equal
-from parallel.randomness import state_size
-from parallel.schedules.registry import SCHEDULES, build_schedule
-from parallel.step import Microbatch
+from parallel.engine.step import Microbatch
+from parallel.graph.layers import RANDOM_STATE
+from parallel.graph.partition import Partition, partition_equal
+from parallel.schedule.action import Kind
+from parallel.schedule.registry import SCHEDULES, build_schedule
+from parallel.stage.rng import state_size
 from parallel.strategy import Strategy
-from parallel.trace import trace
+from parallel.trace.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"
 DEPTH, M, CLASSES = 3, 4, 2

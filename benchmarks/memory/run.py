@@ -1,4 +1,4 @@
-"""Peak bytes of every rank in training, measured beside what ``parallel.memory`` predicts.
+"""Peak bytes of every rank in training, measured beside what ``parallel.memory.rank_bytes`` predicts.
 
 Takes nothing; gives a table of models, tiles and strategies. Each rank is a process of its own. Measured is the growth
 of its resident memory over a baseline taken after imports and one small step, up to the highest point of three steps of
@@ -33,15 +33,15 @@ from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
-from parallel.assemble import assemble
-from parallel.candidate import WHOLE
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
-from parallel.data_parallel import DataParallelEngine
-from parallel.memory import RankBytes, rank_bytes, whole_bytes
-from parallel.partition import Partition
-from parallel.step import Microbatch, TrainingEngine
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch, TrainingEngine
+from parallel.graph.partition import Partition
+from parallel.memory.rank_bytes import RankBytes, rank_bytes, whole_bytes
+from parallel.plan.candidate import WHOLE
 from parallel.strategy import Strategy
-from parallel.trace import trace
+from parallel.trace.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"
 MODELS = ("resnet50", "unet", "torchvision:densenet121")

@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.engines import build_engine
-from app.exactness import TOLERANCE, Outcome, Trial, projected_error, run_engine
-from app.strategy import StrategySettings
+from app.settings.strategy import StrategySettings
+from app.training.engines import build_engine
+from app.training.exactness import TOLERANCE, Outcome, Trial, projected_error, run_engine
 from benchmarks.model_zoo.table import WAYS, Row
 from benchmarks.model_zoo.zoo import Entry
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.microbatch import microbatch_seed
-from parallel.step import Wants
-from parallel.trace import Traced, trace
+from parallel.engine.step import Wants
+from parallel.schedule.microbatch import microbatch_seed
+from parallel.trace.trace import Traced, trace
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from benchmarks.offload_study.pictures import Pictures
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
-from parallel.data_parallel import DataParallelEngine
-from parallel.keeping.copy_clock import CopyTime
-from parallel.keeping.keeper import Keeper
-from parallel.keeping.rule import Keeping, Offload
-from parallel.step import Microbatch
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
+from parallel.memory.policy import Keeping, Offload
+from parallel.offload.copy_clock import CopyTime
+from parallel.offload.saved_tensors import Keeper
 
 LEARNING_RATE, MOMENTUM = 0.001, 0.9
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pipelines.slide import Slide
+    from pipelines.slides.slide import Slide
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp")
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP")
@@ -92,8 +92,8 @@ def pictures_of_slides(root: Path, px: int, most: int, labels: Path | None = Non
     Raises:
         ValueError: no slides, no labels, or a class without enough tiles.
     """
-    from pipelines.catalog import find_slides
-    from pipelines.labels import SlideLabels, find_labels
+    from pipelines.catalog.catalog import find_slides
+    from pipelines.labels.slide_labels import SlideLabels, find_labels
 
     specs = find_slides(root)
     found = find_labels(root, specs, labels=labels)
@@ -165,9 +165,9 @@ def _planes(pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> Tensor:
 
 def _tiles(slide: Slide, px: int, most: int) -> Iterator[tuple[int, Tensor]]:
     """(0 train or 1 validate, uint8 (3, px, px)) of ``most`` tiles of a slide."""
-    from pipelines.geometry import Region
-    from pipelines.tiling import tile_grid, tissue_fractions
-    from pipelines.tissue import find_tissue, read_overview
+    from pipelines.slides.geometry import Region
+    from pipelines.tiles.tiling import tile_grid, tissue_fractions
+    from pipelines.tiles.tissue import find_tissue, read_overview
 
     grid = tile_grid(slide.levels, slide.bounds, px, slide.mpp, px)
     fractions = tissue_fractions(find_tissue(read_overview(slide, 8.0, 1)), grid)

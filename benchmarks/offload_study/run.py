@@ -27,7 +27,7 @@ from benchmarks.offload_study.measure import Trained, measure_model
 from benchmarks.offload_study.pictures import Pictures, pictures_of_folder, pictures_of_slides
 from benchmarks.offload_study.published import SECONDS, published_ratio
 from benchmarks.results import markdown_table, results, write_results
-from parallel.keeping.rule import Offload
+from parallel.memory.policy import Offload
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data"

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from app.checkpoint import load_checkpoint, save_checkpoint
-from app.config import OptimizerSettings
-from app.engines import build_engine, build_optimizer
-from app.strategy import StrategySettings
+from app.checkpoint.file import load_checkpoint, save_checkpoint
+from app.settings.run import OptimizerSettings
+from app.settings.strategy import StrategySettings
+from app.training.engines import build_engine, build_optimizer
 from benchmarks.memory.run import resident, settle
 from benchmarks.out_of_core.problem import BATCH, CLASSES
 from benchmarks.out_of_core.trial import LR, loss, microbatches
 from benchmarks.ranks import run_on_ranks
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
-from parallel.live_bytes import LiveBytes
+from parallel.offload.live_bytes import LiveBytes
 
 PLACES = {"device": "none", "optimizer on the host": "optimizer", "all on the host": "parameters"}
 """Where the state lies -> ``--offload-state``."""

@@ -16,10 +16,10 @@ from benchmarks.out_of_core.peaks import ROOM
 from benchmarks.out_of_core.problem import BATCH, least, planner, settings_of
 from benchmarks.out_of_core.trial import largest_error
 from benchmarks.ranks import run_on_ranks
-from parallel.candidate import Candidate
-from parallel.largest_tile import STEP, LargestTile, largest_tile
-from parallel.plan import Row
-from parallel.savings import PLAIN, Savings
+from parallel.plan.candidate import Candidate
+from parallel.plan.largest_tile import STEP, LargestTile, largest_tile
+from parallel.plan.plan import Row
+from parallel.plan.savings import PLAIN, Savings
 
 AGAIN = Savings(("stage", "block"), (False,))
 BOTH = Savings(("block", "optimal"), (True,))

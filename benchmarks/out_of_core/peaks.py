@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.out_of_core.problem import GIB, planner, settings_of
 from benchmarks.ranks import run_on_ranks
-from parallel.candidate import Candidate
-from parallel.plan import Row
+from parallel.plan.candidate import Candidate
+from parallel.plan.plan import Row
 
 WAYS = {
     "none": {},

@@ -10,19 +10,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from app.auto import follow
-from app.strategy import StrategySettings
-from app.task import Workload
-from parallel.batch_scale import with_tiles
-from parallel.candidate import WHOLE
-from parallel.cluster import Cluster
-from parallel.cost import Costs, LayerCost
-from parallel.device_spec import LinkSpec
-from parallel.graph import LayerGraph
-from parallel.nominal_cost import equal_cost
-from parallel.plan import Row
-from parallel.planner import Planner
-from parallel.savings import Savings
+from app.planning.auto import follow
+from app.planning.workload import Workload
+from app.settings.strategy import StrategySettings
+from parallel.cost.cluster import Cluster
+from parallel.cost.devices import LinkSpec
+from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.graph.layers import LayerGraph
+from parallel.graph.nominal_cost import equal_cost
+from parallel.graph.scale import with_tiles
+from parallel.plan.candidate import WHOLE
+from parallel.plan.plan import Row
+from parallel.plan.savings import Savings
+from parallel.plan.search import Planner
 
 BATCH = 4
 """Tiles of a step, each a microbatch of its own."""

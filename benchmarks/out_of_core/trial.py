@@ -1,7 +1,7 @@
 """One step of a strategy on random tiles, on the ranks of this benchmark: bytes that were there, and the gradients.
 
-Device bytes are those of all tensors that live at a time (``parallel.live_bytes``), which on a CPU leaves out what went
-to the host. The gradients go to a file, to be held against those of the plain step.
+Device bytes are those of all tensors that live at a time (``parallel.offload.live_bytes``), which on a CPU leaves out
+what went to the host. The gradients go to a file, to be held against those of the plain step.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.config import OptimizerSettings
-from app.engines import build_engine, build_optimizer
-from app.strategy import StrategySettings
-from app.throughput import peak_resident_bytes
+from app.settings.run import OptimizerSettings
+from app.settings.strategy import StrategySettings
+from app.training.engines import build_engine, build_optimizer
+from app.training.throughput import peak_resident_bytes
 from benchmarks.memory.run import resident, settle
 from benchmarks.out_of_core.problem import CLASSES
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import gather_objects
-from parallel.live_bytes import LiveBytes
-from parallel.microbatch import microbatch_seed
-from parallel.step import Microbatch, TrainingEngine, Wants
+from parallel.engine.step import Microbatch, TrainingEngine, Wants
+from parallel.offload.live_bytes import LiveBytes
+from parallel.schedule.microbatch import microbatch_seed
 
 LR = 1e-3
 SMALL = 64

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from app.trials.sweep import COLUMNS, sweep_cells
+from app.benchmark.sweep import COLUMNS, sweep_cells
 from benchmarks.results import markdown_table, results, write_results
 from demo.run import collect_slides
 

@@ -21,19 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.config import OptimizerSettings
-from app.engines import build_engine, build_optimizer
-from app.machine import usable_cores
-from app.objective import PixelClassLoss, TileClassLoss
-from app.strategy import StrategySettings
+from app.launch.machine import usable_cores
+from app.settings.run import OptimizerSettings
+from app.settings.strategy import StrategySettings
+from app.training.engines import build_engine, build_optimizer
 from benchmarks.plan_accuracy.problems import CLASSES, Problem, named
+from models.losses import PixelClassLoss, TileClassLoss
 from models.registry import build_model
-from parallel.activations import ActivationMeter
-from parallel.candidate import Candidate
 from parallel.comm.communicator import Communicator
-from parallel.heap import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
-from parallel.microbatch import split_batch
-from parallel.step import Microbatch
+from parallel.engine.step import Microbatch
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.plan.candidate import Candidate
+from parallel.profile.malloc import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
+from parallel.schedule.microbatch import split_batch
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3

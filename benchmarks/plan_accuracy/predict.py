@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from app.machine_plan import Machine, named_machine, this_machine
-from app.task import Workload
+from app.planning.machine import Machine, named_machine, this_machine
+from app.planning.workload import Workload
 from benchmarks.plan_accuracy.problems import CLASSES, QUICK, Problem
-from parallel.candidate import WHOLE
-from parallel.plan import Row, best_of
-from parallel.planner import Planner
-from parallel.schedules.registry import SCHEDULES
+from parallel.plan.candidate import WHOLE
+from parallel.plan.plan import Row, best_of
+from parallel.plan.search import Planner
+from parallel.schedule.registry import SCHEDULES
 
 NAMES = (*WHOLE, *SCHEDULES)
 

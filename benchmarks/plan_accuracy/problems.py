@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel.candidate import Candidate
+from parallel.plan.candidate import Candidate
 
 MIB = 1 << 20
 CLASSES = 2

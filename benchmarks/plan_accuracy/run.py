@@ -25,7 +25,7 @@ from benchmarks.plan_accuracy.problems import PROBLEMS, QUICK, Problem
 from benchmarks.plan_accuracy.tables import Outcome, choices_table, errors_table, missed
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import results, write_results
-from parallel.plan import Row
+from parallel.plan.plan import Row
 
 OUT = Path(__file__).parents[2] / "bench-data"
 MEASURE = "benchmarks.plan_accuracy.measure:measure"

@@ -16,9 +16,9 @@ from benchmarks.schedules.on_paper import simulated_steps_s
 from benchmarks.schedules.ours import Ours
 from benchmarks.schedules.peers import DataParallel, PlainLoop, TorchPipeline
 from benchmarks.schedules.workload import Contender, Workload
-from parallel.activations import ActivationMeter
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
+from parallel.offload.activation_meter import ActivationMeter
 
 WARM_UP = 1
 MEMORY_STEPS = 2

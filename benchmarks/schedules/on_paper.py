@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.schedules.ours import Durations, Ours
-from parallel.action import Kind
 from parallel.comm.communicator import Communicator
 from parallel.comm.gradient_buckets import BUCKET_BYTES
 from parallel.comm.objects import gather_objects
-from parallel.partition import Partition
-from parallel.simulate import simulate
-from parallel.step_cost import LinkCost, StageCost
+from parallel.graph.partition import Partition
+from parallel.schedule.action import Kind
+from parallel.schedule.simulate import simulate
+from parallel.schedule.step_cost import LinkCost, StageCost
 
 COSTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 TRIES = 11

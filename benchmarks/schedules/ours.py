@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from benchmarks.schedules.workload import CPU, LEARNING_RATE, Workload, loss, make_optimizer
-from parallel.activations import ActivationMeter
-from parallel.assemble import assemble
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
-from parallel.step import Microbatch
+from parallel.engine.step import Microbatch
+from parallel.offload.activation_meter import ActivationMeter
 from parallel.strategy import Strategy
 
 Durations = dict[str, list[float]]

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.schedules.workload import CPU, Workload, loss, make_optimizer
-from parallel.activations import ActivationMeter
 from parallel.comm.communicator import Communicator
-from parallel.cut import cut_stage
-from parallel.microbatch import share_of
-from parallel.stage_module import StageModule
-from parallel.trace import trace
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.schedule.microbatch import share_of
+from parallel.trace.cut import cut_stage
+from parallel.trace.stage_module import StageModule
+from parallel.trace.trace import trace
 
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 

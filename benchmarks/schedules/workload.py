@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from models.registry import build_model
-from parallel.partition import Partition, partition_equal
-from parallel.trace import trace
+from parallel.graph.partition import Partition, partition_equal
+from parallel.trace.trace import trace
 
 CLASSES = 2
 LEARNING_RATE = 1e-3

@@ -25,19 +25,19 @@ from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
 from benchmarks.sleeping_stages.model import SleepingModel
-from parallel.action import Action
-from parallel.assemble import assemble
-from parallel.chrome_trace import chrome_trace
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
-from parallel.measured import gather_timeline
-from parallel.picture import schedule_svg
-from parallel.placement import Placement
-from parallel.schedules.registry import build_schedule
-from parallel.simulate import simulate
-from parallel.step import Microbatch
-from parallel.step_cost import StageCost
+from parallel.draw.schedule_svg import schedule_svg
+from parallel.engine.recorded import gather_timeline
+from parallel.engine.step import Microbatch
+from parallel.schedule.action import Action
+from parallel.schedule.chrome_trace import chrome_trace
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import build_schedule
+from parallel.schedule.simulate import simulate
+from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import Span, Timeline
 from parallel.strategy import Strategy
-from parallel.timeline import Span, Timeline
 
 ROOT = Path(__file__).parents[2]
 OUT, PICTURES = ROOT / "bench-data", ROOT / "docs" / "pictures"

@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from benchmarks.tile_reading.readers import Reader, bare_decoder
 from benchmarks.tile_reading.slide import make_slide
-from pipelines.catalog import SlideSpec
-from pipelines.handles import SlidePool
-from pipelines.index import IndexSettings, TileTable
-from pipelines.stream import TileStream
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.handles import SlidePool
+from pipelines.stream.stream import TileStream
+from pipelines.tiles.index import IndexSettings, TileTable
 
 OUT = Path(__file__).parents[2] / "bench-data"
 

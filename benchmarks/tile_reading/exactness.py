@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from pipelines.backends.registry import BACKENDS, open_slide
 from pipelines.backends.tiff_tags import check_tiff
-from pipelines.geometry import Region
-from pipelines.slide import Slide, SlideError
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import Slide, SlideError
 
 SUFFIXES = {".svs", ".tif", ".tiff", ".ndpi", ".dcm", ".mrxs", ".scn", ".bif", ".vms", ".zarr", ".png", ".jpg"}
 MPP_WHERE_MISSING = 0.5

@@ -22,7 +22,7 @@ import zarr
 
 from benchmarks.tile_reading.slide import TILE
 from pipelines.backends.registry import open_slide
-from pipelines.geometry import Region
+from pipelines.slides.geometry import Region
 
 
 class Took(NamedTuple):

@@ -29,7 +29,7 @@ import cv2
 from benchmarks.tile_reading.readers import Reader, Took, bare_decoder, clocked, megatile, readers
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.backends.tiled import open_tiled
-from pipelines.geometry import Region
+from pipelines.slides.geometry import Region
 
 OUT = Path(__file__).parents[2] / "bench-data"
 ROUNDS = {512: 80, 2048: 30, 8192: 7}
@@ -51,7 +51,7 @@ def status(key):
     return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024
 reader, path, side = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 if reader == "megatile":
-    from pipelines.geometry import Region
+    from pipelines.slides.geometry import Region
     from pipelines.backends.registry import open_slide
     slide = open_slide(path, backend="tiled")
     read = lambda side: slide.read(Region(101, 203, side, side, slide.mpp))

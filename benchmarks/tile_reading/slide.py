@@ -14,7 +14,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from pipelines.backends.registry import open_slide
-from pipelines.geometry import Region
+from pipelines.slides.geometry import Region
 
 SOURCE = Path(__file__).parents[2] / "data" / "real" / "CMU-1-Small-Region.svs"
 TILE, QUALITY = 256, 80

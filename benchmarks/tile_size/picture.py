@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from pipelines.backends.registry import open_slide
-from pipelines.geometry import Region
-from pipelines.slide import Pixels
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import Pixels
 
 LARGE, SMALL = 2048, 256
 

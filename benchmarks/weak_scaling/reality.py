@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from app.machine import usable_cores
-from app.machine_plan import this_machine
-from app.task import Workload
+from app.launch.machine import usable_cores
+from app.planning.machine import this_machine
+from app.planning.workload import Workload
 from benchmarks.plan_accuracy.measure import Contender, trim
 from benchmarks.plan_accuracy.problems import CLASSES, Problem
 from benchmarks.ranks import run_on_ranks
-from parallel.candidate import Candidate
 from parallel.comm.communicator import Communicator
-from parallel.planner import Planner
+from parallel.plan.candidate import Candidate
+from parallel.plan.search import Planner
 
 MODEL, TILE, TILES, DEPTH = "resnet110_v2", 128, 4, 2
 """Four tiles for each group of two ranks, in every step."""

@@ -18,7 +18,7 @@ from benchmarks.results import markdown_table, results, write_results
 from benchmarks.weak_scaling.picture import draw_picture
 from benchmarks.weak_scaling.reality import MODEL, TILE, TILES, Compared, compared
 from benchmarks.weak_scaling.simulation import ASSUMED, CHANGES, Curve, simulated
-from parallel.quantity import bytes_text
+from parallel.units import bytes_text
 
 OUT = Path(__file__).parents[2] / "bench-data"
 PUBLISHED = (1024, 0.9732)

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from app.machine_plan import named_machine
-from app.task import Workload
-from parallel.candidate import Candidate
-from parallel.cost import LayerCost
-from parallel.cutting import slower_link
-from parallel.forecast import Forecast, forecast_split
-from parallel.limit import too_small
-from parallel.partition import Partition
-from parallel.plan import Row
-from parallel.planner import Planner
-from parallel.stage_cost import link_costs, stage_costs
+from app.planning.machine import named_machine
+from app.planning.workload import Workload
+from parallel.cost.layer_cost import LayerCost
+from parallel.cost.stage_cost import link_costs, stage_costs
+from parallel.graph.partition import Partition
+from parallel.plan.candidate import Candidate
+from parallel.plan.limit import too_small
+from parallel.plan.plan import Row
+from parallel.plan.search import Planner
+from parallel.plan.stages import slower_link
+from parallel.plan.step_time import Forecast, forecast_split
 
 DEVICE, LINK, NETWORK, PER_NODE = "v100-16gb", "nvlink2", "edr-infiniband", 4
 """A node of four V100, as machines of POWER9 and V100 have them, with one port to the network."""

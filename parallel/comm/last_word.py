@@ -1,7 +1,7 @@
 """A time limit for calls that hold Python's lock and may never come back, such as the start of MPI.
 
 Takes a message and a limit; a process beside this one waits, and when the time is up it says the message and ends this
-process, upon which whatever launched it ends the others. ``parallel/guardian`` does it once there are ranks.
+process, upon which whatever launched it ends the others. ``app/launch/watchdog`` does it once there are ranks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.averaged import AveragedModule
 from parallel.comm.communicator import (
     CommunicationError,
     Communicator,
@@ -27,8 +26,9 @@ from parallel.comm.communicator import (
     cannot_pipeline,
     cannot_shard,
 )
-from parallel.comm.mpi_work import MPI, MpiWork, Progress, lost
+from parallel.comm.mpi_request import MPI, MpiWork, Progress, lost
 from parallel.comm.objects import in_memory_order
+from parallel.comm.replicate import AveragedModule
 
 SUMMED = {
     torch.uint8: MPI.UINT8_T,

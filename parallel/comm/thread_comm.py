@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.averaged import AveragedModule
 from parallel.comm.communicator import (
     CommunicationError,
     Communicator,
@@ -27,6 +26,7 @@ from parallel.comm.communicator import (
     cannot_shard,
 )
 from parallel.comm.objects import in_memory_order
+from parallel.comm.replicate import AveragedModule
 
 Result = TypeVar("Result")
 

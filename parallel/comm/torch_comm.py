@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from parallel.comm.async_sends import Departures
 from parallel.comm.communicator import CommunicationError, Communicator, Pipeline, PipelinePart, Shards, Work
 from parallel.comm.handshake import KEY, prove_membership
 from parallel.comm.objects import in_memory_order
-from parallel.comm.sent import Departures
 from parallel.comm.torch_group import join_group
 from parallel.comm.torch_links import Links
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipelines.backends.jpeg import JpegTiles
 from pipelines.backends.tiff_page import Page, Tag
-from pipelines.slide import Pixels
+from pipelines.slides.slide import Pixels
 
 TileDecoder: TypeAlias = Callable[[bytes, Pixels], None]
 """Decodes bytes into uint8 (tile height, tile width, 3), contiguous; ValueError when the data is damaged."""

@@ -17,9 +17,9 @@ from pipelines.backends.memory import MemoryReader
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_levels import refuse_planes, refuse_samples
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
-from pipelines.geometry import levels_from_sizes
-from pipelines.pyramid import PyramidSlide
-from pipelines.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
+from pipelines.slides.geometry import levels_from_sizes
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
 
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
 """No other reader of Pillow is asked: some start programs (Ghostscript for EPS), whatever the file is called."""

@@ -12,7 +12,7 @@ from typing import Final, Self
 
 import simplejpeg
 
-from pipelines.slide import Pixels
+from pipelines.slides.slide import Pixels
 
 SOI: Final = b"\xff\xd8"
 EOI: Final = b"\xff\xd9"

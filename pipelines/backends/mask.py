@@ -17,7 +17,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from pipelines.backends.mask_tiff import TiffMask, byte_values, nearest
-from pipelines.slide import SlideError
+from pipelines.slides.slide import SlideError
 
 WHOLE_PIXELS = 64 << 20
 """A striped TIFF up to this size is decoded once; reading a tile of it would decode whole rows again and again."""

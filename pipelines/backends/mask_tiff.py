@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.backends.tiff_table import table_fault
 from pipelines.backends.tiff_tags import read_tiff
-from pipelines.slide import SlideError, TileReadError
+from pipelines.slides.slide import SlideError, TileReadError
 
 PIECE_BYTES = 256 << 20
 """Largest decoded tile or strip that is accepted; a mask in one compressed strip is one piece."""

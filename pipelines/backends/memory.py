@@ -13,9 +13,9 @@ import numpy as np
 
 from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
-from pipelines.geometry import Bounds, levels_from_sizes
-from pipelines.pyramid import PyramidSlide
-from pipelines.slide import Pixels
+from pipelines.slides.geometry import Bounds, levels_from_sizes
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import Pixels
 
 
 class MemoryReader:

@@ -20,9 +20,9 @@ from pipelines.backends.tiff_page import Page, Tag
 from pipelines.backends.tiff_table import table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
 from pipelines.backends.tiled import TiledReader, TileGrid
-from pipelines.geometry import levels_from_sizes
-from pipelines.pyramid import PyramidSlide
-from pipelines.slide import NotThisFormat, Pixels, SlideError
+from pipelines.slides.geometry import levels_from_sizes
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import NotThisFormat, Pixels, SlideError
 
 _HEADER_BYTES: Final = 1 << 16
 _RESTARTS: Final = tuple(bytes((0xFF, 0xD0 + i)) for i in range(8))

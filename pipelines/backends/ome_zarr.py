@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipelines.backends.zarr_metadata import ZarrArray, read_array, read_json
-from pipelines.slide import NotThisFormat, SlideError
+from pipelines.slides.slide import NotThisFormat, SlideError
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_levels import resolution_mpp
 from pipelines.backends.tiff_table import MAX_SIDE
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
-from pipelines.geometry import Bounds, Level, l0_from_l
-from pipelines.pyramid import PyramidSlide
-from pipelines.slide import NotThisFormat, Pixels, SlideError, TileReadError
+from pipelines.slides.geometry import Bounds, Level, l0_from_l
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import NotThisFormat, Pixels, SlideError, TileReadError
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipelines.slide import PADDING, Pixels
+from pipelines.slides.slide import PADDING, Pixels
 
 
 class Inside(NamedTuple):

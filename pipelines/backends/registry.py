@@ -14,7 +14,7 @@ from typing import Final, Protocol, cast
 
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_tags import check_tiff
-from pipelines.slide import UNEXPECTED, NotThisFormat, Slide, SlideError
+from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelines.geometry import MPP_MAX, MPP_MIN, check_mpp
-from pipelines.slide import SlideError
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.slides.slide import SlideError
 
 AXES_TOLERANCE = 0.05
 """Largest relative difference of the x and y mpp that is still taken for square pixels."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
 from pipelines.backends.tiff_tags import Tiff
-from pipelines.slide import NotThisFormat, SlideError
+from pipelines.slides.slide import NotThisFormat, SlideError
 
 _REDUCED, _MASK = 1, 4
 """Bits of the SubfileType tag."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
 from pipelines.backends.tiff_table import data_faults
-from pipelines.slide import NotThisFormat, SlideError
+from pipelines.slides.slide import NotThisFormat, SlideError
 
 _KNOWN: Final = frozenset(Tag)
 _TYPES: Final = {1: "B", 2: "B", 3: "H", 4: "I", 5: "I", 6: "b", 7: "B", 8: "h", 9: "i"} | {

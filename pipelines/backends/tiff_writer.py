@@ -20,7 +20,7 @@ import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.geometry import Size
+from pipelines.slides.geometry import Size
 
 TILE = 256
 """Edge of a stored tile in px, as most scanners write it."""

@@ -26,9 +26,9 @@ from pipelines.backends.tiff_levels import YCBCR, level_pages, recorded_mpp
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
 from pipelines.backends.tiff_table import table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
-from pipelines.geometry import levels_from_sizes
-from pipelines.pyramid import PyramidSlide
-from pipelines.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
+from pipelines.slides.geometry import levels_from_sizes
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ import zarr.storage
 from pipelines.backends.ome_zarr import ZarrImage, read_image
 from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
-from pipelines.geometry import levels_from_sizes
-from pipelines.pyramid import PyramidSlide
-from pipelines.slide import Pixels, SlideError, TileReadError
+from pipelines.slides.geometry import levels_from_sizes
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import Pixels, SlideError, TileReadError
 
 BAND_BYTES = 64 << 20
 """Decoded pixels held beside the caller's array; a band ends where chunks end, so that no chunk is decoded twice."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pipelines.slide import SlideError
+from pipelines.slides.slide import SlideError
 
 V2_COMPRESSORS: Final = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
 V2_FILTERS: Final = frozenset({"delta", "shuffle"})

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from pipelines.geometry import Size
+from pipelines.slides.geometry import Size
 from pipelines.synthetic.arrangement import CROWDED, EVEN, GROUPED
 from pipelines.synthetic.lattice import cell_rng
 from pipelines.synthetic.painter import paint

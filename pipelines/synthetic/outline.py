@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.geometry import Size
+from pipelines.slides.geometry import Size
 from pipelines.synthetic.lattice import Field, cell_rng, smooth_noise
 from pipelines.synthetic.stain import Stain
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.tiff_writer import DEFLATE_MASK, JPEG, TILE, TiffWriter, encode_jpeg, encode_mask
-from pipelines.geometry import Size
+from pipelines.slides.geometry import Size
 from pipelines.synthetic.scene import BLOCK, Scene
 
 OVERVIEW = 512

@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.geometry import Size
+from pipelines.slides.geometry import Size
 from pipelines.synthetic.arrangement import VARIANTS, Arrangement, Gland
 from pipelines.synthetic.glands import HALO, GlandStamp, gland_stamp
 from pipelines.synthetic.lattice import cell_rng

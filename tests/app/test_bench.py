@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from app import bench
-from app.bench_command import BenchCommand
-from app.config import DataSettings
-from app.trials import trial as trials
-from app.trials.case import Case, cases_of, parse_strategy
-from app.trials.knobs import KNOBS
-from app.trials.row import compare, row_of
-from app.trials.trial import Trial, run_trial
+from app.benchmark import trial as trials
+from app.benchmark.case import Case, cases_of, parse_strategy
+from app.benchmark.command import BenchCommand
+from app.benchmark.knobs import KNOBS
+from app.benchmark.row import compare, row_of
+from app.benchmark.trial import Trial, run_trial
+from app.settings.run import DataSettings
 from tests.app.conftest import ROOT, train_environment
 
 TINY = ("--model", "tests.helpers.tiny_models:classifier", "--mpp", "0.5", "--twin-steps", "1")

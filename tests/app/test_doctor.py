@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import tifffile
 
-from app import host_check, slide_check
+from app.checks import host as host_check
+from app.checks import slides as slide_check
+from app.checks.host import check_run_folder, check_versions
+from app.checks.slides import check_backends, check_slide, check_slides
 from app.doctor import main
-from app.host_check import check_run_folder, check_versions
-from app.slide_check import check_backends, check_slide, check_slides
 from pipelines.backends.registry import BACKENDS
-from pipelines.catalog import SlideSpec
+from pipelines.catalog.catalog import SlideSpec
 from tests.helpers.dying_slide import DyingSpec
 from tests.helpers.real import SVS
 

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from app.index import main
-from pipelines.failures import FailedSlides
-from pipelines.index import TileTable
+from pipelines.catalog.failures import FailedSlides
+from pipelines.tiles.index import TileTable
 from tests.helpers.real import SVS
 
 
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_written_fails(slides, tmp_path, capsys):
 def test_no_deep_learning_library_is_loaded(slides, tmp_path):
     import subprocess
 
-    code = "import sys, app.index, pipelines.slide_index; assert 'torch' not in sys.modules"
+    code = "import sys, app.index, pipelines.tiles.slide_index; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

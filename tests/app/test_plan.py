@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from app.machine import usable_cores
-from app.machine_plan import this_machine
+from app.launch.machine import usable_cores
 from app.plan import main
-from parallel.copy_speed import CopySpeed
-from parallel.cost_model import CostModel, Curve
-from parallel.link_speed import LinkSpeed
-from parallel.plan import Plan
+from app.planning.machine import this_machine
+from parallel.cost.calibrated import CostModel, Curve
+from parallel.plan.plan import Plan
+from parallel.profile.copy_speed import CopySpeed
+from parallel.profile.link_speed import LinkSpeed
 
 V100 = ("--device-spec", "v100-16gb")
 
@@ -117,10 +117,10 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     curve = Curve((1.0, 1e6), (1e-9, 1e-3))
     model = CostModel({}, {}, {"add": curve}, {"add": curve}, curve, 0.1, 1.0)
-    monkeypatch.setattr("app.machine_plan.load_or_calibrate", lambda *args, **settings: model)
-    monkeypatch.setattr("app.machine_plan.load_or_measure_copies", lambda *args, **settings: CopySpeed(1e10, 1e10))
+    monkeypatch.setattr("app.planning.machine.load_or_calibrate", lambda *args, **settings: model)
+    monkeypatch.setattr("app.planning.machine.load_or_measure_copies", lambda *args, **settings: CopySpeed(1e10, 1e10))
     monkeypatch.setattr(
-        "app.machine_plan.load_or_measure_links",
+        "app.planning.machine.load_or_measure_links",
         lambda ranks, **settings: LinkSpeed(ranks * 1e9, 2e-4, 3e8, 4e-4, 1.5, 4.5),
     )
 
@@ -139,7 +139,7 @@ def test_links_and_sums_of_this_machine_are_those_measured_on_it(capsys: pytest.
 
 @pytest.mark.usefixtures("known_speeds")
 def test_one_rank_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("app.machine_plan.load_or_measure_links")
+    monkeypatch.delattr("app.planning.machine.load_or_measure_links")
     assert this_machine(1, device="cpu").cluster.sums is None
 
 

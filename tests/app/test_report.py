@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from app.pages.run_page import write_report
 from app.report import main
-from app.run_report import write_report
 from tests.helpers.run_folder import write_csv, write_run, write_summary
 
 

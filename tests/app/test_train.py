@@ -149,7 +149,7 @@ def test_two_ranks_equal_one_process_on_the_same_batch(
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     found = model_of(out)
     for name, tensor in model_of(reference).items():
-        # Float32 rounding grown over twelve steps; one step is held to 1e-5 in tests/parallel/test_data_parallel.py.
+        # Float32 rounding grown over twelve steps; one step is held to 1e-5 in test_data_parallel.py.
         assert (found[name] - tensor).abs().max() <= 1e-3 * max(1, tensor.abs().max()), name
     assert summary["metrics"]["loss"] == pytest.approx(summary_of(reference)["metrics"]["loss"], rel=1e-3)
 

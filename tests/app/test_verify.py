@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from app import exactness
-from app.strategy import StrategySettings
+from app.settings.strategy import StrategySettings
+from app.training import exactness
 from app.verify import VerifyCommand, main, verify
-from parallel.keeping.copies import Copies
-from parallel.schedules.registry import SCHEDULES
+from parallel.offload.copies import Copies
+from parallel.schedule.registry import SCHEDULES
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
 

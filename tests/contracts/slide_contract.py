@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from pipelines.geometry import Region
-from pipelines.slide import PADDING, Pixels, Slide, SlideError
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import PADDING, Pixels, Slide, SlideError
 
 
 class SlideContract:

@@ -15,9 +15,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from app.cli import _flags
-from parallel.schedule_file import to_csv
-from parallel.schedules.registry import SCHEDULES, build_schedule, placement_for
+from app.settings.cli import _flags
+from parallel.schedule.csv_file import to_csv
+from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ROOT / "tests" / "golden" / "flags.txt"
@@ -60,7 +60,7 @@ def _defaults(config_type: type) -> dict[str, str]:
         elif field.default is dataclasses.MISSING:
             found[field.name] = "(required)"
             if field.name == "data":
-                found |= _defaults(importlib.import_module("app.config").DataSettings)
+                found |= _defaults(importlib.import_module("app.settings.run").DataSettings)
         else:
             found[field.name] = str(field.default)
     return found

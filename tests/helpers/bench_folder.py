@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parallel.lowering import lower
-from parallel.picture import schedule_svg
-from parallel.schedules.registry import build_schedule, placement_for
-from parallel.simulate import simulate
-from parallel.step_cost import StageCost
-from parallel.timeline import Timeline
+from parallel.draw.schedule_svg import schedule_svg
+from parallel.schedule.passes import lower
+from parallel.schedule.registry import build_schedule, placement_for
+from parallel.schedule.simulate import simulate
+from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import Timeline
 
 GIB = 1 << 30
 LIMIT_GIB = 3

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.memory import memory_slide
-from pipelines.geometry import Bounds
-from pipelines.slide import Slide
+from pipelines.slides.geometry import Bounds
+from pipelines.slides.slide import Slide
 
 Ring = Sequence[tuple[float, float]]
 

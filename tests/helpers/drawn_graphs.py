@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from parallel.graph import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 
 
 def graph_of(*inputs: tuple[int, ...], weights: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> LayerGraph:

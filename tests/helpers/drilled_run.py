@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app import checkpoint_writer, snapshot
-from app.checkpoint import load_checkpoint
-from app.checkpoint_settings import CheckpointSettings
-from app.checkpoints import Checkpoints
-from app.runfolder import RunFolder
+from app.checkpoint import snapshot
+from app.checkpoint import writer as checkpoint_writer
+from app.checkpoint.file import load_checkpoint
+from app.checkpoint.periodic import Checkpoints
+from app.settings.checkpoint import CheckpointSettings
+from app.training.run_folder import RunFolder
 from parallel.comm.local import LocalCommunicator
-from parallel.data_parallel import DataParallelEngine
-from parallel.step import Microbatch
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
 from tests.helpers.tiny_models import classifier
 
 STEPS, EVERY = 6, 2

@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-from app import checkpoint_writer_process
+from app.checkpoint import writer_process as checkpoint_writer_process
 
 HELD_AT = 2
 fsync, written = os.fsync, [0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from pipelines.catalog import SlideSpec
-from pipelines.slide import Slide
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.slides.slide import Slide
 
 
 class DyingSpec(SlideSpec):

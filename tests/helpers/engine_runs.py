@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from app.exactness import in_precision
-from parallel.assemble import assemble
+from app.training.exactness import in_precision
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine import Engine
-from parallel.step import Microbatch, TrainingEngine
+from parallel.engine.engine import Engine
+from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.strategy import Strategy
 from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run
 from tests.helpers.small_nets import ALL_NETS, batch_of, drawn_once

@@ -30,7 +30,7 @@ from parallel.comm.handshake import KEY
 from parallel.comm.loopback import loopback_variables
 from parallel.comm.torch_store import PRIVATE_STORE
 
-LOADED = ("app.loop", "app.session", "app.summary", "parallel.comm.torch_comm")
+LOADED = ("app.training.loop", "app.training.session", "app.training.summary", "parallel.comm.torch_comm")
 POLL_S = 0.02
 
 

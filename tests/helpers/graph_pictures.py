@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from models.registry import build_model
-from parallel.graph import LayerGraph
-from parallel.graph_picture import graph_svg
-from parallel.partition import partition_at
-from parallel.trace import trace
+from parallel.draw.graph_picture import graph_svg
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import partition_at
+from parallel.trace.trace import trace
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 

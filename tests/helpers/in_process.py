@@ -20,8 +20,8 @@ import cv2
 import pytest
 import torch
 
-import app.session  # noqa: F401  # what commands load when they are called is not to be paid for by the first that is
-from app.interrupt import STOPPING
+import app.training.session  # noqa: F401  # what commands load when they are called is not to be paid for by the first that is
+from app.launch.signals import STOPPING
 
 
 def call(module: str, *arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def call(module: str, *arguments: str | Path, env: Mapping[str, str] | None = No
         contextlib.redirect_stderr(err),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr("app.launch.keep_freed_memory", lambda: True)
+        patch.setattr("app.launch.place.keep_freed_memory", lambda: True)
         os.environ.update(env or {})
         try:
             code = main(words)

@@ -38,8 +38,8 @@ PATIENCE = 4.0
 """Times all limits where the machine is known to be slow or busy, or the lane to be the whole one."""
 
 HELPERS = (
-    ("-m", "pipelines.processes"),
-    ("-m", "app.checkpoint_writer_process"),
+    ("-m", "pipelines.catalog.processes"),
+    ("-m", "app.checkpoint.writer_process"),
     ("-c", "import openslide; print(openslide.__library_version__)"),
     ("-c", "from mpi4py import MPI; print(MPI.Get_library_version())"),
 )

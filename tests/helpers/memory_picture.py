@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from app.charts import nice_ticks
-from app.task import with_loss
+from app.pages.charts import nice_ticks
+from app.planning.workload import with_loss
 from models.registry import build_model
-from parallel.graph import LayerGraph
-from parallel.graph_style import style, svg_text
-from parallel.keeping.kept_bytes import lifetimes_of
-from parallel.keeping.rule import Keeping
-from parallel.liveness import Span, gradient_spans, running_bytes
-from parallel.partition import Partition
-from parallel.quantity import bytes_text
-from parallel.trace import trace
+from parallel.draw.graph_style import style, svg_text
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition
+from parallel.memory.kept_bytes import lifetimes_of
+from parallel.memory.liveness import Span, gradient_spans, running_bytes
+from parallel.memory.policy import Keeping
+from parallel.trace.trace import trace
+from parallel.units import bytes_text
 
 FILE = Path(__file__).parents[2] / "docs" / "pictures" / "memory.svg"
 SIDE = 2048

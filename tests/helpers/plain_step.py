@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.microbatch import microbatch_seed
-from parallel.stage import Loss
+from parallel.schedule.microbatch import microbatch_seed
+from parallel.stage.stage import Loss
 
 Batch = list[tuple[Tensor, Tensor]]
 """(images, targets) of each microbatch of one global batch."""

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.memory import memory_slide
-from pipelines.geometry import Region
-from pipelines.handles import SlidePool
-from pipelines.index import IndexSettings, TileTable
-from pipelines.pyramid import PyramidSlide
-from pipelines.slide import Pixels, Slide, SlideError, TileReadError
+from pipelines.catalog.handles import SlidePool
+from pipelines.slides.geometry import Region
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
+from pipelines.tiles.index import IndexSettings, TileTable
 
 TILE = 8
 MPP = 0.5

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from models.amoebanet import AmoebaNet
 from models.amoebanet_cells import FactorizedReduction, NormalCell, ReductionCell
-from parallel.assemble import assemble
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.partition import partition_at
-from parallel.step import Microbatch
+from parallel.engine.step import Microbatch
+from parallel.graph.partition import partition_at
 from parallel.strategy import Strategy
-from parallel.trace import trace
+from parallel.trace.trace import trace
 from tests.helpers.models import parameter_count
 from tests.helpers.plain_step import TOLERANCE, largest_error, plain_run
 from tests.helpers.small_nets import drawn_once

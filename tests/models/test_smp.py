@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from app.strategy import StrategySettings
-from app.task import Workload
+from app.planning.workload import Workload
+from app.settings.strategy import StrategySettings
 from app.verify import VerifyCommand, verify
 from models.registry import build_model
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.assemble import assemble
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.keeping.rule import Keeping
-from parallel.step import Microbatch
+from parallel.engine.step import Microbatch
+from parallel.memory.policy import Keeping
 from parallel.strategy import Strategy
 from tests.helpers.small_nets import TwoOutputs, batch_of, two_losses
 

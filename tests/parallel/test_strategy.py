@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.action import Kind
-from parallel.graph import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
-from parallel.keeping.rule import Keeping
-from parallel.placement import Placement
-from parallel.schedules.registry import SCHEDULES
+from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.memory.policy import Keeping
+from parallel.schedule.action import Kind
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import Strategy
 
 COMPUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

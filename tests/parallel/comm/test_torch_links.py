@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parallel.comm import torch_comm, torch_links
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_links import Links
-from parallel.placement import Placement
+from parallel.schedule.placement import Placement
 from tests.helpers.ranks import run_on_ranks
 
 WORLD = 1024

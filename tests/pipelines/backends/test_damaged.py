@@ -11,8 +11,8 @@ import pytest
 
 from pipelines.backends import openslide as openslide_backend
 from pipelines.backends.registry import open_slide
-from pipelines.geometry import Region
-from pipelines.slide import PADDING, Slide, SlideError, TileReadError
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import PADDING, Slide, SlideError, TileReadError
 from tests.helpers.damaged_svs import TILE, bit_rot, byte_count, cut, damaged, never_written_tile, replaced, zeroed_tile
 from tests.helpers.real import PYRAMID_TIFF, SVS
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from pipelines.backends import image as image_backend
 from pipelines.backends.registry import open_slide
-from pipelines.geometry import Region
-from pipelines.slide import SlideError, TileReadError
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import SlideError, TileReadError
 from tests.helpers.real import NUCLEI
 
 PIXELS = np.random.default_rng(3).integers(0, 256, (40, 60, 3), np.uint8)

@@ -11,7 +11,7 @@ import simplejpeg
 from pipelines.backends.jpeg import JpegTiles, StreamHeader, decode, segments
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import read_tiff
-from pipelines.slide import Pixels
+from pipelines.slides.slide import Pixels
 from tests.helpers.openslide_pixels import openslide_pixels
 from tests.helpers.real import NDPI, SVS
 from tests.helpers.tiff_damage import tile_extent

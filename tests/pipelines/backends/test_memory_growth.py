@@ -24,7 +24,7 @@ PROGRAM = """
 import gc, sys
 import psutil
 from pathlib import Path
-from pipelines.geometry import Region
+from pipelines.slides.geometry import Region
 from pipelines.backends.registry import open_slide
 
 path, backend, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -14,8 +14,8 @@ from pipelines.backends.ndpi import open_ndpi
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.backends.tiled import open_tiled
-from pipelines.geometry import Region
-from pipelines.slide import NotThisFormat, SlideError, TileReadError
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import NotThisFormat, SlideError, TileReadError
 from tests.helpers.ndpi_file import write_ndpi
 from tests.helpers.openslide_pixels import openslide_pixels
 from tests.helpers.real import NDPI, REAL, SVS

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pipelines.backends import openslide as openslide_backend
 from pipelines.backends.openslide import _rgb_on_white
 from pipelines.backends.registry import open_slide
-from pipelines.geometry import Bounds, Region
-from pipelines.slide import SlideError
+from pipelines.slides.geometry import Bounds, Region
+from pipelines.slides.slide import SlideError
 from tests.helpers.real import NDPI, PYRAMID_TIFF, SVS
 from tests.pipelines.backends.test_slides import openslide_pixels
 

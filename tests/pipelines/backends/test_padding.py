@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.backends.padding import pad
-from pipelines.slide import PADDING
+from pipelines.slides.slide import PADDING
 
 edges = st.integers(-12, 25)
 sizes = st.integers(1, 12)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from pipelines.backends.memory import memory_slide
 from pipelines.backends.registry import open_slide
-from pipelines.slide import Pixels
+from pipelines.slides.slide import Pixels
 from tests.contracts.slide_contract import SlideContract
 from tests.helpers.real import DICOM, NDPI, OME_TIFF, PYRAMID_TIFF, SVS
 

@@ -17,8 +17,8 @@ import tifffile
 from pipelines.backends import openslide as openslide_backend
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_page import Tag
-from pipelines.geometry import Region
-from pipelines.slide import UNEXPECTED, SlideError, TileReadError
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import UNEXPECTED, SlideError, TileReadError
 from tests.helpers.real import OME_TIFF, PYRAMID_TIFF, SVS
 from tests.helpers.tiff_damage import with_bytes
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
-from pipelines.slide import NotThisFormat, SlideError
+from pipelines.slides.slide import NotThisFormat, SlideError
 from tests.helpers.real import NDPI, OME_TIFF, PYRAMID_TIFF, SVS
 from tests.helpers.tiff_damage import with_tile_entry
 

@@ -11,7 +11,7 @@ import tifffile
 
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_writer import DEFLATE_MASK, JPEG, TILE, TiffWriter, encode_jpeg, encode_mask
-from pipelines.geometry import Region, Size
+from pipelines.slides.geometry import Region, Size
 
 LEVELS = [Size(700, 530), Size(350, 265)]
 

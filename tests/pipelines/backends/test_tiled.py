@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiled import open_tiled
-from pipelines.geometry import Region
-from pipelines.slide import NotThisFormat, SlideError, TileReadError
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import NotThisFormat, SlideError, TileReadError
 from tests.helpers.openslide_pixels import openslide_pixels
 from tests.helpers.tiff_damage import tile_extent, with_bit_rot, with_bytes, with_tile_entry
 

@@ -13,8 +13,8 @@ import pytest
 import zarr
 
 from pipelines.backends.registry import open_slide
-from pipelines.geometry import Region
-from pipelines.slide import SlideError, TileReadError
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import SlideError, TileReadError
 from tests.pipelines.backends.test_slides import pyramid, write_ome_zarr
 
 

@@ -14,7 +14,7 @@ import pytest
 import tifffile
 
 from pipelines.backends.registry import open_slide
-from pipelines.geometry import Region, Size
+from pipelines.slides.geometry import Region, Size
 from pipelines.synthetic.arrangement import CROWDED
 from pipelines.synthetic.painter import MASK_SCALE, level_sizes, paint
 from pipelines.synthetic.scene import Scene, SceneSpec
@@ -82,7 +82,7 @@ def test_a_small_slide_of_one_level(tmp_path: Path) -> None:
 WIDE = """
 import sys
 from pathlib import Path
-from pipelines.geometry import Size
+from pipelines.slides.geometry import Size
 from pipelines.synthetic.arrangement import EVEN
 from pipelines.synthetic.painter import paint
 from pipelines.synthetic.scene import Scene, SceneSpec

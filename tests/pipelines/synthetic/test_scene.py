@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipelines.geometry import Size
+from pipelines.slides.geometry import Size
 from pipelines.synthetic.arrangement import CROWDED, EVEN, GROUPED, Arrangement
 from pipelines.synthetic.scene import BLOCK, Block, Scene, SceneSpec
 

@@ -1,0 +1,242 @@
+"""A whole benchmark: tiles found once, every case run in turn, and what was measured kept after each run.
+
+Takes the command; leaves ``trials/`` with the files of each run, ``bench.json`` and ``report.html`` in its folder, and
+prints a line for each run and the table at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.benchmark.case import Case
+from app.benchmark.command import BenchCommand
+from app.benchmark.knobs import fitting, settings_of
+from app.benchmark.row import Row, compare, row_of
+from app.benchmark.sweep import Measured, sweep_findings, sweep_rows, sweep_table
+from app.benchmark.table import print_bench
+from app.benchmark.trial import Trial, run_trial
+from app.pages.bench_page import write_page
+from app.settings.cli import FAILED, OK, flat
+from app.settings.run import RunConfig, SplitSettings
+from app.training.dataset import prepare
+from app.training.run_folder import RunFolder
+from app.training.run_info import describe_environment
+from pipelines.slides.slide import SlideError
+from pipelines.tiles.index import IndexSettings
+
+MAY_GROW = ("tiles", "ranks", "stages", "strategies", "repeats", "resume", "out", "trial_timeout_s", "index_workers")
+"""Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made."""
+
+
+ALL = SplitSettings(validation=0.0, test=0.0)
+"""Every slide is trained on: a benchmark scores nothing."""
+NEVER = 10**9
+"""Steps between checkpoints of runs that write none but the last."""
+
+
+class Campaign:
+    """The runs of one ``app.bench``.
+
+    Args:
+        command: what is asked for.
+        arguments: as the user gave them; shown in the report.
+
+    Raises:
+        ValueError: the folder holds a benchmark and ``--resume`` was not given, or one with other settings.
+    """
+
+    def __init__(self, command: BenchCommand, arguments: Sequence[str]) -> None:
+        self._command = command
+        self._arguments = arguments
+        self._folder = command.out
+        self._trials = command.out / "trials"
+        bases = [(case, fitting(command.knobs(), case.settings)) for case in command.cases()]
+        self._swept = bases if command.sweep is not None else []
+        self._cases = [replace(case, knobs=setting) for case, knobs in bases for setting in settings_of(knobs)]
+        self._unusable: dict[int, str] = {}
+        self._environment = describe_environment()
+        self._open()
+
+    def run(self) -> int:
+        """Measure; exit code 0 when any case ran. Asked to end, it ends the run under way first."""
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        for tile in self._command.tiles:
+            self._prepare(tile)
+        rows: list[Row] = []
+        for repeat in range(self._command.repeats):
+            for number, case in enumerate(self._cases, 1):
+                if self._done(case, repeat):
+                    continue
+                told = f"run {repeat + 1} of {self._command.repeats}, case {number} of {len(self._cases)}"
+                trial = self._measure(case, repeat)
+                print(f"{told}: {case.tile} px, {case.ranks}x {case.label}: {_outcome(trial)}", flush=True)
+                rows = self._write()
+        rows = rows or self._write()
+        if self._swept:
+            for sweep in self._sweeps():
+                print(f"\n{sweep['tile_px']} px, {sweep['ranks']}x {sweep['strategy']}")
+                print("\n".join("  " + line for line in sweep_table(sweep["rows"])))
+        else:
+            print_bench(rows)
+        print(f"\n{len(self._cases)} cases in {_minutes(self._wall_s())}; report {write_page(self._folder)}")
+        return OK if any(trial.status == "ok" for case in self._cases for trial in self._results(case)) else FAILED
+
+    def _open(self) -> None:
+        path = self._folder / "settings.yaml"
+        asked = flat(self._command)
+        if path.exists():
+            if not self._command.resume:
+                raise ValueError(
+                    f"{self._folder} already holds a benchmark: go on with --resume, or name another --out"
+                )
+            kept = yaml.safe_load(path.read_text())
+            differing = [
+                f"{key}: the benchmark has {kept.get(key)!r}, asked is {value!r}"
+                for key, value in asked.items()
+                if key not in MAY_GROW and kept.get(key) != value
+            ]
+            # The default follows from the number of ranks, which may grow.
+            if kept.get("microbatches") is None and kept.get("m") != self._command.m:
+                differing.append(f"microbatches: the benchmark has {kept.get('m')}, asked is {self._command.m}")
+            if differing:
+                raise ValueError(
+                    f"{self._folder} was begun with other settings:\n       " + "\n       ".join(differing)
+                )
+        self._trials.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump({**asked, "m": self._command.m}, sort_keys=False))
+
+    def _prepare(self, tile: int) -> None:
+        """Find the tiles of this size and divide them, once for all cases."""
+        command = self._command
+        index = IndexSettings(tile=tile, mpp=command.mpp, min_tissue=command.min_tissue)
+        folder = self._prepared(tile)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = RunConfig(command.data, index, ALL, out=folder, seed=command.seed)
+        try:
+            dataset = prepare(config, RunFolder(folder), lambda line: None)
+        except (ValueError, SlideError) as fault:
+            self._unusable[tile] = str(fault)
+            print(f"{tile} px: {fault}", flush=True)
+        else:
+            print(f"{tile} px: {len(dataset.rows('train'))} training tiles of {len(dataset.specs)} slides", flush=True)
+
+    def _measure(self, case: Case, repeat: int) -> Trial:
+        folder = self._path(case, repeat)
+        refusal = self._unusable.get(case.tile) or case.refusal
+        if refusal:
+            trial = Trial("cannot", refusal)
+            folder.mkdir(parents=True, exist_ok=True)
+            trial.save(folder / "trial.json")
+            return trial
+        return run_trial(case, self._shared(), self._prepared(case.tile), folder, self._command.trial_timeout_s)
+
+    def _done(self, case: Case, repeat: int) -> bool:
+        """It was run, or an earlier repeat of it shows that it cannot be."""
+        return (self._path(case, repeat) / "trial.json").exists() or any(
+            trial.status != "ok" for trial in self._results(case)
+        )
+
+    def _results(self, case: Case) -> Iterator[Trial]:
+        for repeat in range(self._command.repeats):
+            path = self._path(case, repeat) / "trial.json"
+            if path.exists():
+                yield Trial.load(path)
+
+    def _write(self) -> list[Row]:
+        """``bench.json`` of all that has been measured so far."""
+        command = self._command
+        scaling = command.scaling if len(command.ranks) > 1 else None
+        rows: list[Row] = []
+        for case in [] if self._swept else self._cases:
+            if trials := list(self._results(case)):
+                row = row_of(case, command.net.model, trials, scaling)
+                picture = self._path(case, 0) / "schedule.svg"
+                row["schedule_svg"] = str(picture.relative_to(self._folder)) if picture.exists() else None
+                rows.append(row)
+        compare(rows)
+        found = {
+            "command": "python -m app.bench " + shlex.join(self._arguments),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "wall_s": self._wall_s(),
+            "environment": self._environment,
+            "settings": flat(command) | {"microbatches": command.m},
+            "rows": rows,
+            "sweeps": self._sweeps(),
+        }
+        temporary = self._folder / "bench.tmp"
+        temporary.write_text(json.dumps(found, indent=2) + "\n")
+        temporary.replace(self._folder / "bench.json")
+        return rows
+
+    def _sweeps(self) -> list[dict[str, Any]]:
+        """What the knobs do to each case, as far as it has been measured."""
+        found = []
+        for case, knobs in self._swept:
+            measured = [self._measured(replace(case, knobs=setting)) for setting in settings_of(knobs)]
+            rows = sweep_rows(knobs, measured)
+            found.append(
+                {
+                    "model": self._command.net.model,
+                    "strategy": case.label,
+                    "ranks": case.ranks,
+                    "tile_px": case.tile,
+                    "knobs": [{"name": knob.name, "off": knob.off, "on": knob.on, "what": knob.what} for knob in knobs],
+                    "rows": rows,
+                    "findings": sweep_findings(rows),
+                }
+            )
+        return found
+
+    def _measured(self, case: Case) -> Measured:
+        """Its speeds, with what came between steps: checkpoints count."""
+        trials = list(self._results(case))
+        worst = next((trial for trial in trials if trial.status != "ok"), None)
+        if worst or not trials:
+            return Measured(case.knobs, reason=worst.reason if worst else "not measured yet")
+        return Measured(case.knobs, tuple(trial.summary["images_per_second_sustained"] for trial in trials))
+
+    def _wall_s(self) -> float:
+        """Of the runs that were made, in whatever session."""
+        return sum(trial.wall_s for case in self._cases for trial in self._results(case))
+
+    def _shared(self) -> list[str]:
+        """Arguments of ``app.train`` that every case has."""
+        command = self._command
+        given: dict[str, Any] = {**flat(command.data), **flat(command.net)}
+        given |= {"mpp": command.mpp, "min_tissue": command.min_tissue, "optimizer": command.optimizer}
+        given |= {"device": command.device, "precision": command.precision, "seed": command.seed}
+        given |= {"steps": command.steps, "twin_steps": command.twin_steps}
+        given["checkpoint_every"] = command.checkpoint_every or NEVER
+        given |= flat(ALL)
+        return [
+            word
+            for key, value in given.items()
+            if value is not None
+            for word in ("--" + key.replace("_", "-"), str(value))
+        ]
+
+    def _prepared(self, tile: int) -> Path:
+        return self._folder / "tiles" / str(tile)
+
+    def _path(self, case: Case, repeat: int) -> Path:
+        return self._trials / case.name / str(repeat + 1)
+
+
+def _outcome(trial: Trial) -> str:
+    if trial.status != "ok":
+        return f"{trial.status}: {trial.reason.splitlines()[0]}"
+    return f"{trial.summary['images_per_second']:.3g} images/s ({trial.wall_s:.0f} s)"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,175 @@
+"""A row of a benchmark: what the repeats of a case say together, and what it may claim against data parallelism.
+
+Takes trials; gives plain values that ``bench.json`` holds. Speeds are medians over the repeats, beside the slowest and
+the fastest; a claim is made against data parallelism on as many ranks, with the same tiles, batch and memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from app.benchmark.case import Case
+from app.benchmark.trial import Trial
+from app.pages.bench_file import WORDS
+
+Row = dict[str, Any]
+
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative difference of first losses on as many ranks, by precision. Most agree in every digit; FSDP2, which gathers
+weights to other places in memory, differs by 2e-5 for a ResNet-50 on tiles of 512 px."""
+OTHER_RANKS = {"fp32": 1e-3, "bf16": 2e-2}
+"""The same between numbers of ranks. On a CPU they have other numbers of threads, which sum in another order: the loss
+of a ResNet-50 fresh from its weights then differs by up to 5e-4, and is itself as far from that in float64."""
+
+ENDED = {"out-of-memory": "is out of memory", "killed": "was killed", "cannot": "cannot run", "failed": "failed"}
+"""Status of a baseline that was not measured, as a claim has it."""
+
+MEDIANS = (
+    "images_per_second",
+    "images_per_second_no_data",
+    "pixels_per_second",
+    "data_wait_fraction",
+    "bubble",
+    "bubble_predicted",
+)
+LISTS = ("peak_memory_bytes", "device_bytes", "sent_bytes")
+
+
+def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None) -> Row:
+    """The row of ``case``, without what follows from other rows.
+
+    Args:
+        trials: its repeats; the worst decides the status.
+        scaling: weak or strong where several numbers of ranks are compared.
+    """
+    worst = next((trial for trial in trials if trial.status != "ok"), trials[0])
+    good = [trial.summary for trial in trials if trial.status == "ok"] if worst.status == "ok" else []
+    speeds = [summary["images_per_second"] for summary in good]
+    return {
+        "model": model,
+        "strategy": case.label,
+        "parallel": case.parallel,
+        "knobs": dict(case.knobs),
+        "ranks": case.ranks,
+        "stages": case.settings.depth if case.settings.splits else None,
+        "tile_px": case.tile,
+        "global_batch": case.batch,
+        "microbatches": case.microbatches,
+        "scaling": scaling,
+        "status": worst.status,
+        "reason": worst.reason,
+        **{key: _median([summary.get(key) for summary in good]) for key in MEDIANS},
+        "images_per_second_range": [min(speeds), max(speeds)] if speeds else None,
+        "images_per_second_repeats": speeds,
+        **{key: _largest([summary.get(key) for summary in good]) for key in LISTS},
+        "bytes_sent": _largest([summary.get("sent_bytes") for summary in good]),
+        "time": _seconds(good),
+        "precision": good[0]["precision"] if good else None,
+        "chosen": good[0]["strategy"] if good and case.parallel == "auto" else None,
+        "losses": list(trials[0].losses),
+        "wall_s": sum(trial.wall_s for trial in trials),
+    }
+
+
+def compare(rows: Sequence[Row]) -> None:
+    """Add to each row what it says beside the others: its loss, its baseline and its claim."""
+    for row in rows:
+        alike = [other for other in rows if _work(other) == _work(row)]
+        row["loss_difference"], row["loss_matches"] = _loss(row, alike)
+        base = next((other for other in alike if _is_baseline(other) and other["ranks"] == row["ranks"]), None)
+        row["baseline"] = base["strategy"] if base and base is not row else None
+        row["times_baseline"] = _ratio(row, base) if base and base is not row else None
+        row["claim"] = _claim(row, base) + _beside_saving(row, base, alike)
+
+
+def _is_baseline(row: Mapping[str, Any]) -> bool:
+    return row["strategy"] == ("ddp" if row["ranks"] > 1 else "single") and not row["knobs"]
+
+
+def _work(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What rows must share to be compared."""
+    return tuple(row[key] for key in ("model", "tile_px", "global_batch", "microbatches"))
+
+
+def _loss(row: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool | None]:
+    """Relative difference of the first loss from that of the first row on as many ranks that has one, of that row from
+    the first of all, and whether it is rounding. None for the first of all."""
+    told = [other for other in alike if other["losses"]]
+    if not row["losses"] or told[0] is row:
+        return None, None
+    nearest = next(other for other in told if other["ranks"] == row["ranks"])
+    reference, tolerance = (told[0], OTHER_RANKS) if nearest is row else (nearest, LOSS_TOLERANCE)
+    first, own = reference["losses"][0], row["losses"][0]
+    difference = abs(own - first) / max(abs(first), 1e-12)
+    return difference, difference <= tolerance[row["precision"]]
+
+
+def _ratio(row: Mapping[str, Any], base: Mapping[str, Any]) -> float | None:
+    if row["status"] != "ok" or base["status"] != "ok":
+        return None
+    return float(row["images_per_second"] / base["images_per_second"])
+
+
+def _claim(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
+    if row["status"] != "ok":
+        return str(WORDS.get(row["status"], row["status"]))
+    if row.get("loss_matches") is False:
+        return f"its first loss differs by {row['loss_difference']:.1e}: not the same work, nothing is claimed"
+    speed = f"{row['images_per_second']:.3g} images/s"
+    if base is row:
+        return f"{speed}: the baseline"
+    if base is None:
+        return f"{speed}; no data-parallel baseline was run"
+    if base["status"] != "ok":
+        return f"{speed} where {base['strategy']} {ENDED[base['status']]}"
+    ratio = row["images_per_second"] / base["images_per_second"]
+    low, high = row["images_per_second_range"]
+    base_low, base_high = base["images_per_second_range"]
+    told = f"{ratio:.2f}x {base['strategy']} on {row['ranks']} ranks" if row["ranks"] > 1 else f"{ratio:.2f}x single"
+    if len(row["images_per_second_repeats"]) < 2:
+        return f"{told}, measured once"
+    apart = low > base_high or high < base_low
+    return told + (", ranges apart" if apart else ", ranges overlap")
+
+
+def _beside_saving(row: Mapping[str, Any], base: Mapping[str, Any] | None, alike: Sequence[Mapping[str, Any]]) -> str:
+    """Where data parallelism does not fit: beside the fastest that fits by recomputing or moving, or nothing."""
+    if base is None or base["status"] == "ok" or row["status"] != "ok" or row.get("loss_matches") is False:
+        return ""
+    fitting = [
+        other
+        for other in alike
+        if other["parallel"] == base["parallel"] and other["ranks"] == row["ranks"] and other["status"] == "ok"
+    ]
+    best = max(fitting, key=lambda other: other["images_per_second"], default=row)
+    if best is row:
+        return ""
+    return f"; {row['images_per_second'] / best['images_per_second']:.2f}x {best['strategy']}"
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _largest(values: Sequence[Sequence[int] | None]) -> list[int] | None:
+    """By rank, the most of all repeats."""
+    known = [value for value in values if value]
+    return [max(one) for one in zip(*known, strict=True)] if known else None
+
+
+def _seconds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None] | None:
+    """Where a step's time went, from the repeat with the median speed: compute, bubble, transfer and data, in s. A
+    model that is not split has no bubble, and its sums of gradients run beside its computing."""
+    if not summaries:
+        return None
+    summary = sorted(summaries, key=lambda one: one["images_per_second"])[len(summaries) // 2]
+    step = summary["global_batch"] / summary["images_per_second"]
+    data = step * (summary["data_wait_fraction"] or 0.0)
+    parts = summary.get("step_seconds")
+    if not parts:
+        return {"compute": step - data, "bubble": None, "transfer": None, "data": data}
+    rest = max(0.0, step - data - parts["compute"] - parts["bubble"])
+    return {"compute": parts["compute"], "bubble": parts["bubble"], "transfer": rest, "data": data}

@@ -1,0 +1,159 @@
+"""The checkpoints of a run: when one is due, and how it is written.
+
+Takes settings, run folder and engine; told of every step, and given every state. Every rank has one, the first writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from app.checkpoint.file import keep_as, save_checkpoint
+from app.checkpoint.interval import CheckpointInterval
+from app.checkpoint.two_phase import TwoPhaseCheckpoints
+from app.settings.checkpoint import CheckpointSettings
+from app.settings.cli import RunError
+from parallel.engine.step import TrainingEngine
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Leave it as a context: whatever happened, a checkpoint that was begun is on the disk then.
+
+    Args:
+        settings: how often and how.
+        last, best: where they go.
+        engine: whose updates wait until they are copied.
+        device: on which its tensors may lie.
+        step: steps done when the run starts.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointSettings,
+        last: Path,
+        best: Path,
+        engine: TrainingEngine,
+        device: torch.device,
+        step: int,
+    ) -> None:
+        self._settings = settings
+        self._last, self._best = last, best
+        self._engine = engine
+        self._last_step = step
+        self._interval = CheckpointInterval(settings.checkpoint_overhead)
+        self._between_s = 0.0
+        self._beside = False
+        self._two_phase = TwoPhaseCheckpoints(device) if settings.checkpoint_write == "two-phase" else None
+        if self._two_phase is not None:
+            engine.before_update(self._two_phase.await_copy)
+
+    @property
+    def every(self) -> int:
+        """Steps between two checkpoints, as asked for or as they are tuned now."""
+        return self._settings.checkpoint_every or self._interval.every
+
+    def due(self, step: int) -> bool:
+        """Whether one is due after ``step`` steps. Ranks measure different times: ask the first."""
+        if self._settings.checkpoint_every:
+            return step % self._settings.checkpoint_every == 0
+        # One that is still being written would have to be waited for: that is dearer than a step more.
+        return step - self._last_step >= self.every and not self.busy
+
+    def add_step(self, step_s: float) -> None:
+        """A step is done.
+
+        Raises:
+            RunError: a checkpoint could not be written meanwhile.
+        """
+        self._interval.add_step(step_s, self._beside)
+        if not self.busy:
+            self.finish()
+        self._beside = self.busy
+
+    def save(self, state: dict[str, Any], step: int, begun_s: float, *, best: bool, at_once: bool = False) -> None:
+        """Write ``state``, or begin to: the engine goes on at once.
+
+        Args:
+            state: of the first rank; {} on the others, which write nothing.
+            begun_s: when it began to be gathered, in ``time.monotonic`` seconds.
+            best: name it the best too.
+            at_once: no step follows beside which it could be written.
+
+        Raises:
+            RunError: it, or the one before it, could not be written; the last that was is still there.
+        """
+        self.finish()
+        self._last_step = step
+        if not state:
+            return
+        begun = not at_once and self._begin(state, best)
+        if not begun:
+            save_checkpoint(self._last, state)
+            if best:
+                keep_as(self._last, self._best)
+        self._beside = begun
+        self._between_s = time.monotonic() - begun_s
+        if not begun:
+            self._interval.add_checkpoint(self._between_s, 0.0, 0.0)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint under way is on the disk.
+
+        Raises:
+            RunError: it could not be written; the one before is still there.
+        """
+        written = self._two_phase.finish() if self._two_phase is not None else None
+        if written is not None:
+            self._interval.add_checkpoint(self._between_s, written.held_s, written.persist_s)
+            log.info(
+                "checkpoint of step %d: %.3f s between two steps, an update waited %.3f s, on the disk after %.3f s; "
+                "steps beside them included, checkpoints cost %.3f s each",
+                self._last_step,
+                self._between_s,
+                written.held_s,
+                written.persist_s,
+                self._interval.cost_s,
+            )
+
+    @property
+    def busy(self) -> bool:
+        """A checkpoint is being copied or written."""
+        return self._two_phase is not None and self._two_phase.busy
+
+    def _begin(self, state: dict[str, Any], best: bool) -> bool:
+        """Begin a checkpoint in two phases; False where it has to be written at once."""
+        if self._two_phase is None:
+            return False
+        try:
+            also = self._best if best else None
+            self._two_phase.begin(state, self._engine.parameter_names, self._last, also)
+        except OSError as fault:
+            log.warning("checkpoints are written between two steps: they cannot be copied first (%s)", fault.strerror)
+            self._two_phase.close()
+            self._two_phase = None
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is KeyboardInterrupt:  # asked for twice: at once
+            return
+        # What the run failed with is told, not what came of its last checkpoint.
+        try:
+            with contextlib.suppress(RunError) if kind is not None else contextlib.nullcontext():
+                self.finish()
+        finally:
+            if self._two_phase is not None:
+                self._two_phase.close()

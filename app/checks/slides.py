@@ -1,0 +1,152 @@
+"""Slides and backends looked at for faults, in processes that may die.
+
+Takes slides, or the name of a backend; gives what was found as plain values. A slide library that aborts on a damaged
+file takes its process along, and the slide is reported with the signal that ended it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from app.checks.sample_slides import MPP, SIDE, sample_picture, write_samples
+from app.settings.console import Finding
+from pipelines.backends.registry import BACKENDS, open_slide
+from pipelines.backends.tiff_tags import check_tiff, read_tiff
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.processes import ProcessDied, each_in_process
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import NotThisFormat, Slide, SlideError
+from pipelines.tiles.slide_index import slide_limits
+
+PROBE_PX = 512
+"""Side of a region that is read for a look."""
+
+GRID = 8
+"""At most ``GRID`` x ``GRID`` regions of level 0 are read, evenly spread: all of a slide up to 4096 px a side."""
+
+SAMPLE_TOLERANCE = 4.0
+"""Mean difference in grey levels that JPEG may make to the sample picture."""
+
+
+@dataclass(frozen=True)
+class SlideCheck:
+    """What a slide is, as far as it opened; ``faults`` is empty for a good one."""
+
+    slide_id: str
+    backend: str = "–"
+    mpp: float | None = None
+    width: int = 0
+    height: int = 0
+    levels: int = 0
+    faults: tuple[str, ...] = ()
+
+
+def check_slides(specs: Sequence[SlideSpec], workers: int) -> Iterator[SlideCheck]:
+    """Check every slide, at most ``workers`` at once; in the order of completion."""
+    for spec, check in each_in_process(check_slide, specs, workers, slide_limits(1)):
+        if isinstance(check, ProcessDied):
+            check = SlideCheck(spec.slide_id, faults=(f"{check}; the file is damaged, or memory ran out",))
+        yield check
+
+
+def check_slide(spec: SlideSpec) -> SlideCheck:
+    """Open a slide and read regions all over it. Returns faults instead of raising them."""
+    try:
+        slide = spec.open()
+    except Exception as fault:  # slide libraries raise anything
+        return SlideCheck(spec.slide_id, faults=(_one_line(fault, spec.path),))
+    with slide:
+        level = slide.levels[0]
+        check = SlideCheck(spec.slide_id, slide.backend, slide.mpp, level.width, level.height, len(slide.levels))
+        return replace(check, faults=(*_structure_faults(spec.path), *_read_faults(slide)))
+
+
+def _structure_faults(path: Path) -> list[str]:
+    """What the tables of a TIFF file already tell: damage that no region read here may meet, unread planes."""
+    try:
+        return [*check_tiff(path), *_plane_faults(path)] if path.is_file() else []
+    except (OSError, SlideError) as fault:
+        return [_one_line(fault, path)]
+
+
+def _plane_faults(path: Path) -> list[str]:
+    """What is lost of a stack: of several pages as large as the first, that one is read."""
+    try:
+        tiff = read_tiff(path)
+    except NotThisFormat:
+        return []
+    first = tiff.pages[0]
+    planes = sum((page.width, page.height) == (first.width, first.height) for page in tiff.pages)
+    if planes < 2 or tiff.is_ndpi:  # which says itself what its focal planes are
+        return []
+    return [f"{planes} pages of {first.width} x {first.height} px: focal planes or times; only the first is read"]
+
+
+def _read_faults(slide: Slide) -> tuple[str, ...]:
+    regions = list(_regions(slide))
+    faults = []
+    for region in regions:
+        try:
+            slide.read(region)
+        except Exception as fault:  # a codec raises anything on damaged bytes; the next region may be whole
+            faults.append(_one_line(fault, slide.path))
+    if len(faults) > 1:
+        return (f"{len(faults)} of {len(regions)} regions cannot be read; the first: {faults[0]}",)
+    return tuple(faults)
+
+
+def _regions(slide: Slide) -> Iterator[Region]:
+    """Regions of level 0 spread over its bounds, and one from the middle of each coarser level."""
+    bounds = slide.bounds
+    for l0_y in _spread(bounds.l0_y, bounds.height):
+        for l0_x in _spread(bounds.l0_x, bounds.width):
+            yield Region(l0_x, l0_y, PROBE_PX, PROBE_PX, slide.mpp)
+    for level in slide.levels[1:]:
+        l0_half = PROBE_PX * level.downsample / 2
+        l0_left = round(bounds.l0_x + bounds.width / 2 - l0_half)
+        l0_top = round(bounds.l0_y + bounds.height / 2 - l0_half)
+        yield Region(l0_left, l0_top, PROBE_PX, PROBE_PX, level.mpp)
+
+
+def _spread(l0_start: int, length: int) -> list[int]:
+    """Where regions begin along one side: side by side where ``GRID`` of them cover it, evenly spread elsewhere."""
+    count = -(-length // PROBE_PX)
+    kept = range(count) if count <= GRID else (round(i * (count - 1) / (GRID - 1)) for i in range(GRID))
+    return [l0_start + i * PROBE_PX for i in kept]
+
+
+def check_backends() -> list[Finding]:
+    """Let every backend read a tiny slide made for it."""
+    with tempfile.TemporaryDirectory(prefix="megatile-doctor-") as folder:
+        samples = write_samples(Path(folder))
+        asked = [(name, samples[name]) for name in BACKENDS]
+        faults = {name: fault for (name, _), fault in each_in_process(_sample_fault, asked, 1)}
+    return [
+        Finding("FAULT", name, str(faults[name])) if faults[name] else Finding("ok", name, f"reads {asked_path.name}")
+        for name, asked_path in asked
+    ]
+
+
+def _sample_fault(asked: tuple[str, Path]) -> str:
+    """Why backend ``asked[0]`` does not give the sample picture back from ``asked[1]``; empty when it does."""
+    backend, path = asked
+    try:
+        # A PNG records no resolution.
+        with open_slide(path, mpp=MPP if backend == "image" else None, backend=backend) as slide:
+            read = slide.read(Region(0, 0, SIDE, SIDE, MPP))
+    except Exception as fault:
+        return f"{type(fault).__name__}: {_one_line(fault, path)}"
+    difference = float(np.abs(read.astype(int) - sample_picture()).mean())
+    if difference > SAMPLE_TOLERANCE:
+        return f"pixels differ from the sample by {difference:.1f} grey levels on average"
+    return ""
+
+
+def _one_line(fault: Exception, path: Path) -> str:
+    text = "; ".join(line.strip() for line in str(fault).splitlines() if line.strip())
+    return text.removeprefix(f"{path}: ") or type(fault).__name__

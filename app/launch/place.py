@@ -1,0 +1,150 @@
+"""Ranks, device and communicator of this process, from the command line and from what started it.
+
+Under torchrun, mpirun or srun the environment says which rank this is. Without a launcher ``--ranks N`` starts the
+ranks itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cv2
+import torch
+
+from app.launch.machine import usable_cores
+from app.settings.cli import FAILED, RunError
+from app.settings.launcher import STARTED_BY_US, Launch, find_launch
+from app.settings.slurm import find_task
+from app.settings.strategy import StrategySettings
+from parallel.comm.communicator import Communicator
+from parallel.comm.last_word import last_word
+from parallel.comm.local import LocalCommunicator
+from parallel.profile.malloc import keep_freed_memory
+
+OTHERS_SPEAK_S = 8.0
+"""A launcher that ends all ranks once one has failed does so in less."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process stands and computes.
+
+    Attributes:
+        autocast: mixed-precision type, None for float32.
+    """
+
+    communicator: Communicator
+    device: torch.device
+    autocast: torch.dtype | None
+
+
+def started_by_us() -> bool:
+    """True when ``start_ranks`` started this process."""
+    return STARTED_BY_US in os.environ
+
+
+def start_ranks(ranks: int, module: str, argv: Sequence[str], max_restarts: int = 0) -> int:
+    """Run ``python -m module`` with ``argv`` in ``ranks`` processes; the exit code is the first failing rank's.
+
+    Args:
+        max_restarts: how often all of them are started again after one has failed.
+    """
+    from parallel.comm.torch_launch import launch_ranks
+
+    os.environ[STARTED_BY_US] = "1"
+    return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts)
+
+
+def place(settings: StrategySettings) -> Placement:
+    """Choose device and precision, share the cores among the ranks of this machine, join the other ranks.
+
+    Raises:
+        ValueError: a device that is not there.
+        RunError: the other ranks did not arrive.
+    """
+    launch = find_launch()
+    device = choose_device(settings.device, launch.local_rank if launch else 0)
+    if "OMP_NUM_THREADS" not in os.environ:  # what the user set is the user's
+        torch.set_num_threads(rank_cores())
+    if device.type == "cpu":
+        keep_freed_memory()
+    cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
+    return Placement(connect(settings, device), device, choose_autocast(settings.precision, device))
+
+
+def rank_cores() -> int:
+    """Cores this rank may use for decoding and computing: the ranks of this machine share them."""
+    launch = find_launch()
+    return max(1, usable_cores() // (launch.local_world if launch else 1))
+
+
+def connect(settings: StrategySettings, device: torch.device) -> Communicator:
+    """Join the other ranks, over what they were started with.
+
+    Raises:
+        RunError: they did not arrive, or cannot be reached.
+        SystemExit: the same, and another rank tells it.
+    """
+    launch = find_launch()
+    if settings.world == 1:
+        return LocalCommunicator()
+    assert launch is not None  # without a launcher, --ranks has been one
+    from parallel.comm.communicator import CommunicationError, ToldElsewhere
+
+    try:
+        return _join(settings, device, launch)
+    except CommunicationError as fault:
+        # What still waits for others, on threads of torch or MPI, must not keep this process.
+        atexit.register(os._exit, FAILED)
+        if launch.local_rank or isinstance(fault, ToldElsewhere):
+            # The ranks of a host have the same to say: one of them does, and a launcher ends the others meanwhile.
+            time.sleep(OTHERS_SPEAK_S)
+        if isinstance(fault, ToldElsewhere):
+            raise SystemExit(FAILED) from None
+        raise RunError(str(fault)) from fault
+
+
+def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> Communicator:
+    if not launch.mpi:
+        from parallel.comm.torch_comm import TorchCommunicator
+
+        if "RANK" not in os.environ and (task := find_task()):
+            os.environ.update(task.variables)
+        return TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
+    message = (
+        f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
+        f"{settings.join_timeout_s:g} s (--join-timeout-s), which it does once all {launch.world} ranks are there: see "
+        "what the others say, and whether the hosts reach each other; where starting takes longer, raise the limit"
+    )
+    # One rank after the other, so that one tells it and mpirun ends the others.
+    with last_word(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):
+        from parallel.comm.mpi_comm import MpiCommunicator
+    return MpiCommunicator(settings.timeout_s, launch.world)
+
+
+def choose_device(asked: str, local_rank: int) -> torch.device:
+    """The device of rank ``local_rank`` of this machine, made the current one.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: no usable GPU was found; run `python -m app.doctor`, or use --device cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_autocast(asked: str, device: torch.device) -> torch.dtype | None:
+    """Type for mixed precision, as ``--precision`` asks; None computes in float32."""
+    if asked == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
+    return torch.bfloat16 if asked == "bf16" else None

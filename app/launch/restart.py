@@ -1,0 +1,88 @@
+"""Whether this process goes on with a run that an earlier attempt of the same start began.
+
+Takes the environment, the process that started this one, and the record that attempts leave in the run folder; gives
+how many attempts there were before. What starts ranks again is known by its process (torchrun, ``--ranks``) or by the
+number of its job (Slurm), not by the counters it hands out: of several torchrun agents, each counts the failures of its
+own node alone, so that after one rank's death the others are told that this is their first start.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.settings.launcher import STARTED_BY_US
+
+AGENTS = frozenset({"TORCHELASTIC_RUN_ID", STARTED_BY_US})
+"""Variables of ranks whose parent is torchrun or ``--ranks``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """What starts the processes of a run, and would start them again.
+
+    Attributes:
+        agent: host and process of torchrun or of ``--ranks``; None when there is neither.
+        job: Slurm's number of the job or of the task of an array, the same after a requeue; None outside of Slurm.
+        requeued: Slurm has run this job before.
+    """
+
+    agent: str | None = None
+    job: str | None = None
+    requeued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The record in the run folder: attempts of one start.
+
+    Attributes:
+        begun: how many, so far.
+        agent, job: of the starter.
+    """
+
+    begun: int
+    agent: str | None
+    job: str | None
+
+
+def find_starter(environment: Mapping[str, str] = os.environ, *, is_agent: bool = False) -> Starter:
+    """What started this process.
+
+    Args:
+        is_agent: this process is about to start the ranks itself.
+    """
+    agent = None
+    if is_agent or not AGENTS.isdisjoint(environment):
+        agent = f"{platform.node()} {os.getpid() if is_agent else os.getppid()}"
+    job = environment.get("SLURM_JOB_ID")
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return Starter(agent, job, int(environment.get("SLURM_RESTART_COUNT", 0)) > 0)
+
+
+def attempts_before(record: Attempts | None, starter: Starter) -> int:
+    """Attempts that ``starter`` has made; 0 when the folder is new, or holds a run that something else started.
+
+    A job that was not requeued is no proof: in one allocation a user starts many runs.
+    """
+    if record is None:
+        return 0
+    same_agent = starter.agent is not None and starter.agent == record.agent
+    same_job = starter.requeued and starter.job == record.job
+    return record.begun if same_agent or same_job else 0
+
+
+def describe_restart(before: int, step: int, repeated: int) -> str:
+    """The line that tells the user.
+
+    Args:
+        before: attempts before this one.
+        step: steps that the last checkpoint holds; 0 when there is none.
+        repeated: steps after it that an earlier attempt had done.
+    """
+    where = f"continuing from step {step}" if step else "no checkpoint was written yet, starting anew"
+    again = f"; {repeated} more {'was' if repeated == 1 else 'were'} done and must be done again" if repeated else ""
+    return f"restarted (attempt {before + 1}): {where}{again}"

@@ -1,0 +1,1 @@
+"""The pages people read: of a run, of several, of a benchmark."""

@@ -1,0 +1,115 @@
+"""The files of a run folder, read for the report.
+
+Takes a run folder, finished, broken off or still being written to; gives ``RunFiles`` with empty values for what is
+not there. A torn last line of a table and an empty cell are missing values, not errors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from app.settings.cli import RunError
+from pipelines.catalog.csv_cells import read_rows
+
+LOG_LINES = 12
+"""Of the end of ``run.log``: enough for what was done last and the message of an error."""
+
+Columns = Mapping[str, NDArray[np.float64]]
+"""Column name -> float64 (rows,), NaN where a cell is empty; no value is infinite."""
+
+Rows = tuple[Mapping[str, str], ...]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run folder holds; ``schedule``: the picture of a step as SVG, "" where the model was not split."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    metrics: Columns
+    validation: Columns
+    predictions: Rows
+    splits: Rows
+    failed: Rows
+    overlays: tuple[Path, ...]
+    schedule: str
+    log_end: tuple[str, ...]
+
+
+def read_run(run: Path) -> RunFiles:
+    """Read a run folder.
+
+    Raises:
+        RunError: ``run`` is no run folder, or a file in it cannot be understood; the file is named.
+    """
+    if not run.is_dir():
+        what = "is a file" if run.exists() else "does not exist"
+        raise RunError(f"a report needs a run folder; {run} {what}. Give the --out folder of app.train")
+    if not (run / "config.yaml").is_file():
+        raise RunError(f"{run} is no run folder: config.yaml is missing. Give the --out folder of app.train")
+    return RunFiles(
+        folder=run,
+        config=_mapping(run / "config.yaml"),
+        environment=_mapping(run / "env.json"),
+        summary=_mapping(run / "summary.json"),
+        metrics=_columns(run / "metrics.csv"),
+        validation=_columns(run / "validation.csv"),
+        predictions=_rows(run / "predictions.csv"),
+        splits=_rows(run / "splits.csv"),
+        failed=_rows(run / "failed_slides.csv"),
+        overlays=tuple(sorted((run / "tissue").glob("*.png"))),
+        schedule=_text(run / "schedule.svg"),
+        log_end=tuple(_text(run / "run.log").splitlines()[-LOG_LINES:]),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError as fault:
+        raise RunError(f"{path} cannot be read: {fault.strerror}. Check its permissions") from fault
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    text = _text(path)
+    try:
+        loaded = json.loads(text or "{}") if path.suffix == ".json" else yaml.safe_load(text) or {}
+    except (ValueError, yaml.YAMLError) as fault:
+        raise RunError(f"{path} cannot be read: {fault}. Restore it or remove it") from fault
+    if not isinstance(loaded, dict):
+        raise RunError(f"{path} must hold names and values; found a {type(loaded).__name__}. Restore it or remove it")
+    return loaded
+
+
+def _rows(path: Path) -> Rows:
+    return tuple(read_rows(io.StringIO(_text(path), newline="")))
+
+
+def _columns(path: Path) -> Columns:
+    rows = _rows(path)
+    names = rows[0] if rows else {}
+    columns = {name: np.array([_number(row[name]) for row in rows], np.float64) for name in names}
+    if "step" in columns:  # a torn line without a step has no place on an axis
+        whole = np.isfinite(columns["step"])
+        columns = {name: values[whole] for name, values in columns.items()}
+    return columns
+
+
+def _number(cell: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan

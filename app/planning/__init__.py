@@ -1,0 +1,1 @@
+"""From a user's question to a plan: ``app.plan``, and ``--parallel auto``."""

@@ -1,0 +1,216 @@
+"""``--parallel auto`` or ``--recompute optimal`` of a run: planned once, kept in the run folder, the same on all ranks.
+
+Takes the settings and the dataset; writes ``plan.json``, or leaves the one that a resumed run began with. Every rank
+then reads from it what it is to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from app.settings.cli import RunError
+from app.settings.launcher import find_launch
+from app.settings.run import RunConfig
+from app.settings.strategy import StrategySettings
+from app.settings.strategy_names import Parallel
+from parallel.graph.partition import Partition
+from parallel.plan.candidate import WHOLE, Candidate
+from parallel.plan.limit import too_small
+from parallel.plan.plan import Plan, Row, best_of
+from parallel.plan.savings import RECOMPUTE, Savings
+from parallel.plan.search import Planner
+from parallel.schedule.registry import SCHEDULES
+from parallel.units import bytes_text
+
+if TYPE_CHECKING:
+    from app.planning.machine import Machine
+
+TEXT = "plan.json"
+
+
+def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say: Callable[[str], None]) -> None:
+    """Choose a strategy, or what the one that is named computes again, and write ``plan.json`` into ``folder``. One
+    process of the run does this.
+
+    Args:
+        segments: a class per pixel is learned, else one per tile.
+
+    Raises:
+        RunError: nothing fits the memory, or what is to be computed again of a model that cannot be traced.
+    """
+    problem = _problem(config, classes, segments)
+    if config.resume and (kept := _kept(folder)) is not None and kept.problem == problem:
+        return
+    try:
+        plan = _choose(config, classes, segments, problem)
+    except ValueError as fault:  # not traced: it can only be computed as a whole
+        if config.strategy.runs_undecided:
+            raise RunError(f"--recompute optimal has to look into the model: {fault}. Use --recompute none") from fault
+        row = Row(Candidate("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
+        plan = Plan(problem, row, f"none: {fault}", None)
+        say(f"plan: {row.candidate}; the model cannot be planned for: {fault}")
+    else:
+        say(f"plan: {_described(plan.row)}")
+    (folder / TEXT).write_text(plan.dumps())
+
+
+def planned(config: RunConfig, folder: Path) -> RunConfig:
+    """``config`` with the strategy of the folder's plan, where it is to be chosen."""
+    if not config.strategy.undecided and not config.strategy.runs_undecided:
+        return config
+    kept = _kept(folder)
+    if kept is None:
+        raise RunError(f"{folder / TEXT} is missing or damaged: remove {folder}, or name a strategy with --parallel")
+    return dataclasses.replace(config, strategy=follow(config.strategy, kept.row))
+
+
+def follow(settings: StrategySettings, row: Row) -> StrategySettings:
+    """``settings`` with everything that ``row`` decides."""
+    candidate = row.candidate
+    return dataclasses.replace(
+        settings,
+        parallel=cast(Parallel, candidate.name),
+        stages=candidate.depth if candidate.splits else None,
+        microbatches=candidate.m,
+        chunks=candidate.chunks if candidate.chunks > 1 else None,
+        cuts=",".join(row.cuts),
+        recompute=candidate.recompute,
+        recompute_runs=",".join(f"{first}:{last}" for first, last in row.chosen),
+        offload=settings.offload if settings.offload != "none" or not candidate.offload else "overlap",
+        offload_ahead=settings.offload_ahead or (f"{row.ahead_bytes >> 20}MiB" if row.ahead_bytes else None),
+        shard_optimizer="pair" if candidate.shard_optimizer else "none",
+    )
+
+
+def savings_of(settings: StrategySettings) -> Savings:
+    """What a search may do to need less memory: what is asked for, else anything."""
+    return Savings(
+        RECOMPUTE if settings.recompute == "none" else (settings.recompute,),
+        (False, True) if settings.offload == "none" else (True,),
+    )
+
+
+def names_for(settings: StrategySettings) -> list[str]:
+    """Strategies that the ranks of this run can carry out."""
+    launch = find_launch()
+    names = [*WHOLE, *SCHEDULES]
+    if launch and launch.mpi:
+        names.remove("fsdp")
+    return names
+
+
+def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, Any]) -> Plan:
+    from app.planning.workload import Workload  # torch is imported once the settings are known to be right
+
+    strategy = config.strategy
+    machine = _machine(config)
+    work = Workload(
+        config.net.model,
+        config.index.tile,
+        classes,
+        config.net.norm,
+        segments,
+        config.optimization.optimizer,
+        machine.autocast,
+    )
+    planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
+    costs = planner.cutting.microbatch(1)[1]
+    if not strategy.undecided:
+        return Plan(problem, _with_runs(strategy, planner), costs.source, costs.expected_error)
+    names, m = names_for(strategy), strategy.microbatches
+    savings = savings_of(strategy)
+    rows = list(planner.rows(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
+    best = best_of(planner.refined(rows, savings))
+    if best is None:
+        raise RunError(too_small(rows, planner.cluster))
+    return Plan(problem, best, costs.source, costs.expected_error)
+
+
+def _with_runs(strategy: StrategySettings, planner: Planner) -> Row:
+    """The strategy that is named, with the best choice of what it computes again.
+
+    Raises:
+        RunError: none fits the memory.
+    """
+    import torch  # once the settings are known to be right
+
+    from app.planning.engine_strategy import stages_of
+
+    candidate = Candidate(
+        strategy.name,
+        strategy.world,
+        strategy.depth,
+        strategy.m,
+        (strategy.chunks or 2) if strategy.name == "interleaved" else 1,
+        "optimal",
+        strategy.offload != "none",
+        strategy.shard_optimizer == "pair",
+    )
+    graph, _ = planner.cutting.microbatch(planner.cutting.tiles(candidate))
+    split = stages_of(strategy, torch.device("cpu")).partition(graph) if strategy.splits else Partition(graph, (0,))
+    row = planner.at(candidate, split)
+    if row is None:
+        raise RunError(
+            f"--recompute optimal found nothing of {candidate} that fits in "
+            f"{bytes_text(planner.cluster.memory_bytes)} a rank: use more ranks, --recompute block with --offload "
+            "overlap, or a smaller --tile"
+        )
+    return row
+
+
+def _machine(config: RunConfig) -> Machine:
+    """This machine. One rank has hardly anything to choose by time, so nothing is calibrated for it, unless asked to
+    choose what it computes again."""
+    from app.planning.machine import this_machine
+
+    strategy = config.strategy
+    launch = find_launch()
+    return this_machine(
+        strategy.world,
+        memory=strategy.memory_bytes,
+        device=strategy.device,
+        precision=strategy.precision,
+        channels_last=strategy.channels_last,
+        per_node=launch.local_world if launch else None,
+        reserved=config.stream.read_ahead_bytes,
+        timed=strategy.world > 1 or strategy.runs_undecided,
+    )
+
+
+def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
+    strategy = config.strategy
+    return {
+        "model": config.net.model,
+        "norm": config.net.norm,
+        "classes": classes,
+        "task": "segment" if segments else "classify",
+        "tile_px": config.index.tile,
+        "batch": strategy.batch,
+        "ranks": strategy.world,
+        "memory": strategy.memory,
+        "optimizer": config.optimization.optimizer,
+        "precision": strategy.precision,
+        "parallel": strategy.parallel,
+        "cuts": strategy.cuts,
+        "recompute": strategy.recompute,
+        "offload": strategy.offload,
+    }
+
+
+def _kept(folder: Path) -> Plan | None:
+    try:
+        return Plan.loads((folder / TEXT).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _m(config: RunConfig) -> int:
+    return config.strategy.microbatches or config.strategy.world
+
+
+def _described(row: Row) -> str:
+    speed = "" if row.images_per_second is None else f", {row.images_per_second:.3g} images/s"
+    return f"{row.candidate}{speed}, {bytes_text(max(row.peak_bytes))} on the fullest rank expected"

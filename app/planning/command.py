@@ -1,0 +1,111 @@
+"""What ``python -m app.plan`` is asked: flags, with what is wrong about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from app.settings.sizes import bytes_of
+from app.settings.strategy_names import Planned
+from parallel.plan.savings import RECOMPUTE, Savings
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Say which strategies can train a model within the memory, how fast, and on how many bytes of each rank."""
+
+    model: str = "resnet50"
+    """As for app.train: a name of ours, smp:NAME(ENCODER), torchvision:NAME, timm:NAME or package.module:factory."""
+    tile: int = 2048
+    """Side of the tiles in px."""
+    classes: int = 2
+    """Classes that the model tells apart."""
+    task: Literal["auto", "classify", "segment"] = "auto"
+    """segment: a class per pixel; auto: what the model gives."""
+    norm: Literal["batch", "group", "instance"] = "batch"
+    """Normalisation."""
+    ranks: int = 1
+    """Ranks to plan for; they need not be there."""
+    batch: int | None = None
+    """Tiles of one optimiser step over all ranks; default: 8, or one per rank if there are more."""
+    parallel: Planned = "auto"
+    """Only this strategy; auto: all of them."""
+    stages: int | None = None
+    """Only splits of the model over this many ranks."""
+    microbatches: int | None = None
+    """Only this number of microbatches; default: any."""
+    memory: str | None = None
+    """Memory of each rank, such as 16GiB, of which plans fill nine tenths; default: what the device has, or its share
+    of this machine's free memory."""
+    device_spec: str | None = None
+    """Device to plan for by its data sheet, such as v100-16gb; default: this machine, calibrated on first use."""
+    per_node: int | None = None
+    """Ranks of a node; default: all on this machine, 8 with --device-spec."""
+    link: str | None = None
+    """What joins the ranks of a node, such as nvlink2; default: pcie4, with --device-spec only."""
+    network: str | None = None
+    """What joins nodes, such as ndr-infiniband or ethernet-10g; default: edr-infiniband, with --device-spec only."""
+    recompute: Literal["auto", "none", "stage", "block", "optimal"] = "auto"
+    """What is not kept but computed again before its backward pass, as for app.train; auto: whatever makes a strategy
+    fit, the fastest that does."""
+    offload: Literal["auto", "none", "overlap"] = "auto"
+    """Move what forward passes keep to the host's memory until their backward passes, as for app.train; auto: where it
+    makes a strategy fit, and is the fastest that does."""
+    host_memory: str | None = None
+    """Memory of the host that each rank may fill with --offload, such as 64GiB; default: its share of what this machine
+    has free beside --memory; no limit with --device-spec."""
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    """Update rule: how many values are kept for each parameter."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Of products; bf16 and fp16 are mixed precision. This machine is planned for in fp32 or bf16."""
+    costs: Literal["calibrated", "measured"] = "calibrated"
+    """Where times on this machine come from. calibrated: estimated from a calibration; measured: each layer is run, at
+    a smaller tile and scaled where the tile is large."""
+    largest_tile: bool = False
+    """Also search the largest tile that each strategy can train within the memory: as it is, with parts computed again,
+    and with the rest moved to the host, too; and what stands in the way of twice that tile."""
+    graph: Literal["op", "layer", "block", "module"] = "block"
+    """How finely the model is drawn in --out."""
+    out: Path | None = None
+    """Folder for plan.json, candidates.json, schedule.svg, schedule.csv, graph.svg, graph.json and graph.txt."""
+
+    @property
+    def tiles(self) -> int:
+        """Of one optimiser step."""
+        return max(8, self.ranks) if self.batch is None else self.batch
+
+    @property
+    def savings(self) -> Savings:
+        """Ways of needing less memory that are open."""
+        recompute = RECOMPUTE if self.recompute == "auto" else (self.recompute,)
+        return Savings(recompute, {"auto": (False, True), "none": (False,), "overlap": (True,)}[self.offload])
+
+    def validate(self) -> list[str]:
+        found = [
+            f"--{name.replace('_', '-')} must be at least 1; got {value}"
+            for name in ("tile", "classes", "ranks", "batch", "stages", "microbatches", "per_node")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        found += [
+            f"{flag} takes a size such as 512MiB or 16GiB; got {size!r}"
+            for flag, size in (("--memory", self.memory), ("--host-memory", self.host_memory))
+            if size is not None and bytes_of(size) is None
+        ]
+        if self.device_spec is None:
+            found += [
+                f"{flag} is about a machine described by --device-spec; name the device too"
+                for flag, given in (("--per-node", self.per_node), ("--link", self.link), ("--network", self.network))
+                if given is not None
+            ]
+            if self.precision in ("tf32", "fp16"):
+                found.append(f"--precision {self.precision} is for --device-spec; this machine trains in fp32 or bf16")
+        elif self.costs == "measured":
+            found.append("--costs measured runs the layers here; with --device-spec times come from the data sheet")
+        if self.costs == "measured" and self.precision != "fp32":
+            found.append(f"--costs measured runs the layers in fp32; got --precision {self.precision}")
+        if self.costs == "measured" and self.largest_tile:
+            found.append("--costs measured measures one tile size; leave --largest-tile to calibrated costs")
+        if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):
+            found.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
+        return found

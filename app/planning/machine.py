@@ -1,0 +1,215 @@
+"""The machine a plan is for: this one, calibrated or measured, or one that is named.
+
+Takes numbers of ranks and names of devices; gives a ``Machine``: a cluster, and how long layers take on its devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from app.launch.machine import cpu_model, memory_bytes, usable_cores
+from app.launch.place import choose_autocast, choose_device
+from parallel.cost.calibrated import CostModel
+from parallel.cost.cluster import Cluster
+from parallel.cost.devices import LinkSpec, device_named, link_named
+from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.cost.roofline import BANDWIDTH, cost_on
+from parallel.graph.layers import LayerGraph
+from parallel.graph.scale import with_tiles
+from parallel.profile.cache import kept_at
+from parallel.profile.calibrate import QUICK_S, calibration_key, load_or_calibrate
+from parallel.profile.copy_speed import load_or_measure_copies
+from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_links
+
+CUDA_CONTEXT = 600 << 20
+"""Bytes that CUDA takes of each GPU for each process, about."""
+ADDITION = "add"
+INSTANT = LinkSpec("none", math.inf, 0.0)
+"""Of a node with one rank."""
+RANKS_PER_CORE = 2
+"""Ranks that are started at most to measure how they talk: more on the same cores would tell nothing else."""
+DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a plan is to run.
+
+    Attributes:
+        estimate: takes a graph of one tile, gives what its layers cost by tiles of a microbatch.
+        autocast: type for mixed precision; None computes in float32.
+        device: of a rank, where it is here; with ``threads`` of its own on a CPU.
+    """
+
+    cluster: Cluster
+    estimate: Callable[[LayerGraph], Callable[[int], Costs]]
+    autocast: torch.dtype | None
+    device: torch.device | None = None
+    threads: int = 1
+
+
+def this_machine(
+    ranks: int,
+    *,
+    memory: int | None = None,
+    host_memory: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    channels_last: bool = True,
+    per_node: int | None = None,
+    network: str = "edr-infiniband",
+    reserved: int = 0,
+    timed: bool = True,
+) -> Machine:
+    """Machines like this one.
+
+    Args:
+        ranks: of the plan; as many as ``per_node`` of them on a machine.
+        memory: bytes that each rank may use; None: its share of what is free.
+        host_memory: bytes of the host that each rank may fill with what it moves there; None: its share of what is
+            free beside ``memory``.
+        device: as ``--device``.
+        precision: as ``--precision``.
+        reserved: bytes that each rank needs besides, of memory that is not given by ``memory``.
+        timed: calibrate, unless that was done before; otherwise layers take no time.
+
+    Raises:
+        ValueError: a device that is not there, or a network that is not known.
+    """
+    where = choose_device(device, 0)
+    per_node = min(ranks, per_node or ranks)
+    available = memory_bytes()[1] // per_node
+    if where.type == "cuda":
+        lanes, threads, together = float(torch.cuda.device_count()), 1, 1
+        free = torch.cuda.mem_get_info(where)[0] // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
+    else:
+        threads = max(1, usable_cores() // per_node)
+        lanes, together = usable_cores() / threads, min(per_node, usable_cores())
+        free = available
+    autocast = choose_autocast(precision, where)
+    limit = free - reserved if memory is None else memory
+    # The host of a CPU is itself: what is moved there takes what the limit leaves.
+    left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
+    on_host = left if host_memory is None else host_memory
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{cpu_model()}, {usable_cores()} cores"
+    between = link_named(network)
+    if not timed:
+        cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
+        return Machine(cluster, _no_times, autocast)
+    model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
+    copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
+    moving, kind = _moving_speed(model), where.type
+    cluster = Cluster(
+        name, limit, per_node, lanes, INSTANT, between, moving, kind, copy_bandwidth=copies, host_bytes=on_host
+    )
+    if kind == "cuda":
+        cluster = dataclasses.replace(cluster, inside=link_named("pcie4"))
+    elif per_node > 1:
+        cluster = _linked(cluster, _links(min(per_node, RANKS_PER_CORE * usable_cores()), threads))
+
+    def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
+        return lambda tiles: model.estimate(with_tiles(graph, tiles))
+
+    return Machine(cluster, estimate, autocast, where, threads)
+
+
+def _calibrated(
+    device: torch.device, threads: int, together: int, dtype: torch.dtype, channels_last: bool
+) -> CostModel:
+    """The cost model of this machine; the user is told when it takes a while."""
+    heap_kept = device.type == "cpu"  # as ranks do when they are placed
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
+    if path is None or not path.exists():
+        print(
+            f"calibrating this machine for {together} ranks of {threads} threads, about {QUICK_S:.0f} s"
+            + (f"; to be kept in {path.parent}" if path else ""),
+            file=sys.stderr,
+            flush=True,
+        )
+    return load_or_calibrate(
+        device,
+        threads=threads,
+        together=together,
+        dtype=dtype,
+        channels_last=channels_last,
+        heap_kept=heap_kept,
+        seconds=QUICK_S,
+    )
+
+
+def _links(ranks: int, threads: int) -> LinkSpeed:
+    """Between ranks of this machine; the user is told when it takes a while."""
+    path = links_kept_at(ranks, threads)
+    if path is None or not path.exists():
+        print(
+            f"measuring messages and sums between {ranks} ranks of this machine, about {TAKES_S} s"
+            + (f"; to be kept in {path.parent}" if path else ""),
+            file=sys.stderr,
+            flush=True,
+        )
+    return load_or_measure_links(ranks, threads=threads)
+
+
+def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
+    return dataclasses.replace(
+        cluster,
+        inside=speed.messages,
+        sums=speed.sums,
+        beside_backward=speed.beside_backward,
+        gathering=speed.gathering,
+    )
+
+
+def _no_times(graph: LayerGraph) -> Callable[[int], Costs]:
+    costs = Costs((LayerCost(0.0, 0.0, 0.0),) * len(graph.layers), "none")
+    return lambda tiles: costs
+
+
+def named_machine(
+    device: str,
+    ranks: int,
+    *,
+    memory: int | None = None,
+    host_memory: int | None = None,
+    per_node: int | None = None,
+    link: str | None = None,
+    network: str = "edr-infiniband",
+    precision: str = "fp32",
+) -> Machine:
+    """Machines with devices of a data sheet, one rank a device.
+
+    Raises:
+        ValueError: a device or link that is not known, or arithmetic that the device does not have.
+    """
+    spec, inside, between = device_named(device), link_named(link or "pcie4"), link_named(network)
+    dtype = DTYPES[precision]
+    per_node = min(ranks, per_node or 8)
+    name = f"{spec.name}, {per_node} a node, {inside.name}" + (f", {between.name}" if ranks > per_node else "")
+    cluster = Cluster(
+        name,
+        spec.memory_bytes if memory is None else memory,
+        per_node,
+        float(per_node),
+        inside,
+        between,
+        BANDWIDTH * spec.bandwidth,
+        copy_bandwidth=link_named(spec.host_link).bandwidth,
+        host_bytes=math.inf if host_memory is None else host_memory,
+    )
+
+    def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
+        return lambda tiles: cost_on(with_tiles(graph, tiles), spec, dtype)
+
+    return Machine(cluster, estimate, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision))
+
+
+def _moving_speed(model: CostModel) -> float:
+    """Bytes per second of large additions."""
+    curve = model.forward[ADDITION]
+    return curve.bytes[-1] / curve.seconds[-1]

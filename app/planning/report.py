@@ -1,0 +1,219 @@
+"""What ``app.plan`` says: the table of strategies on the terminal, and the files of ``--out``.
+
+Takes the command; runs the planner. A row for each strategy, its best candidate; all candidates are in
+``candidates.json``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.planning.command import PlanCommand
+from app.planning.machine import Machine, named_machine, this_machine
+from app.planning.measured_costs import measured_costs
+from app.planning.table import print_largest, print_rows
+from app.planning.workload import Workload
+from app.settings.cli import FAILED, OK
+from app.settings.sizes import bytes_of
+from parallel.draw.graph_json import graph_json
+from parallel.draw.graph_picture import graph_svg
+from parallel.draw.graph_text import graph_text
+from parallel.draw.schedule_svg import schedule_svg
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition
+from parallel.plan.candidate import WHOLE
+from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
+from parallel.plan.limit import too_small
+from parallel.plan.plan import Plan, Row, best_of
+from parallel.plan.savings import Savings
+from parallel.plan.search import Planner
+from parallel.plan.step_time import schedule_of
+from parallel.schedule.csv_file import to_csv
+from parallel.schedule.registry import SCHEDULES
+from parallel.units import bytes_text
+
+NAMES = (*WHOLE, *SCHEDULES)
+
+
+def report(command: PlanCommand) -> int:
+    """Plan, print, write. Exit code 1 when nothing fits.
+
+    Raises:
+        ValueError: a model, device or link that is not known, or a model that does not run on such tiles.
+    """
+    machine = machine_of(command)
+    work = workload_of(command, machine)
+    planner = planner_for(command, machine, work)
+    names = NAMES if command.parallel == "auto" else (command.parallel,)
+    rows = list(
+        planner.rows(
+            names,
+            depth=command.stages,
+            m=command.microbatches,
+            ranks=command.ranks,
+            savings=command.savings,
+        )
+    )
+    rows = planner.refined(rows, command.savings)
+    best = best_of(rows)
+    costs = planner.cutting.microbatch(1)[1]
+    error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"
+    print(
+        f"{command.model}, {command.tile} px, {command.tiles} tiles a step, {command.ranks} ranks of "
+        f"{bytes_text(machine.cluster.memory_bytes)} on {machine.cluster.name}\ntimes: {costs.source}{error}"
+    )
+    print_rows(rows, best)
+    if best is None:
+        print(f"\n{too_small(rows, machine.cluster)}")
+    largest = _largest(command, machine, work, names) if command.largest_tile else []
+    if command.out:
+        _write(command, machine, planner, rows, best, largest)
+    return OK if best else FAILED
+
+
+def machine_of(command: PlanCommand) -> Machine:
+    """The machine that the command names, or this one."""
+    memory = bytes_of(command.memory) if command.memory else None
+    host = bytes_of(command.host_memory) if command.host_memory else None
+    if command.device_spec is None:
+        return this_machine(command.ranks, memory=memory, host_memory=host, precision=command.precision)
+    return named_machine(
+        command.device_spec,
+        command.ranks,
+        memory=memory,
+        host_memory=host,
+        per_node=command.per_node,
+        link=command.link,
+        network=command.network or "edr-infiniband",
+        precision=command.precision,
+    )
+
+
+def workload_of(command: PlanCommand, machine: Machine) -> Workload:
+    """What the command asks a plan for."""
+    return Workload(
+        command.model,
+        command.tile,
+        command.classes,
+        command.norm,
+        None if command.task == "auto" else command.task == "segment",
+        command.optimizer,
+        machine.autocast,
+    )
+
+
+def planner_for(command: PlanCommand, machine: Machine, work: Workload) -> Planner:
+    """A planner of the command's problem, of one tile side."""
+    if command.costs == "calibrated":
+        return Planner(work.task(command.tiles, machine.estimate), machine.cluster)
+    assert machine.device is not None, "times are measured here"
+    costs = measured_costs(work, machine.device, machine.threads)
+    return Planner(work.task(command.tiles, lambda graph: costs), machine.cluster)
+
+
+def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The table, printed; and what it says as data."""
+    planners: dict[int, Planner | None] = {}
+
+    def planner_at(tile: int) -> Planner | None:
+        if tile not in planners:
+            try:
+                planners[tile] = planner_for(command, machine, work.at(tile))
+            except ValueError:  # the model does not run on tiles as small as this
+                planners[tile] = None
+        return planners[tile]
+
+    def least(tile: int, name: str, savings: Savings) -> Row | None:
+        planner = planner_at(tile)
+        return planner.least(name, 1 if name == "single" else command.ranks, savings) if planner else None
+
+    def limit(found: LargestTile) -> str:
+        planner = planner_at(2 * found.tile or STEP) if found.doubled else None
+        return str(planner.limit(found.doubled)) if planner and found.doubled else ""
+
+    asked = dict.fromkeys(("single", *names) if command.ranks > 1 else names)
+    found = largest_tiles(asked, steps_of(command.savings), least)
+    limits = [limit(one) for one in found]
+    print_largest(found, limits, machine.cluster.memory_bytes)
+    return [
+        {
+            "strategy": one.name,
+            "tile_px": one.tile,
+            "recompute": list(one.savings.recompute),
+            "offload": list(one.savings.offload),
+            "row": one.row and one.row.to_json(),
+            "limit_of_double": limit,
+        }
+        for one, limit in zip(found, limits, strict=True)
+    ]
+
+
+def _write(
+    command: PlanCommand,
+    machine: Machine,
+    planner: Planner,
+    rows: Sequence[Row],
+    best: Row | None,
+    largest: Sequence[dict[str, Any]],
+) -> None:
+    out: Path = command.out  # type: ignore[assignment]  # asked for by the caller
+    out.mkdir(parents=True, exist_ok=True)
+    candidates = [row.to_json() for row in rows]
+    (out / "candidates.json").write_text(json.dumps({"rows": candidates}, indent=2))
+    if largest:
+        (out / "largest_tile.json").write_text(json.dumps({"rows": largest}, indent=2))
+    graph, costs = planner.cutting.microbatch(1)
+    partition = None
+    if best is not None:
+        plan = Plan(problem_of(command, machine), best, costs.source, costs.expected_error)
+        (out / "plan.json").write_text(plan.dumps())
+        partition = planner.partition_of(best) if best.candidate.splits else None
+        timeline = planner.timeline(best)
+        if timeline is not None:
+            title = f"{best.candidate}: {command.model}, {command.tile} px, simulated"
+            (out / "schedule.svg").write_text(schedule_svg(timeline, title=title))
+            (out / "schedule.csv").write_text(to_csv(schedule_of(best.candidate)[0]))
+    forward = [cost.forward_s for cost in costs.layers]
+    backward = [cost.backward_s for cost in costs.layers]
+    drawn = functools.partial(_drawn, command, graph, partition, forward, backward)
+    (out / "graph.svg").write_text(drawn(graph_svg))
+    (out / "graph.txt").write_text(drawn(graph_text))
+    (out / "graph.json").write_text(json.dumps(drawn(graph_json), indent=1))
+    print(f"\nwritten to {out}: " + ", ".join(sorted(path.name for path in out.iterdir())))
+
+
+def _drawn(
+    command: PlanCommand,
+    graph: LayerGraph,
+    partition: Partition | None,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    draw: Callable[..., Any],
+) -> Any:
+    """The model's graph as text, data or picture, as ``draw`` makes it."""
+    title = f"{command.model}, one tile of {command.tile} px"
+    return draw(
+        graph, level=command.graph, partition=partition, forward_s=forward_s, backward_s=backward_s, title=title
+    )
+
+
+def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:
+    """What the choice depends on."""
+    return {
+        "model": command.model,
+        "norm": command.norm,
+        "classes": command.classes,
+        "tile_px": command.tile,
+        "batch": command.tiles,
+        "ranks": command.ranks,
+        "memory_bytes": machine.cluster.memory_bytes,
+        "optimizer": command.optimizer,
+        "precision": command.precision,
+        "machine": machine.cluster.name,
+        "recompute": command.recompute,
+        "offload": command.offload,
+    }

@@ -1,0 +1,178 @@
+"""The model and its loss as a planner sees them: traced with one tile, on tensors without data.
+
+Takes the names a user gives; gives a ``Task``. No weights are drawn and no memory is taken, whatever the size of model
+and tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from models.blocks import Norm
+from models.losses import PixelClassLoss, TileClassLoss
+from models.registry import build_model
+from parallel.cost.layer_cost import Costs
+from parallel.engine.sharding_units import sharding_units
+from parallel.graph.layers import Layer, LayerGraph
+from parallel.plan.task import Task
+from parallel.stage.split_backward import DeferredWeights
+from parallel.trace.trace import Traced, run_again, trace
+from parallel.trace.updated_faults import copies_fault
+
+SLOTS = {"sgd": 1, "adamw": 2}
+"""Values that an optimizer keeps for each parameter."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, by name.
+
+    Attributes:
+        tile: side in px.
+        segments: a class per pixel, or one per tile; None: whichever the model gives.
+        autocast: type for mixed precision; None computes in float32.
+    """
+
+    model: str
+    tile: int
+    classes: int
+    norm: Norm = "batch"
+    segments: bool | None = None
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    autocast: torch.dtype | None = None
+    _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def at(self, tile: int) -> Workload:
+        """The same on tiles of another side. The model is followed once for all of them, where its path is the same."""
+        other = dataclasses.replace(self, tile=tile)
+        object.__setattr__(other, "_followed", self._followed)
+        return other
+
+    def build(self) -> nn.Module:
+        """The model, without data where it can be made so.
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        try:
+            with torch.device("meta"), _Undrawn():
+                return build_model(self.model, classes=self.classes, norm=self.norm)
+        except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
+            return build_model(self.model, classes=self.classes, norm=self.norm)
+
+    def trace(self, autocast: torch.dtype | None = None) -> LayerGraph:
+        """The graph of model and loss for one tile.
+
+        Raises:
+            ValueError: the model cannot be traced, or does not run on such a tile.
+        """
+        return self._with_loss(trace(self.build(), self._shape, autocast=autocast))
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return 1, 3, self.tile, self.tile
+
+    def _traced(self) -> Traced:
+        if self._followed and self._followed[0].any_side:
+            return run_again(self._followed[0], self._shape)
+        self._followed[:] = [traced := trace(self.build(), self._shape)]
+        return traced
+
+    def _with_loss(self, traced: Traced) -> LayerGraph:
+        graph, segments = traced.graph, self.segments
+        if segments is None:
+            segments = graph.layers[-1].output_bytes >= self.classes * self.tile**2
+        return with_loss(graph, self.classes, self.tile if segments else None)
+
+    def task(self, batch: int, estimate: Callable[[LayerGraph], Callable[[int], Costs]]) -> Task:
+        """For a planner.
+
+        Args:
+            estimate: takes the graph in float32, gives what its layers cost by tiles of a microbatch.
+
+        Raises:
+            ValueError: as ``trace``.
+        """
+        traced = self._traced()
+        model = traced.model
+        plain = self._with_loss(traced)
+        mixed = run_again(traced, self._shape, autocast=self.autocast) if self.autocast else traced
+        kept = self._with_loss(mixed) if self.autocast else plain
+        refused = {}
+        for name, prepare in (("zero-bubble", DeferredWeights), ("fsdp", sharding_units)):
+            try:
+                prepare(model)
+            except ValueError as fault:
+                refused[name] = str(fault)
+        one_copy = copies_fault(traced.updated)
+        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused, one_copy)
+
+
+def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:
+    """``graph`` of one tile, its output layer computing the loss too, as the last stage does.
+
+    Args:
+        side: px of the pixels that are classified; None: one class per tile.
+    """
+    computed = _loss_layers(classes, side)
+    free = 1 + max((number for layer in graph.layers for number, _ in layer.saved), default=0)
+    output = dataclasses.replace(
+        graph.layers[-1],
+        saved=tuple({free + number: size for layer in computed for number, size in layer.saved}.items()),
+        ops=tuple(op for layer in computed for op in layer.ops),
+    )
+    return dataclasses.replace(graph, layers=(*graph.layers[:-1], output))
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_layers(classes: int, side: int | None) -> tuple[Layer, ...]:
+    """Of the loss alone."""
+    shape = (1, classes) if side is None else (1, classes, side, side)
+    loss = trace(_OnTargets(TileClassLoss() if side is None else PixelClassLoss()), shape).graph
+    return loss.layers[3:]  # behind the input, the zero, and their sum
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves out random numbers for tensors without data: a normal distribution takes long to draw none of."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.normal_, Tensor.uniform_) and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class _OnTargets(nn.Module):
+    """A loss of logits (n, C) or (n, C, h, w) that need a gradient."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(()))
+        self.loss = _OfZeros(loss)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        value: Tensor = self.loss(logits + self.zero)
+        return value
+
+
+class _OfZeros(nn.Module):
+    """A loss whose targets are all class 0."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: Tensor) -> Tensor:
+        places = (logits.shape[0], *logits.shape[2:])
+        dtype = torch.uint8 if len(places) > 1 else torch.int64  # as the stream gives masks and labels
+        value: Tensor = self.loss(logits, torch.zeros(places, dtype=dtype, device=logits.device))
+        return value

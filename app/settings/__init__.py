@@ -1,0 +1,1 @@
+"""What a user asks for: flags, YAML files, and what is wrong with them."""

@@ -1,0 +1,200 @@
+"""The command-line frame that every ``python -m app.*`` shares.
+
+Takes a frozen dataclass (nested ones are flattened: every field is one flag and one YAML key) and a body; gives the
+exit code: 0 done, 1 failed, 2 wrong usage. ``--config FILE.yaml`` is read before the other flags, so flags win;
+``--print-config`` writes the resolved settings as YAML and stops. A settings class with a ``validate()`` method is
+asked for its faults, all at once, before anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import errno
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+
+import tyro
+import yaml
+
+from app.settings.closed_pipe import readers_may_leave
+from parallel.profile.cache import own_torch_cache
+from pipelines.slides.slide import SlideError
+
+Config = TypeVar("Config")
+
+OK, FAILED, USAGE = 0, 1, 2
+
+ADVICE = {
+    errno.ENOSPC: "make room on that disk, or name a folder on another (--out; TMPDIR for what is temporary)",
+    errno.EDQUOT: "make room, or name a folder elsewhere (--out; TMPDIR for what is temporary)",
+    errno.EROFS: "name a folder that can be written (--out; TMPDIR for what is temporary)",
+    errno.EACCES: "change its rights, or name another file or folder",
+    errno.EPERM: "change its rights, or name another file or folder",
+    errno.EFBIG: "allow larger files (ulimit -f unlimited), or name a folder on a disk that takes them",
+    errno.EMFILE: "allow more open files: ulimit -n 4096",
+}
+"""What a user can do about what the system says."""
+
+
+class RunError(Exception):
+    """A command that was asked rightly and could not be done: exit code 1, the message is all the user sees."""
+
+
+def run_command(
+    config_type: type[Config], body: Callable[[Config], int | None], argv: Sequence[str] | None, prog: str
+) -> int:
+    """Parse ``argv`` into ``config_type``, run ``body``, turn expected errors into one message and an exit code.
+
+    Args:
+        config_type: frozen dataclass; its docstring is the description, its fields' docstrings the help of the flags.
+        body: gets the settings; returns an exit code or None for 0.
+        argv: arguments after the program's name; those of the process by default.
+        prog: how the user called it, for the usage line.
+    """
+    own_torch_cache()
+    with readers_may_leave():
+        return _run(config_type, body, list(sys.argv[1:] if argv is None else argv), prog)
+
+
+def _run(config_type: type[Config], body: Callable[[Config], int | None], argv: list[str], prog: str) -> int:
+    try:
+        config = parse(config_type, argv, prog)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else USAGE
+    except ValueError as fault:
+        return _fail(fault, USAGE, prog)
+    if config is None:
+        return OK
+    try:
+        faults = config.validate() if hasattr(config, "validate") else []
+        if faults:
+            raise ValueError("\n       ".join(faults))
+        return body(config) or OK
+    except ValueError as fault:
+        return _fail(fault, USAGE, prog)
+    except (RunError, SlideError, OSError, MemoryError) as fault:
+        return _fail(fault, FAILED, prog)
+    except KeyboardInterrupt:
+        return _fail(RunError("interrupted"), FAILED, prog)
+
+
+def _fail(fault: BaseException, code: int, prog: str) -> int:
+    told = _of_system(fault) if isinstance(fault, OSError) else str(fault)
+    print(f"{prog}: error: {told or type(fault).__name__}", file=sys.stderr, flush=True)
+    return code
+
+
+def _of_system(fault: OSError) -> str:
+    """What the system refuses, where, and what to do; what was raised with words of its own stays as it is."""
+    advice = ADVICE.get(fault.errno or 0)
+    if advice is None:
+        return str(fault)
+    where = f"{fault.filename}: " if fault.filename else ""
+    return f"{where}{fault.strerror}; {advice}"
+
+
+def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | None:
+    """The settings, or None when ``--print-config`` asked only to see them.
+
+    Raises:
+        ValueError: a configuration file that cannot be read, or an unknown key in it.
+        SystemExit: from tyro: 0 after ``--help``, 2 after a wrong flag or value.
+    """
+    argv, files = _take_option(argv, "--config")
+    show = "--print-config" in argv
+    from_files = [arg for file in files for arg in _arguments_from_yaml(config_type, Path(file))]
+    argv = from_files + [arg for arg in argv if arg != "--print-config"]
+    description = (config_type.__doc__ or "").strip() + (
+        "\n\nAlso: --config FILE.yaml reads settings from a file (flags win), --print-config shows the resolved ones."
+    )
+    config = tyro.cli(config_type, args=argv, prog=prog, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    if show:
+        print(yaml.safe_dump(flat(config), sort_keys=False), end="")
+        return None
+    return config
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """All settings under their flags' names, nested dataclasses flattened, as YAML can hold them."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            values.update(flat(value))
+        else:
+            values[field.name] = _plain(value)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _take_option(argv: list[str], option: str) -> tuple[list[str], list[str]]:
+    """``argv`` without ``option VALUE`` and ``option=VALUE``, and the values."""
+    rest: list[str] = []
+    values: list[str] = []
+    arguments = iter(argv)
+    for arg in arguments:
+        if arg == option:
+            value = next(arguments, None)
+            if value is None:
+                raise ValueError(f"{option} needs a file name after it")
+            values.append(value)
+        elif arg.startswith(option + "="):
+            values.append(arg.removeprefix(option + "="))
+        else:
+            rest.append(arg)
+    return rest, values
+
+
+def _flags(config_type: type) -> Iterator[tuple[str, Any]]:
+    """(name, type) of every field that is a flag, nested dataclasses flattened, positional arguments left out."""
+    hints = get_type_hints(config_type, include_extras=True)
+    for field in dataclasses.fields(config_type):
+        hint = hints[field.name]
+        if get_origin(hint) is Annotated:
+            continue
+        if dataclasses.is_dataclass(hint):
+            yield from _flags(hint)  # type: ignore[arg-type]  # a class, never an instance, stands in a type hint
+        else:
+            yield field.name, hint
+
+
+def _arguments_from_yaml(config_type: type, path: Path) -> list[str]:
+    """The flags that say the same as a YAML file, so that types and messages are those of the command line."""
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
+        raise ValueError(f"--config {path} cannot be read: {fault}") from fault
+    if loaded is None:
+        return []
+    if not isinstance(loaded, dict):
+        raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(loaded).__name__}")
+    known = dict(_flags(config_type))
+    arguments: list[str] = []
+    faults: list[str] = []
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            faults.append(f"unknown key `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
+            continue
+        flag = "--" + name.replace("_", "-")
+        if known[name] is bool:
+            if not isinstance(value, bool):
+                faults.append(f"key `{key}` takes true or false, found {value!r}")
+                continue
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            arguments += [flag, *map(str, value)]
+        else:
+            arguments += [flag, str(value)]
+    if faults:
+        raise ValueError(f"--config {path}: " + "; ".join(faults) + f"\n       known keys: {', '.join(sorted(known))}")
+    return arguments

@@ -1,0 +1,43 @@
+"""What is wrong with what a user asks for of recomputation and offload."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.settings.sizes import bytes_of
+
+if TYPE_CHECKING:
+    from app.settings.strategy import StrategySettings
+
+
+def keeping_faults(asked: StrategySettings) -> list[str]:
+    """Of recomputation and offload."""
+    found = []
+    if asked.recompute not in ("none", "stage", "block", "optimal") and not (
+        asked.recompute.isdecimal() and int(asked.recompute) > 0
+    ):
+        found.append(
+            f"--recompute takes none, stage, block, optimal or a number of layers from 1; got {asked.recompute!r}"
+        )
+    if asked.name == "fsdp" and not asked.undecided:
+        found += [
+            f"{flag} is not for --parallel fsdp, whose parameters come and go: use ddp, or a strategy with stages"
+            for flag, given in (
+                (f"--recompute {asked.recompute}", asked.recompute != "none"),
+                (f"--offload {asked.offload}", asked.offload != "none"),
+                (f"--offload-state {asked.offload_state}", asked.offload_state != "none"),
+            )
+            if given
+        ]
+    if asked.recompute_runs and asked.recompute != "optimal":
+        found.append(f"--recompute-runs goes with --recompute optimal; got --recompute {asked.recompute}")
+    if any(len(run.split(":")) != 2 for run in asked.recompute_runs.split(",") if run):
+        found.append(
+            f"--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got {asked.recompute_runs!r}"
+        )
+    for flag, text in (("--offload-ahead", asked.offload_ahead), ("--offload-host", asked.offload_host)):
+        if text is not None and bytes_of(text) is None:
+            found.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
+        elif text is not None and asked.offload != "overlap":
+            found.append(f"{flag} is about --offload overlap; got --offload {asked.offload}")
+    return found

@@ -1,0 +1,227 @@
+"""The settings of a training run: one dataclass composed of those that live with their owners.
+
+Every field is a flag of ``app.train`` and a key of its YAML file. ``validate`` collects all faults that can be known
+before any slide is opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from app.settings.checkpoint import CheckpointSettings
+from app.settings.sizes import bytes_of
+from app.settings.strategy import StrategySettings
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.stream.augment import AugmentSettings
+from pipelines.tiles.index import IndexSettings
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Slides and labels."""
+
+    slides: Path
+    """Folder of whole-slide images, searched with its sub-folders."""
+    labels: Path | None = None
+    """CSV with columns slide, label and optionally patient, mpp. Default: labels.csv beside the slides, else
+    sub-folders by class, inside of train/, val/ and test/ where the folders are called so: these are the split then."""
+    annotations: Path | None = None
+    """Folder of annotations by slide name: QuPath GeoJSON, mask TIFF or PNG. Default: those beside the slides."""
+    task: Literal["auto", "classify", "segment"] = "auto"
+    """What to learn. auto: segment with annotations, classify with labels. classify with annotations gives each tile
+    the class that covers most of it."""
+    slide_mpp: float | None = None
+    """um/px of level 0 for every slide, instead of what the files say; column mpp of the CSV goes before it."""
+    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
+    """Slide reader; auto takes the fastest that reads the file exactly."""
+    index_workers: int = 0
+    """Processes that search slides for tissue; 0: one per core."""
+
+    def validate(self) -> list[str]:
+        if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
+            return [f"--slide-mpp must be within {MPP_MIN}-{MPP_MAX} um/px; got {self.slide_mpp:g}"]
+        return []
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """Slides that are not trained on."""
+
+    validation: float = 0.2
+    """Fraction of patients held out for validation, 0 to 0.9."""
+    test: float = 0.0
+    """Fraction of patients never looked at in this run, 0 to 0.9."""
+
+    def validate(self) -> list[str]:
+        found = []
+        for name, value in (("--validation", self.validation), ("--test", self.test)):
+            if not 0 <= value <= 0.9:
+                found.append(f"{name} is a fraction of the patients, 0 to 0.9; got {value:g}")
+        if self.validation + self.test >= 1:
+            found.append(f"--validation {self.validation:g} and --test {self.test:g} leave no slide to train on")
+        return found
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """Reading tiles."""
+
+    open_slides: int = 16
+    """Slides whose tiles are mixed with each other, and files held open at once."""
+    balance: bool = False
+    """Show each class equally often (classification)."""
+    read_threads: int = 0
+    """Threads that decode tiles, per rank; 0: one for each core of the rank."""
+    read_ahead: str = "1GiB"
+    """Memory for tiles read ahead, per rank, in KiB, MiB or GiB; at least one batch is always held."""
+    device_prefetch: int = 0
+    """Microbatches brought to the device, augmented and normalised while those before them are computed: by a thread on
+    a CPU, on a stream of its own on a GPU; 0: each when it is its turn. Each takes its images in float32 on the device,
+    and as much again while it is made; plans do not count on it. The numbers are the same."""
+
+    def validate(self) -> list[str]:
+        found = []
+        if self.open_slides < 1:
+            found.append(f"--open-slides must be at least 1; got {self.open_slides}")
+        if self.read_threads < 0:
+            found.append(f"--read-threads must be at least 0; got {self.read_threads}")
+        if self.device_prefetch < 0:
+            found.append(f"--device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
+        if bytes_of(self.read_ahead) is None:
+            found.append(f"--read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
+        return found
+
+    @property
+    def read_ahead_bytes(self) -> int:
+        size = bytes_of(self.read_ahead)
+        assert size is not None
+        return size
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model."""
+
+    model: str = "resnet50"
+    """resnet18-152, resnet110_v2 (any depth 9n+2), unet, unet(B,C), amoebanet(L,D), unet:NAME (over that encoder of
+    timm), smp:NAME(ENCODER) of segmentation-models-pytorch, such as smp:FPN(resnet34), torchvision:NAME, timm:NAME or
+    package.module:factory."""
+    norm: Literal["batch", "group", "instance"] = "batch"
+    """Normalisation; group and instance do not depend on which tiles are computed together."""
+    weights: Path | None = None
+    """Start from the parameters in this file; a head for other classes is left fresh."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Optimisation."""
+
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    """Update rule."""
+    lr: float = 1e-3
+    """Peak learning rate, reached after the warm-up, then lowered to 0 along a cosine."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    weight_decay: float = 1e-4
+    """Decay of the parameters, per unit of learning rate."""
+    warmup: int = 0
+    """Steps over which the learning rate rises linearly."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: rarer classes of the training tiles count more in the loss."""
+
+    def validate(self) -> list[str]:
+        found = []
+        if not self.lr > 0:
+            found.append(f"--lr must be above 0; got {self.lr:g}")
+        if not 0 <= self.momentum < 1:
+            found.append(f"--momentum must be within 0 and 1; got {self.momentum:g}")
+        if not self.weight_decay >= 0:
+            found.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
+        if self.warmup < 0:
+            found.append(f"--warmup must be at least 0 steps; got {self.warmup}")
+        return found
+
+
+@dataclass(frozen=True)
+class ScoreSettings:
+    """Validation."""
+
+    validate_every: int = 0
+    """Steps between validations; 0: after each epoch. The end of the run is always validated."""
+    validation_tiles: int = 0
+    """Tiles scored per validation slide, evenly spread; 0: all."""
+    slide_score: Literal["mean", "max", "top-k"] = "mean"
+    """How the scores of a slide's tiles make the score of the slide."""
+    top_k: int = 5
+    """Tiles that count under --slide-score top-k."""
+
+    def validate(self) -> list[str]:
+        return [
+            f"--{name} must be at least {least}; got {value}"
+            for name, value, least in (
+                ("validate-every", self.validate_every, 0),
+                ("validation-tiles", self.validation_tiles, 0),
+                ("top-k", self.top_k, 1),
+            )
+            if value < least
+        ]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Train a model on whole-slide images: from a folder of slides and labels to a model, its scores and its speed."""
+
+    data: DataSettings
+    index: IndexSettings = field(default_factory=IndexSettings)
+    split: SplitSettings = field(default_factory=SplitSettings)
+    stream: StreamSettings = field(default_factory=StreamSettings)
+    augmentation: AugmentSettings = field(default_factory=AugmentSettings)
+    net: ModelSettings = field(default_factory=ModelSettings)
+    optimization: OptimizerSettings = field(default_factory=OptimizerSettings)
+    strategy: StrategySettings = field(default_factory=StrategySettings)
+    score: ScoreSettings = field(default_factory=ScoreSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    out: Path = Path("runs/train")
+    """Run folder: settings, log, metrics, checkpoints, report."""
+    steps: int | None = None
+    """Optimiser steps to train for; instead of --epochs."""
+    epochs: float | None = None
+    """Passes over the training tiles; default 10."""
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint."""
+    max_restarts: int = 0
+    """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
+    torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
+    twin_steps: int = 5
+    """Steps measured from memory after training, to tell reading from computing; 0: none."""
+    seed: int = 0
+    """Of weights, order, augmentation and dropout: the same seed gives the same run."""
+
+    def validate(self) -> list[str]:
+        """All faults that can be known from the settings alone; empty when there are none."""
+        found = [
+            *self.data.validate(),
+            *self.split.validate(),
+            *self.index.validate(),
+            *self.stream.validate(),
+            *self.augmentation.validate(),
+            *self.optimization.validate(),
+            *self.strategy.validate(),
+            *self.score.validate(),
+            *self.checkpoint.validate(),
+        ]
+        if self.steps is not None and self.epochs is not None:
+            found.append(f"give --steps or --epochs, not both; got {self.steps} and {self.epochs:g}")
+        if self.steps is not None and self.steps < 1:
+            found.append(f"--steps must be at least 1; got {self.steps}")
+        if self.epochs is not None and not self.epochs > 0:
+            found.append(f"--epochs must be above 0; got {self.epochs:g}")
+        if self.max_restarts < 0:
+            found.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
+        if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
+            found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
+        if self.twin_steps < 0:
+            found.append(f"--twin-steps must be at least 0; got {self.twin_steps}")
+        return found

@@ -1,0 +1,177 @@
+"""Which ranks compute what: strategy, stages, microbatches and precision, as a user asks for them.
+
+One settings class, a part of ``RunConfig`` and of ``app.verify``; ``validate`` holds it against the number of ranks
+there are. Letters: D stages, d groups of D ranks, m microbatches of the global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from app.settings.gradient_faults import gradient_faults
+from app.settings.keeping_faults import keeping_faults
+from app.settings.launcher import find_launch
+from app.settings.sizes import bytes_of
+from app.settings.strategy_faults import division_faults, option_faults
+from app.settings.strategy_names import TORCH_PIPELINES, WHOLE, Parallel
+from parallel.memory.policy import Offload
+from parallel.schedule.registry import default_microbatches
+
+JOIN_S = 50.0
+"""Together with what connecting takes, a trouble of the start is told within a minute."""
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """Ranks, the parts of the model they compute, and precision."""
+
+    parallel: Parallel = "auto"
+    """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch; fsdp: the
+    same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block. The others
+    split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model;
+    mast, master, bidirectional with two, the second in inverse order. torch-gpipe, torch-1f1b: torch's own pipelines,
+    to compare with. auto: the fastest that fits the memory, as app.plan finds it; among what --stages and
+    --microbatches leave open."""
+    memory: str | None = None
+    """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
+    and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
+    this machine has."""
+    memory_excess: Literal["warn", "stop"] = "warn"
+    """A run on a CPU whose tensors take more than --memory: warn at its end, or stop where a GPU of that size would."""
+    ranks: int = 1
+    """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
+    stages: int | None = None
+    """Ranks that a copy of the model is split over; more ranks make data-parallel groups. Default: all ranks."""
+    chunks: int | None = None
+    """Stages on each rank, with interleaved; default: 2."""
+    cuts: str = ""
+    """Layers or modules that begin a new stage, comma separated, one fewer than stages; default: equal cost."""
+    schedule: Path | None = None
+    """CSV file of a schedule, one row a rank, in place of that of --parallel."""
+    batch: int = 8
+    """Tiles of one optimiser step, over all ranks."""
+    microbatches: int | None = None
+    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per group with
+    mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has as many tiles."""
+    recompute: str = "none"
+    """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
+    all but what enters a rank's stage; block: all but what enters a block of the model; a number: all but what enters
+    every so many layers; optimal: what costs least time of all that fits --memory, with the times of this machine. none
+    leaves it to the plan with --parallel auto."""
+    recompute_runs: str = ""
+    """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
+    offload: Offload = "none"
+    """Move what forward passes keep to the host's memory until their backward passes. overlap: copied beside what a GPU
+    computes; a CPU is its own host, where this saves nothing of the machine's memory. The others are there to be
+    compared with, and copy each tensor when it is kept: naive, to pageable memory; pinned, to page-locked memory;
+    nonblocking, without waiting; pinned-nonblocking, both. none leaves it to the plan with --parallel auto."""
+    offload_ahead: str | None = None
+    """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
+    --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
+    offload_host: str | None = None
+    """Memory of the host, such as 64GiB, that a rank may fill with --offload overlap; what does not fit stays on the
+    device. Default: no limit."""
+    offload_state: Literal["none", "optimizer", "parameters"] = "none"
+    """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
+    these too, and they come to the device layer by layer. Plans do not count on it."""
+    shard_optimizer: Literal["none", "pair"] = "none"
+    """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
+    gradient_buckets: str | None = None
+    """Gradients that ranks sum at once, such as 4MiB, beside what their last backward passes compute; 0: all, once
+    everything is computed. Default: 25MiB, and a first 1MiB with ddp over torch.distributed; plans count on that."""
+    norm_statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
+    """When batch norm updates its running statistics: with each microbatch, or once a step over the whole batch."""
+    compile: bool = False
+    """Compile each stage with torch.compile."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes a GPU when there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    channels_last: bool = True
+    """Memory layout of images and convolutions; faster on most hardware."""
+    timeout_s: float = 1800.0
+    """Seconds a rank waits for the others before the run is given up."""
+    join_timeout_s: float = JOIN_S
+    """Seconds that ranks have to arrive, once the first is there, before the start is given up."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of this run: those that a launcher started, else ``--ranks``."""
+        launch = find_launch()
+        return launch.world if launch else self.ranks
+
+    @property
+    def undecided(self) -> bool:
+        """A planner has yet to choose the strategy."""
+        return self.parallel == "auto"
+
+    @property
+    def runs_undecided(self) -> bool:
+        """A planner has yet to choose what the strategy computes again."""
+        return self.recompute == "optimal" and not self.recompute_runs
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else bytes_of(self.memory)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """``gradient_buckets`` in bytes."""
+        return 0 if self.gradient_buckets == "0" else bytes_of(self.gradient_buckets or "")
+
+    @property
+    def name(self) -> str:
+        """The strategy; as long as none is chosen, the one for a model that fits everywhere."""
+        return ("ddp" if self.world > 1 else "single") if self.parallel == "auto" else self.parallel
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule of ours that a strategy with stages follows."""
+        return TORCH_PIPELINES.get(self.name, self.name)
+
+    @property
+    def over_torch(self) -> bool:
+        """The strategy is torch's own, and its ranks are processes that talk over torch.distributed."""
+        return self.name == "fsdp" or self.name in TORCH_PIPELINES
+
+    @property
+    def splits(self) -> bool:
+        """The model is split into stages."""
+        return self.name not in WHOLE
+
+    @property
+    def depth(self) -> int:
+        """Ranks that a copy of the model is split over, D."""
+        return (self.stages or self.world) if self.splits else 1
+
+    @property
+    def groups(self) -> int:
+        """Data-parallel groups, d."""
+        return self.world // self.depth
+
+    @property
+    def m(self) -> int:
+        """Microbatches of the global batch."""
+        if self.microbatches is not None:
+            return self.microbatches
+        if not self.splits:
+            return self.world
+        usual = self.groups * default_microbatches(self.schedule_name, self.depth)
+        return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
+
+    def validate(self) -> list[str]:
+        if self.ranks < 1:
+            return [f"--ranks must be at least 1; got {self.ranks}"]
+        found = division_faults(self) + option_faults(self) + keeping_faults(self) + gradient_faults(self)
+        if self.memory is not None and self.memory_bytes is None:
+            found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
+        if self.memory_excess == "stop" and self.memory is None:
+            found.append("--memory-excess stop holds a run against --memory; give that, too")
+        if not self.timeout_s > 0:
+            found.append(f"--timeout-s must be above 0; got {self.timeout_s:g}")
+        if not self.join_timeout_s > 0:
+            found.append(f"--join-timeout-s must be above 0; got {self.join_timeout_s:g}")
+        return found

@@ -1,0 +1,109 @@
+"""What is wrong with how ranks, stages and microbatches of a strategy are asked for; ``strategy.py`` asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.settings.launcher import find_launch
+from app.settings.strategy_names import TORCH_PIPELINES
+from app.settings.torch_pipeline_faults import torch_division_faults, torch_option_faults
+from parallel.schedule.registry import SCHEDULES
+
+if TYPE_CHECKING:
+    from app.settings.strategy import StrategySettings
+
+
+def division_faults(settings: StrategySettings) -> list[str]:
+    """How ranks and batch are divided, or the planner may divide them."""
+    if settings.undecided:
+        return _open_faults(settings)
+    return _mesh_faults(settings) or _microbatch_faults(settings)
+
+
+def option_faults(settings: StrategySettings) -> list[str]:
+    """Options that mean nothing under the strategy asked for."""
+    found = []
+    if not settings.splits:
+        rule = (
+            "--parallel auto chooses this itself: leave it out, or name the strategy"
+            if settings.undecided
+            else f"--parallel {settings.name} does not split it"
+        )
+        found += [
+            f"{flag} is about a model split into stages; {rule}"
+            for flag, given in (
+                ("--stages", settings.stages is not None and not settings.undecided),
+                ("--cuts", bool(settings.cuts)),
+                ("--schedule", settings.schedule is not None),
+                ("--recompute stage", settings.recompute == "stage"),
+                ("--compile", settings.compile),
+            )
+            if given
+        ]
+    if settings.chunks is not None and settings.name != "interleaved":
+        found.append(f"--chunks is for --parallel interleaved; got --parallel {settings.parallel}")
+    if settings.shard_optimizer == "pair" and not (settings.splits and SCHEDULES[settings.schedule_name].replicas == 2):
+        pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
+        found.append(
+            f"--shard-optimizer pair needs two copies of the model ({pairs}); got --parallel {settings.parallel}"
+        )
+    if settings.schedule is not None and not settings.schedule.is_file():
+        found.append(f"--schedule {settings.schedule} is not a file")
+    return found + (torch_option_faults(settings) if settings.name in TORCH_PIPELINES else [])
+
+
+def _open_faults(settings: StrategySettings) -> list[str]:
+    """Of what limits the planner's choice."""
+    found = []
+    if settings.stages is not None and (settings.stages < 2 or settings.world % settings.stages):
+        found.append(
+            f"--stages must be 2 or more and divide the number of ranks, {settings.world}; got {settings.stages}"
+        )
+    if settings.microbatches is not None and not 1 <= settings.microbatches <= settings.batch:
+        found.append(f"--microbatches must be 1 to --batch {settings.batch}; got {settings.microbatches}")
+    if settings.batch < 1:
+        found.append(f"--batch must be at least 1; got {settings.batch}")
+    return found
+
+
+def _mesh_faults(settings: StrategySettings) -> list[str]:
+    found = []
+    if settings.name == "single" and settings.world > 1:
+        found.append(f"--parallel single uses one process; got {settings.world} ranks")
+    if settings.name == "fsdp" and settings.world < 2:
+        found.append(f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {settings.world}")
+    if settings.splits and settings.world < 2:
+        found.append(f"--parallel {settings.name} splits the model over 2 ranks or more; got --ranks {settings.world}")
+    elif settings.splits and not 2 <= settings.depth <= settings.world:
+        found.append(f"--stages must be 2 to the number of ranks, {settings.world}; got {settings.depth}")
+    elif settings.splits and settings.world % settings.depth:
+        found.append(
+            f"{settings.world} ranks cannot be divided into groups of --stages {settings.depth}: "
+            f"use {settings.world - settings.world % settings.depth} ranks, or other --stages"
+        )
+    if settings.chunks is not None and settings.chunks < 2:
+        found.append(f"--chunks must be at least 2; got {settings.chunks}")
+    launch = find_launch()
+    if settings.over_torch and launch and launch.mpi:
+        found.append(
+            f"--parallel {settings.name} is torch's own and talks over torch.distributed, not MPI; these ranks were "
+            "started by an MPI launcher: start them with torchrun or --ranks, or use --parallel "
+            f"{TORCH_PIPELINES.get(settings.name, 'ddp')}"
+        )
+    return found
+
+
+def _microbatch_faults(settings: StrategySettings) -> list[str]:
+    """On a mesh that is right."""
+    if not settings.groups <= settings.m <= settings.batch:
+        share = "every rank" if settings.depth == 1 else f"each of {settings.groups} groups of {settings.depth} ranks"
+        return [
+            f"{settings.world} ranks, --microbatches {settings.m} and --batch {settings.batch} do not fit: "
+            f"{share} needs a microbatch and every microbatch a tile"
+        ]
+    if settings.name == "mast" and settings.m != 2 * settings.groups:
+        return [
+            f"--parallel mast computes 2 microbatches per group, {2 * settings.groups} in all; "
+            f"got --microbatches {settings.m}: leave it out, or use master"
+        ]
+    return torch_division_faults(settings) if settings.name in TORCH_PIPELINES else []

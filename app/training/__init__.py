@@ -1,0 +1,1 @@
+"""A training run: data, engine, loop, validation, run folder, summary."""

@@ -1,0 +1,236 @@
+"""From the folder the user names to tiles with targets: slides found, labelled, indexed, split by patient.
+
+Takes the settings and the run folder; gives a ``Dataset``. What is made (tile index, split file, failed slides) lands
+in the run folder and is reused by the next start, so that every rank that calls this sees the same tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.settings.run import RunConfig
+from app.training.run_folder import RunFolder
+from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.handles import SlidePool
+from pipelines.labels.annotations import SlideAnnotations
+from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
+from pipelines.labels.splits import Splits, fixed_splits, make_splits, split_folders
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import SlideError
+from pipelines.tiles.index import TileTable, build_index, pinned
+
+log = logging.getLogger(__name__)
+
+LABEL_GRID = 64
+"""A tile's class from annotations is decided on this many points along each side."""
+
+WEIGHT_SAMPLE = 500
+"""About as many tiles are looked at to count the pixels of each class."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Slides, their truth, and the tiles of each split.
+
+    Attributes:
+        task: classify (one class per tile) or segment (one per pixel).
+        classes: names, in the order of the model's outputs.
+        truth: what is known of the slides.
+        tiles: of every usable slide.
+        tile_labels: int64 (n,), class of each tile when the task is classify, else None.
+        slide_labels: class of each slide; empty when only tiles or pixels have one.
+    """
+
+    task: str
+    classes: tuple[str, ...]
+    specs: tuple[SlideSpec, ...]
+    truth: SlideLabels | SlideAnnotations
+    splits: Splits
+    tiles: TileTable
+    tile_labels: NDArray[np.int64] | None
+    slide_labels: dict[str, int]
+
+    def rows(self, split: str) -> NDArray[np.int64]:
+        """Rows of ``tiles`` that belong to ``split`` (train, val or test)."""
+        slides = [k for k, slide_id in enumerate(self.tiles.slides) if self.splits.split[slide_id] == split]
+        return np.flatnonzero(np.isin(self.tiles.slide, slides))
+
+    def pool(self, capacity: int) -> SlidePool:
+        """Handles for these slides, at most ``capacity`` open at once."""
+        return SlidePool(self.specs, capacity)
+
+
+def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str], None]) -> Dataset:
+    """Find, label, index and split the slides of ``config``.
+
+    Args:
+        config: the run's settings.
+        folder: receives tile index, overlays, split file and the list of failed slides.
+        progress: told what is going on, a line at a time.
+
+    Raises:
+        ValueError: no slides, no labels, labels of one class, settings that do not fit the slides, or files in the run
+            folder that were made with other settings.
+        SlideError: not one slide can be used.
+    """
+    data = config.data
+    table = data.labels or data.slides / LABELS_FILE
+    specs = find_slides(
+        data.slides,
+        mpp=data.slide_mpp,
+        mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
+        picture_mpp=config.index.picture_mpp,
+        backend=data.backend,
+    )
+    truth = find_labels(data.slides, specs, labels=data.labels, annotations=data.annotations)
+    task = _task(config, truth)
+    known = truth.label if isinstance(truth, SlideLabels) else truth.paths
+    if isinstance(truth, SlideAnnotations):
+        _record_annotation_faults(truth, FailedSlides(folder.failed_slides))
+    specs = tuple(spec for spec in specs if spec.slide_id in known)
+    progress(f"{len(specs)} slides, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
+    tiles = build_index(
+        specs,
+        config.index,
+        folder.path,
+        workers=config.data.index_workers,
+        progress=progress,
+        resumed=config.resume and folder.last.exists(),
+    )
+    usable = [slide_id for slide_id in tiles.slides if slide_id in known]
+    tiles, areas = tiles.of_slides(usable), None
+    if task == "classify" and isinstance(truth, SlideAnnotations):
+        tiles, areas = _drawn_areas(tiles, truth, specs, FailedSlides(folder.failed_slides))
+        usable = list(tiles.slides)
+    specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
+    slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
+    given = split_folders(data.slides, specs)
+    splits = _splits(config, folder, truth, usable, slide_labels, given, progress)
+    if task == "segment":
+        tile_labels = None
+    elif isinstance(truth, SlideLabels):
+        tile_labels = np.array([slide_labels[s] for s in tiles.slides], np.int64)[tiles.slide]
+    else:
+        assert areas is not None
+        tile_labels = areas.argmax(1)
+    dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
+    _check_training_part(dataset)
+    return dataset
+
+
+def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> None:
+    """Slides left out because their annotation cannot be read, each written down once."""
+    told = {(slide, step) for slide, step, _ in failed.rows()}
+    for slide_id, fault in truth.failed.items():
+        if (slide_id, "annotation") not in told:
+            failed.add(slide_id, "annotation", fault)
+
+
+def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
+    asked = config.data.task
+    if asked == "segment" and isinstance(truth, SlideLabels):
+        raise ValueError(
+            f"--task segment needs annotations, and only slide labels were found ({truth.source}): "
+            "give --annotations DIR, or leave out --task"
+        )
+    if asked == "auto":
+        return "classify" if isinstance(truth, SlideLabels) else "segment"
+    return asked
+
+
+def _splits(
+    config: RunConfig,
+    folder: RunFolder,
+    truth: SlideLabels | SlideAnnotations,
+    usable: list[str],
+    slide_labels: dict[str, int],
+    given: dict[str, str],
+    progress: Callable[[str], None],
+) -> Splits:
+    patients = {slide_id: truth.patient[slide_id] for slide_id in usable}
+    if folder.splits.exists():
+        splits = Splits.load(folder.splits, patients)
+    else:
+        asked = config.split
+        if given:
+            progress(f"split by the folders {', '.join(sorted(set(given.values())))}")
+            splits = fixed_splits(given, patients, slide_labels, validation=asked.validation, seed=config.seed)
+        else:
+            splits = make_splits(
+                patients, slide_labels or None, validation=asked.validation, test=asked.test, seed=config.seed
+            )
+        splits.save(folder.splits)
+    counts = ", ".join(f"{part} {sum(s == part for s in splits.split.values())}" for part in ("train", "val", "test"))
+    progress(f"slides by split: {counts}; patients in more than one split: {splits.patient_overlap()}")
+    return splits
+
+
+def _drawn_areas(
+    tiles: TileTable, truth: SlideAnnotations, specs: tuple[SlideSpec, ...], failed: FailedSlides
+) -> tuple[TileTable, NDArray[np.int64]]:
+    """The tiles of slides whose annotation can be read, and the areas (n, C) of each class on them; the other slides
+    are written down."""
+    areas = np.zeros((len(tiles), len(truth.classes)), np.int64)
+    lost: set[str] = set()
+    with contextlib.closing(SlidePool(specs, 1)) as pool:
+        for row in range(len(tiles)):
+            slide_id = tiles.slide_id(row)
+            if slide_id in lost:
+                continue
+            try:
+                areas[row] = _class_areas(tiles, row, truth, pool)
+            except SlideError as fault:
+                lost.add(slide_id)
+                if failed.add_once(slide_id, "annotation", fault):
+                    log.warning("%s is left out: %s", slide_id, fault)
+    if len(lost) == len(tiles.slides):
+        raise SlideError(f"no annotation can be read; {failed.path} says why")
+    kept = [slide_id for slide_id in tiles.slides if slide_id not in lost]
+    return tiles.of_slides(kept), areas[[tiles.slide_id(row) not in lost for row in range(len(tiles))]]
+
+
+def _class_areas(tiles: TileTable, row: int, truth: SlideAnnotations, pool: SlidePool) -> NDArray[np.int64]:
+    """Points of a grid over tile ``row`` that fall on each class, (C,)."""
+    tile = tiles.region(row)
+    grid = min(LABEL_GRID, tile.width)
+    coarse = Region(tile.l0_x, tile.l0_y, grid, grid, tile.mpp * tile.width / grid)
+    mask = np.empty((grid, grid), np.uint8)
+    with pool.lease(tiles.slide_id(row)) as slide:
+        truth.read_mask(tiles.slide_id(row), slide, coarse, mask)
+    return np.bincount(mask.ravel(), minlength=256)[: len(truth.classes)].astype(np.int64)
+
+
+def _check_training_part(dataset: Dataset) -> None:
+    train = dataset.rows("train")
+    if len(train) == 0:
+        raise ValueError(
+            "the training split holds no tile: lower --validation or --test, lower --min-tissue, or add slides"
+        )
+    if dataset.tile_labels is not None:
+        present = np.unique(dataset.tile_labels[train])
+        if len(present) < 2:
+            raise ValueError(
+                f"all training tiles have the class {dataset.classes[int(present[0])]!r}: a classifier needs two; "
+                "check the labels, or lower --validation so that more slides are trained on"
+            )
+
+
+def class_counts(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many of the tiles ``rows`` (classify), or points in a sample of them (segment), each class has: (C,)."""
+    if dataset.tile_labels is not None:
+        return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
+    assert isinstance(dataset.truth, SlideAnnotations)
+    sample = rows[:: max(1, len(rows) // WEIGHT_SAMPLE)]
+    counts = np.zeros(len(dataset.classes), np.int64)
+    with contextlib.closing(dataset.pool(1)) as pool:
+        for row in sample:
+            with contextlib.suppress(SlideError):  # of a tile that cannot be read, which is written down where it is
+                counts += _class_areas(dataset.tiles, int(row), dataset.truth, pool)
+    return counts

@@ -1,0 +1,263 @@
+"""The training loop: stream -> engine.step -> metrics -> checkpoint.
+
+Takes a ``Session`` and its run folder; gives an ``Outcome``. Nothing here knows the strategy: another engine is swapped
+in where the session is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from typing import Any
+
+import torch
+
+from app.checkpoint.file import keep_as, resume_state
+from app.checkpoint.periodic import Checkpoints
+from app.launch.signals import Interrupt
+from app.settings.cli import RunError
+from app.training.batches import microbatches_of
+from app.training.memory_limit import MemoryLimit
+from app.training.metrics_log import MetricsLog
+from app.training.outcome import JUDGED_FROM, Outcome
+from app.training.progress import RunProgress
+from app.training.run_folder import RunFolder
+from app.training.session import Session
+from app.training.throughput import WARM_UP, Stopwatch, Throughput
+from app.training.validation import evaluate
+from parallel.engine.step import NonFiniteLoss, StepResult
+from pipelines.catalog.table import listed
+from pipelines.stream.batch import Batch
+
+
+class TrainingLoop:
+    """Trains a session to its last step, or to a signal.
+
+    Args:
+        session: model, data and engine of this rank.
+        folder: receives metrics and checkpoints.
+        interrupt: asked after each step whether to stop.
+
+    Attributes:
+        outcome: where the run stands.
+        memory: what its tensors take, against the limit.
+        repeated: steps done before, after the checkpoint that this run continues; known to the first rank alone.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder, interrupt: Interrupt) -> None:
+        self._session = session
+        self._folder = folder
+        self._interrupt = interrupt
+        self._communicator = session.placement.communicator
+        self._batches = session.feed.ahead_of(iter(session.stream))
+        self.outcome = Outcome(Throughput(session.config.strategy.batch))
+        strategy = session.config.strategy
+        self.memory = MemoryLimit(
+            strategy.memory_bytes,
+            session.placement.device,
+            counts=not strategy.compile,
+            stops=strategy.memory_excess == "stop",
+        )
+        self.memory.impose()
+        session.feed.beside = self.memory.beside
+        if session.config.resume:
+            self._restore()
+        self._check_replaced = functools.partial(
+            self.outcome.check_replaced,
+            folder.failed_slides,
+            images=self.outcome.images,
+            replaced=self.outcome.replaced,
+            judged_from=min(JUDGED_FROM, session.epoch_length),
+        )
+        self._checkpoints = Checkpoints(
+            session.config.checkpoint,
+            folder.last,
+            folder.best,
+            session.engine,
+            session.placement.device,
+            self.outcome.step,
+        )
+        self._checkpoint_asked = False
+        self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, writes=self._is_first)
+        self.repeated = self._log.dropped
+
+    @property
+    def _is_first(self) -> bool:
+        return self._communicator.rank == 0
+
+    def run(self) -> Outcome:
+        """Train.
+
+        Raises:
+            RunError: a loss that is not finite (names step, slide and tile), a checkpoint that cannot be written, or
+                most tiles were replaced.
+        """
+        outcome, total = self.outcome, self._session.total_steps
+        bar = RunProgress(total, outcome.step, quiet=not self._is_first)
+        with self._batches, self._log, self._checkpoints, bar as progress:
+            stop, batch = False, None
+            while outcome.step < total and not stop:
+                if batch is not None:
+                    batch.release()
+                watch = Stopwatch()
+                self._session.guardian.step(outcome.step)
+                batch = next(self._batches)
+                self._session.reading.settle(self._batches, batch)
+                wait_s = watch.lap()
+                result = self._step(batch, outcome.step)
+                step_s = wait_s + watch.lap()
+                stop = self._finish_step(result, batch.replaced, step_s, wait_s)
+                self._check_replaced()
+                self._checkpoints.add_step(step_s)
+                progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
+                if self._validation_due() and not stop:
+                    progress.say(self._validate())
+                if stop or self._checkpoint_due():
+                    self._save(at_once=stop or outcome.step == total)
+                outcome.throughput.rest_s.append(watch.lap())
+            self._checkpoints.finish()
+            if not stop:
+                outcome.check_replaced(self._folder.failed_slides)
+            if outcome.step < total:
+                outcome.status = "interrupted"
+            elif batch is not None:
+                self._measure_twin(batch)
+        return outcome
+
+    def _step(self, batch: Batch, step: int) -> StepResult:
+        session = self._session
+        try:
+            microbatches = microbatches_of(session.feed, batch, session.reading.sizes)
+            with self.memory.watching(itertools.chain(session.engine.on_device(), session.feed.held())):
+                result = session.engine.step(microbatches, step, session.learning_rate(step))
+        except NonFiniteLoss as fault:
+            raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
+        session.guardian.rest()
+        return result
+
+    def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
+        """Which tiles of which slides were in the microbatches whose loss is not finite, on whatever rank."""
+        session = self._session
+        samples = [first_sample + k for i in fault.microbatches for k in session.ranges[i]]
+        tiles = [
+            f"{session.dataset.tiles.slide_id(row)} at level-0 ({session.dataset.tiles.l0_x[row]}, "
+            f"{session.dataset.tiles.l0_y[row]})"
+            for row in session.train_rows_of(samples)
+        ]
+        return (
+            f"loss is {fault.losses[0]} at step {step + 1}; tiles of that microbatch: {'; '.join(tiles)}. Nothing was "
+            f"updated; the last checkpoint is kept. Lower --lr (now {session.learning_rate(step):g}), use --precision "
+            "fp32, or look at these tiles"
+        )
+
+    def _finish_step(self, result: StepResult, replaced: int, step_s: float, wait_s: float) -> bool:
+        """Count the step on all ranks; True when any of them was asked to stop. The first says whether to save."""
+        outcome = self.outcome
+        due = self._is_first and self._checkpoints.due(outcome.step + 1)
+        votes = torch.tensor([int(self._interrupt.requested), result.tiles, int(due), replaced])
+        self._communicator.all_reduce(votes)
+        self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result.loss, step_s, wait_s, self._session)
+        outcome.step += 1
+        outcome.images += int(votes[1])
+        outcome.replaced += int(votes[3])
+        outcome.loss = result.loss
+        outcome.throughput.add(step_s, wait_s)
+        self._checkpoint_asked = bool(votes[2])
+        return bool(votes[0])
+
+    def _validation_due(self) -> bool:
+        session, step = self._session, self.outcome.step
+        if not len(session.validation_rows):
+            return False
+        every = session.config.score.validate_every
+        epoch_ends = session.epoch_of(step) > session.epoch_of(step - 1)
+        return step == session.total_steps or (step % every == 0 if every else epoch_ends)
+
+    def _checkpoint_due(self) -> bool:
+        return self._checkpoint_asked or self.outcome.step == self._session.total_steps or self._validation_due()
+
+    def _validate(self) -> str:
+        """Score the validation tiles; a line about it."""
+        session, outcome = self._session, self.outcome
+        scores = evaluate(
+            session.engine,
+            session.loss,
+            session.dataset,
+            session.validation_rows,
+            session.validation,
+            self._communicator,
+            session.config.score,
+        )
+        outcome.metrics = scores.metrics
+        outcome.validation = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
+        value = scores.metrics[scores.criterion]
+        if scores.better_than(outcome.best):
+            outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
+        self._log.validation(outcome.step, scores)
+        figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in scores.metrics.items())
+        left_out = f"; {scores.unreadable} of {scores.tiles} tiles cannot be read" if scores.unreadable else ""
+        if scores.unscored:
+            left_out += f", and slides without a score are {listed(scores.unscored)}"
+        return f"validation at step {outcome.step}: {figures}{left_out}"
+
+    def _save(self, at_once: bool) -> None:
+        """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds.
+
+        Args:
+            at_once: no step follows beside which it could be written.
+        """
+        begun_s, outcome = time.monotonic(), self.outcome
+        state = self._session.engine.state_dict()
+        if self._is_first:
+            state |= {
+                "stream": self._batches.get_state(),
+                "random": _random_state(),
+                "step": outcome.step,
+                "images": outcome.images,
+                "replaced": outcome.replaced,
+                "loss": outcome.loss,
+                "metrics": outcome.metrics,
+                "validation": outcome.validation,
+                "best": outcome.best,
+                "classes": list(self._session.dataset.classes),
+                "settings": self._session.settings,
+            }
+        self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
+
+    @property
+    def _is_best(self) -> bool:
+        return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
+
+    def _restore(self) -> None:
+        state = resume_state(self._folder.last, self._folder.best)
+        self._session.engine.load_state_dict(state)
+        self._batches.set_state(state["stream"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if torch.cuda.is_available() and state["random"]["cuda"]:
+            torch.cuda.set_rng_state_all(state["random"]["cuda"])
+        for name in ("step", "images", "replaced", "loss", "metrics", "validation", "best"):
+            setattr(self.outcome, name, state[name])
+        if self._is_first and self._is_best:
+            keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
+
+    def _measure_twin(self, batch: Batch) -> None:
+        """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""
+        steps = self._session.config.twin_steps
+        if not steps:
+            return
+        twin = Throughput(self._session.config.strategy.batch)
+        self._session.feed.repeat(batch)
+        for k in range(steps + WARM_UP):
+            watch = Stopwatch()
+            self._step(batch, self.outcome.step + k)
+            twin.add(watch.lap(), 0.0)
+        self.outcome.twin = twin
+
+
+def _random_state() -> dict[str, Any]:
+    """Of torch's generators; everything else draws from numbers that follow from the seed and the step."""
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }

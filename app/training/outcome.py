@@ -1,0 +1,61 @@
+"""Where a run stands: what it has done, and whether that is still a run on the tiles it was given.
+
+Takes counts from the loop, step by step; gives what checkpoints keep and the summary tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.settings.cli import RunError
+from app.training.throughput import Throughput
+
+JUDGED_FROM = 200
+"""Tiles of a start after which a run most of whose tiles are replaced is given up: few beside a run, and enough that a
+bad slide among the first that are read does not decide."""
+
+
+@dataclass
+class Outcome:
+    """Where a run stands; all but the speed is kept in checkpoints.
+
+    Attributes:
+        images: tiles really trained on, counted on every rank, since the run began.
+        replaced: those of them that stand in for a tile that cannot be read.
+        validation: tiles of the last validation, those of them that cannot be read, and slides left without a score.
+        best: step, metric and value of the best validation so far.
+        twin: speed of the same step fed from memory.
+    """
+
+    throughput: Throughput
+    step: int = 0
+    images: int = 0
+    replaced: int = 0
+    loss: float | None = None
+    status: str = "completed"
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    validation: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    twin: Throughput | None = None
+
+    def check_replaced(self, failed_slides: Path, *, images: int = 0, replaced: int = 0, judged_from: int = 0) -> None:
+        """Fail when more than half of the tiles are replaced.
+
+        Args:
+            failed_slides: the file that names them.
+            images, replaced: leave out these, which were counted before.
+            judged_from: tiles before that is judged.
+
+        Raises:
+            RunError: they are.
+        """
+        images, replaced = self.images - images, self.replaced - replaced
+        if images < judged_from or 2 * replaced <= images:
+            return
+        raise RunError(
+            f"{replaced} of {images} tiles that were trained on are replaced by others, as they cannot be read: a run "
+            f"fails when more than half of the tiles are. {failed_slides} names the slides: mend them, or take them "
+            "out, and start again"
+        )

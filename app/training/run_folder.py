@@ -1,0 +1,228 @@
+"""The run folder: where everything a run leaves is, and how it is written so that a resumed run continues it.
+
+``config.yaml env.json attempts.json run.lock rank0.lock plan.json run.log tissue/ tiles.parquet splits.csv metrics.csv
+validation.csv predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``, and
+``fault.txt`` of a run that failed on several ranks (``fault-2.txt`` of its second attempt). A model split into stages
+also leaves ``schedule.csv schedule.svg trace.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.launch.folder_lock import sole_user
+from app.launch.restart import Attempts
+from app.settings.cli import RunError, flat
+from app.settings.run import RunConfig
+from pipelines.catalog.csv_cells import write_rows
+
+FREE_TO_CHANGE = frozenset(
+    {
+        "resume",
+        "max_restarts",
+        "steps",
+        "epochs",
+        "parallel",
+        "ranks",
+        "stages",
+        "chunks",
+        "cuts",
+        "schedule",
+        "recompute",
+        "shard_optimizer",
+        "compile",
+        "memory",
+        "memory_excess",
+        "device",
+        "timeout_s",
+        "join_timeout_s",
+        "read_threads",
+        "read_ahead",
+        "device_prefetch",
+        "gradient_buckets",
+        "index_workers",
+    }
+    | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
+    | {"validate_every", "twin_steps", "slides", "out"}
+)
+"""Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
+
+
+class RunFolder:
+    """Paths of one run, and the files that grow while it runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.splits = path / "splits.csv"
+        self.metrics = path / "metrics.csv"
+        self.validation = path / "validation.csv"
+        self.predictions = path / "predictions.csv"
+        self.summary = path / "summary.json"
+        self.failed_slides = path / "failed_slides.csv"
+        self._attempts = path / "attempts.json"
+        self.last = path / "checkpoints" / "last.pt"
+        self.best = path / "checkpoints" / "best.pt"
+
+    @contextlib.contextmanager
+    def in_use(self, *, starts: bool, writes: bool) -> Iterator[None]:
+        """Be the only run in the folder. Two locks, as ranks may outlive what started them for a moment.
+
+        Args:
+            starts: this process was started by the user or by a launcher of his, not by ``--ranks``.
+            writes: this process is the first rank.
+
+        Raises:
+            RunError: another run is there (named), or the folder cannot be written.
+        """
+        with contextlib.ExitStack() as locks:
+            if starts:
+                locks.enter_context(sole_user(self.path))
+            first_rank = sole_user(self.path, "rank0.lock")
+            if writes:
+                locks.enter_context(first_rank)
+            else:
+                with first_rank:
+                    pass  # no rank of an earlier run is left; those of this one will want it
+            yield
+
+    def fault_of(self, attempt: int) -> Path:
+        """Where the ranks say why attempt number ``attempt``, from 1, fails. What is left of the one before may still
+        be writing when the next begins."""
+        return self.path / ("fault.txt" if attempt == 1 else f"fault-{attempt}.txt")
+
+    def open(self, config: RunConfig, *, again: bool = False) -> None:
+        """Make the folder for a new run, or check that it can be resumed with ``config``.
+
+        Args:
+            again: this is a further attempt of the start that opened it; what that wrote stays.
+
+        Raises:
+            RunError: the folder cannot be written.
+            ValueError: it holds a run and ``--resume`` was not given, or other settings were used for it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".write-test"
+            probe.write_text("")
+            probe.unlink()
+            for fault_file in [] if again else self.path.glob("fault*.txt"):  # of starts before this one
+                fault_file.unlink()
+        except OSError as fault:
+            raise RunError(
+                f"run folder {self.path} cannot be written ({fault.strerror}); name another with --out"
+            ) from fault
+        asked = flat(config)
+        if self.last.exists():
+            if not config.resume:
+                raise ValueError(f"{self.path} already holds a run: continue it with --resume, or name another --out")
+            self._check_settings(asked)
+            if again:
+                return
+        self._write_settings(asked)
+
+    def attempts(self) -> Attempts | None:
+        """What earlier attempts have left of themselves."""
+        return Attempts(**json.loads(self._attempts.read_text())) if self._attempts.exists() else None
+
+    def keep_attempts(self, attempts: Attempts) -> None:
+        self.write_json(self._attempts.name, dataclasses.asdict(attempts))
+
+    def keep_microbatches(self, m: int) -> None:
+        """Remember a number of microbatches that was planned, not asked for: a resumed run goes on with it."""
+        self._write_settings(yaml.safe_load(self.config.read_text()) | {"microbatches": m})
+
+    def _write_settings(self, settings: Mapping[str, Any]) -> None:
+        temporary = self.config.with_suffix(".tmp")  # other ranks may be reading it
+        temporary.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
+        temporary.replace(self.config)
+
+    def settings(self) -> dict[str, Any]:
+        """What the run in the folder was begun with, by flag; nothing when there is none."""
+        found: dict[str, Any] = yaml.safe_load(self.config.read_text()) if self.last.exists() else {}
+        return found
+
+    def tells_end(self, step: int) -> bool:
+        """Whether the summary is there and is of a run that was completed with ``step`` steps."""
+        if not self.summary.exists():
+            return False
+        found = json.loads(self.summary.read_text())
+        return (found["status"], found["steps"]) == ("completed", step)
+
+    def _check_settings(self, asked: Mapping[str, Any]) -> None:
+        found = self.settings()
+        differing = [
+            f"{key}: the run has {found.get(key)!r}, asked is {asked[key]!r}"
+            for key in asked
+            if key not in FREE_TO_CHANGE and found.get(key) != asked[key]
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.path} cannot be resumed with other settings; use the same, or another --out:\n       "
+                + "\n       ".join(differing)
+            )
+
+    def log_to_file(self) -> None:
+        """Send everything logged to ``run.log``, and warnings to the user too."""
+        handler = logging.FileHandler(self.path / "run.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root = logging.getLogger()
+        root.addHandler(handler)
+        shown = logging.StreamHandler()
+        shown.setLevel(logging.WARNING)
+        shown.setFormatter(logging.Formatter("warning: %(message)s"))
+        root.addHandler(shown)
+        root.setLevel(logging.INFO)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write ``value`` atomically; a reader never sees half a file."""
+        path = self.path / name
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        os.replace(temporary, path)
+
+
+class CsvLog:
+    """A CSV file that grows by a row at a time and can be cut back to where a checkpoint was taken.
+
+    Args:
+        path: the file; a header is written when it is new.
+        columns: names, in order; the first is the step.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._path = path
+        self._columns = list(columns)
+        if not path.exists():
+            self._rewrite([])
+
+    def cut_after(self, step: int) -> int:
+        """Drop the rows of steps after ``step``: a resumed run computes them again. Their number."""
+        with self._path.open(newline="") as file:
+            rows = list(csv.reader(file))[1:]
+        # A row cut short by a crash has too few cells and no step to trust.
+        whole = [row for row in rows if len(row) == len(self._columns)]
+        kept = [row for row in whole if int(row[0]) <= step]
+        self._rewrite(kept)
+        return len(whole) - len(kept)
+
+    def add(self, row: Mapping[str, float | int | None]) -> None:
+        """Append one row; None is an empty cell."""
+        with self._path.open("a", newline="") as file:
+            write_rows(file, [[row.get(name) for name in self._columns]])
+
+    def _rewrite(self, rows: list[list[str]]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        with temporary.open("w", newline="") as file:
+            write_rows(file, [self._columns, *rows])
+        os.replace(temporary, self._path)

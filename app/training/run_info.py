@@ -1,0 +1,130 @@
+"""What a run ran on: versions, processor, memory, GPUs and launcher, for ``env.json`` and ``app.doctor``.
+
+Takes nothing; gives plain values that JSON can hold. No user names, host names or paths: a run folder is handed on.
+torch is imported only where its answer is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from app.launch.machine import cpu_model, memory_bytes, usable_cores
+from app.settings.slurm import find_task
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Where the packages lie; of a checkout, its root."""
+
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "openslide-python", "tifffile", "imagecodecs", "zarr", "mpi4py")
+"""Distributions whose version changes pixels, numbers or speed."""
+
+LAUNCHERS = ("torchrun", "mpirun", "srun")
+
+RANK_VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
+}
+"""Variables by which a launcher tells a process its place; the first one present decides."""
+
+COMMAND_S = 20.0
+"""Longest wait for an outside command: nvidia-smi can hang when a driver is ill."""
+
+
+def describe_environment() -> dict[str, Any]:
+    """Everything about the machine and the versions that a later reader of a run needs.
+
+    Returns:
+        Keys ``megatile`` (version, commit, changed), ``python``, ``os``, ``packages`` (name -> version or None),
+        ``openslide_library``, ``cpu`` (model, cores, cores_of_machine), ``memory_bytes``, ``gpus`` (list), ``cuda``,
+        ``driver``, ``launcher`` (found, started_by, variables).
+    """
+    gpus = describe_gpus()
+    return {
+        "megatile": describe_checkout(),
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "openslide_library": openslide_library(),
+        "cpu": {"model": cpu_model(), "cores": usable_cores(), "cores_of_machine": os.cpu_count()},
+        "memory_bytes": memory_bytes()[0],
+        **gpus,
+        "launcher": describe_launcher(),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed distribution, None when it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def openslide_library() -> str | None:
+    """Version of the OpenSlide library itself; None when it cannot be loaded.
+
+    Asked in a process of its own: ``app`` imports no slide library.
+    """
+    return output_of([sys.executable, "-c", "import openslide; print(openslide.__library_version__)"])
+
+
+def describe_checkout() -> dict[str, Any]:
+    """MegaTile's version; in a git checkout also the commit and whether files were changed since."""
+    described: dict[str, Any] = {"version": package_version("megatile"), "commit": None, "changed": None}
+    if (ROOT / ".git").exists():
+        described["commit"] = output_of(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
+        if described["commit"]:
+            changes = output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"], empty="")
+            described["changed"] = bool(changes)
+    return described
+
+
+def describe_gpus() -> dict[str, Any]:
+    """``gpus``: name, memory_bytes, capability and bf16 of each; ``cuda`` of the torch build; ``driver`` version."""
+    import torch
+
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+                "bf16": properties.major >= 8,  # Ampere is the first with bf16 arithmetic; older ones emulate it
+            }
+        )
+    versions = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return {"gpus": gpus, "cuda": torch.version.cuda, "driver": versions.splitlines()[0] if versions else None}
+
+
+def describe_launcher() -> dict[str, Any]:
+    """``found``: launcher -> is it there; ``started_by`` one of them or None; ``variables`` that told so."""
+    variables = {name: os.environ[name] for names in RANK_VARIABLES.values() for name in names if os.environ.get(name)}
+    started_by = next((who for who, names in RANK_VARIABLES.items() if any(n in variables for n in names)), None)
+    if started_by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ and find_task():
+        started_by = "slurm"  # a rank of srun that has been given torchrun's variables to join the others
+    found = {name: find_program(name) is not None for name in LAUNCHERS}
+    return {"found": found, "started_by": started_by, "variables": variables}
+
+
+def find_program(name: str) -> str | None:
+    """Path of a program on PATH or beside this Python: a virtual environment need not be activated."""
+    beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    return shutil.which(name, path=beside)
+
+
+def output_of(command: list[str], empty: str | None = None) -> str | None:
+    """What an outside command prints, stripped; ``empty`` when that is nothing, None when it cannot be run or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or empty

@@ -1,0 +1,263 @@
+"""All the parts of a training run, put together: what the loop needs and nothing about how it came to be.
+
+Takes settings, dataset and placement; gives a ``Session``. Everything that depends on the strategy is in the engine;
+the rest asks it only for ``step``, ``predict`` and its state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from app.checkpoint.file import check_weights
+from app.launch.place import Placement, rank_cores
+from app.launch.watchdog import Guardian
+from app.settings.cli import flat
+from app.settings.run import RunConfig
+from app.training.batches import RankReading, microbatches_of, sizes_of_part
+from app.training.dataset import Dataset, class_counts
+from app.training.engines import build_engine, build_optimizer
+from app.training.memory_layout import LEFT_OUT, takes_channels_last
+from app.training.validation import Outputs, spread
+from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
+from models.registry import build_model
+from models.weights import load_weights
+from parallel.engine.step import TrainingEngine
+from parallel.schedule.microbatch import split_batch
+from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.handles import SlidePool
+from pipelines.labels.annotations import SlideAnnotations
+from pipelines.slides.geometry import Region
+from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.device import DeviceFeed, allocate_pinned
+from pipelines.stream.iterator import TileIterator
+from pipelines.stream.read import UNREAD, OnFault
+from pipelines.stream.stream import TileStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """One run on one rank.
+
+    Attributes:
+        stream: training tiles of this rank.
+        feed: turns uint8 tiles into the model's input on the device.
+        reading, validation_reading: what this rank reads of each global batch.
+        ranges: tiles of the global batch in each microbatch, over all ranks.
+        parameters: of the whole model, in numbers.
+        guardian: is told where this rank is.
+        train_rows, validation_rows: rows of the dataset's tiles.
+        notes: what the user should know about how the model was made.
+        failed: where tiles are written down that cannot be read.
+    """
+
+    config: RunConfig
+    dataset: Dataset
+    placement: Placement
+    engine: TrainingEngine
+    loss: nn.Module
+    stream: TileStream
+    feed: DeviceFeed
+    validation_feed: DeviceFeed
+    pool: SlidePool
+    reading: RankReading
+    validation_reading: RankReading
+    ranges: tuple[range, ...]
+    train_rows: NDArray[np.int64]
+    validation_rows: NDArray[np.int64]
+    parameters: int
+    guardian: Guardian
+    notes: tuple[str, ...]
+    failed: FailedSlides
+
+    @functools.cached_property
+    def epoch_length(self) -> int:
+        """Samples of one pass; with --balance rounded up to a multiple of the classes."""
+        return self.stream.order.length
+
+    @property
+    def total_steps(self) -> int:
+        if self.config.steps is not None:
+            return self.config.steps
+        epochs = 10.0 if self.config.epochs is None else self.config.epochs
+        return max(1, math.ceil(epochs * self.epoch_length / self.config.strategy.batch))
+
+    def epoch_of(self, step: int) -> int:
+        """Passes over the training tiles begun before ``step`` steps were done, from 0."""
+        return step * self.config.strategy.batch // self.epoch_length
+
+    def learning_rate(self, step: int) -> float:
+        """Of the update number ``step``, from 0: a linear rise, then a cosine to 0 (Loshchilov and Hutter 2017)."""
+        settings = self.config.optimization
+        if step < settings.warmup:
+            return settings.lr * (step + 1) / settings.warmup
+        done = (step - settings.warmup) / max(1, self.total_steps - settings.warmup)
+        return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+    def close(self) -> None:
+        """Close slides and leave the other ranks. The engine lets go of them first: a process group that something
+        still holds when the interpreter ends takes the process down with it."""
+        self.pool.close()
+        self.engine.close()
+        self.placement.communicator.close()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run was asked for, as the checkpoint keeps it."""
+        return flat(self.config)
+
+    def train_rows_of(self, samples: Sequence[int]) -> list[int]:
+        """Rows of the dataset's tiles that training samples are drawn from, on whatever rank."""
+        order = self.stream.order
+        return [int(self.train_rows[order.epoch(i // order.length)[i % order.length]]) for i in samples]
+
+    @contextlib.contextmanager
+    def validation(self) -> Iterator[Iterator[Outputs]]:
+        """The share of this rank's group of the validation tiles, each exactly once over all groups."""
+        stream = _tiles(self.config, self.dataset, self.validation_rows, epochs=1)
+        stream = stream.read(self.pool, _told("left out of the scores", "validate", self.failed), replaces=False)
+        with iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement)) as batches:
+            yield self._outputs(batches)
+
+    def _outputs(self, batches: TileIterator) -> Iterator[Outputs]:
+        reading = self.validation_reading
+        for batch in batches:
+            reading.settle(batches, batch)
+            sizes = sizes_of_part(batch, max(reading.sizes))
+            start = 0
+            for microbatch in microbatches_of(self.validation_feed, batch, sizes):
+                end = start + microbatch.shape[0]
+                yield Outputs(microbatch, batch.samples[start:end], batch.rows[start:end] != UNREAD)
+                start = end
+            batch.release()
+
+
+def build_session(
+    config: RunConfig, dataset: Dataset, placement: Placement, failed: FailedSlides, guardian: Guardian
+) -> Session:
+    """Model, optimizer, engine and streams for this rank.
+
+    Raises:
+        ValueError: a model, weights file or batch that does not fit the task or the ranks.
+    """
+    strategy = config.strategy
+    torch.manual_seed(config.seed)
+    model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm)
+    if config.net.weights:
+        check_weights(config.net.weights)
+    notes = tuple(load_weights(model, config.net.weights)) if config.net.weights else ()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ranges = split_batch(strategy.batch, strategy.m)
+    channels_last = strategy.channels_last
+    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, config.index.tile, config.index.tile)):
+        channels_last, notes = False, (*notes, LEFT_OUT)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    train_rows = dataset.rows("train")
+    weights = (
+        balanced_weights(class_counts(dataset, train_rows)) if config.optimization.class_weights == "balanced" else None
+    )
+    loss = (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights).to(placement.device)
+    engine = build_engine(
+        strategy,
+        model,
+        loss,
+        functools.partial(build_optimizer, config.optimization),
+        placement.communicator,
+        tile=config.index.tile,
+        seed=config.seed,
+        device=placement.device,
+        autocast=placement.autocast,
+        guardian=guardian,
+    )
+    feed = functools.partial(
+        DeviceFeed,
+        placement.device,
+        seed=config.seed,
+        channels_last=channels_last,
+        prefetch=config.stream.device_prefetch,
+    )
+    pool = dataset.pool(config.stream.open_slides + 2)
+    stream = _training_tiles(config, dataset, train_rows, pool, failed)
+    reading = functools.partial(
+        RankReading.of, placement.communicator, strategy.batch, [ranges[i] for i in engine.share]
+    )
+    training_reading = reading([engine.wants(i) for i in engine.share])
+    return Session(
+        config,
+        dataset,
+        placement,
+        engine,
+        loss,
+        _read_ahead(config, training_reading.sharded(stream), placement),
+        feed(config.augmentation),
+        feed(AugmentSettings(augment="none")),
+        pool,
+        training_reading,
+        reading([engine.predict_wants] * len(engine.share)),
+        ranges,
+        train_rows,
+        spread(dataset, dataset.rows("val"), config.score.validation_tiles),
+        parameters,
+        guardian,
+        notes,
+        failed,
+    )
+
+
+def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs: int | None = None) -> TileStream:
+    """Tiles ``rows`` of the dataset with their targets, in index order."""
+    stream = TileStream.over(dataset.tiles.select(rows), seed=config.seed, epochs=epochs)
+    if dataset.tile_labels is not None:
+        return stream.label(dataset.tile_labels[rows])
+    assert isinstance(dataset.truth, SlideAnnotations)
+    return stream.mask(dataset.truth)
+
+
+def _training_tiles(
+    config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], pool: SlidePool, failed: FailedSlides
+) -> TileStream:
+    """Shuffled, balanced if asked, augmented; a tile that cannot be read is replaced and written down."""
+    stream = _tiles(config, dataset, rows).read(pool, _told("replaced", "read", failed))
+    stream = stream.shuffle(config.stream.open_slides)
+    if config.stream.balance:
+        if dataset.tile_labels is None:
+            raise ValueError("--balance draws classes of tiles equally often; segmentation has classes of pixels")
+        stream = stream.balance(dataset.tile_labels[rows])
+    return stream.augment(config.augmentation)
+
+
+def _told(what: str, step: str, failed: FailedSlides) -> OnFault:
+    """Logs and writes down tiles that cannot be read, each once however often it is tried.
+
+    Args:
+        what: was done with the tile.
+        step: what it was read for, as ``failed`` has it.
+    """
+
+    def on_fault(slide_id: str, region: Region | None, error: Exception) -> None:
+        if failed.add_once(slide_id, "open" if region is None else step, error):
+            log.warning("%s: a tile was %s: %s", slide_id, what, error)
+
+    return on_fault
+
+
+def _read_ahead(config: RunConfig, stream: TileStream, placement: Placement) -> TileStream:
+    """``stream`` read ahead within the budget."""
+    return stream.prefetch(
+        config.stream.read_ahead_bytes,
+        config.stream.read_threads or rank_cores(),
+        allocate_pinned if placement.device.type == "cuda" else np.empty,
+    )

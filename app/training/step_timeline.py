@@ -1,0 +1,71 @@
+"""What the ranks did in the last step, left in the run folder: schedule, picture and trace.
+
+Takes an engine that splits the model; writes ``schedule.csv``, which ``--schedule`` takes back, ``schedule.svg``, the
+step as simulated from its own stage times above the step as measured, and ``trace.json`` of both for Perfetto.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.settings.launcher import find_launch
+from parallel.comm.communicator import Communicator
+from parallel.draw.schedule_svg import schedule_svg
+from parallel.engine.engine import Engine
+from parallel.engine.recorded import free_links, gather_timeline, measured_costs
+from parallel.engine.step import TrainingEngine
+from parallel.schedule.action import COMPUTE, Kind
+from parallel.schedule.chrome_trace import chrome_trace
+from parallel.schedule.csv_file import to_csv
+from parallel.schedule.simulate import simulate
+from parallel.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step: as it was measured, and as simulated from its own stage times with messages that take no time."""
+
+    measured: Timeline
+    simulated: Timeline
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of the measured step, by what a rank does on average: ``compute``; ``bubble``, which the schedule has with
+        stages that take as long as these; ``transfer``, all that comes on top: messages, and waiting for them."""
+        measured, simulated = self.measured, self.simulated
+        compute = sum(map(measured.busy_s, measured.spans)) / len(measured.spans)
+        bubble = max(0.0, min(simulated.bubble * simulated.makespan_s, measured.makespan_s - compute))
+        return {"compute": compute, "bubble": bubble, "transfer": measured.makespan_s - compute - bubble}
+
+
+def write_step(engine: TrainingEngine, communicator: Communicator, name: str, folder: Path) -> StepRecord | None:
+    """Write the last step of ``engine`` into ``folder``. Every rank calls it.
+
+    Args:
+        name: of the strategy.
+
+    Returns:
+        The step, on rank 0 of an engine that splits the model; None elsewhere, and where ranks are on several
+        machines, whose clocks differ.
+    """
+    launch = find_launch()
+    if not isinstance(engine, Engine) or (launch and launch.local_world < launch.world):
+        return None
+    measured = gather_timeline(communicator, engine.spans())
+    if measured is None or not any(measured.spans.values()):
+        return None
+    stages = engine.placement.stages
+    simulated = simulate(
+        engine.schedule, engine.placement, measured_costs(measured, stages), free_links(engine.schedule, stages)
+    )
+    computed = {
+        rank: [action for action in actions if action.kind in COMPUTE and action.kind is not Kind.RECOMPUTE]
+        for rank, actions in engine.schedule.items()
+    }
+    (folder / "schedule.csv").write_text(to_csv(computed))
+    picture = schedule_svg(simulated, title=f"{name}: simulated from its stage times, and measured", compare=measured)
+    (folder / "schedule.svg").write_text(picture)
+    (folder / "trace.json").write_text(json.dumps(chrome_trace({"simulated": simulated, "measured": measured})))
+    return StepRecord(measured, simulated)

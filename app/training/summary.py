@@ -1,0 +1,137 @@
+"""The end of a run: ``summary.json``, the report page, and the lines a user reads.
+
+Takes the session and where it stands; every figure is counted or measured in this run, none is assumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from app.pages.run_page import write_report
+from app.training.memory_limit import MemoryLimit, excess
+from app.training.outcome import Outcome
+from app.training.run_folder import RunFolder
+from app.training.session import Session
+from app.training.step_timeline import StepRecord, write_step
+from app.training.throughput import peak_resident_bytes
+
+log = logging.getLogger(__name__)
+
+
+class RunSummary:
+    """Writes what is left of a run; silent on all ranks but the first.
+
+    Args:
+        session: the run's parts.
+        folder: where it goes.
+        outcome: kept up to date by the loop.
+        memory: likewise.
+        restarts: attempts of the same start before this one.
+    """
+
+    def __init__(
+        self, session: Session, folder: RunFolder, outcome: Outcome, memory: MemoryLimit, restarts: int
+    ) -> None:
+        self._session = session
+        self._folder = folder
+        self._outcome = outcome
+        self._memory = memory
+        self._restarts = restarts
+        self._started_s = time.monotonic()
+        self._communicator = session.placement.communicator
+
+    def say(self, line: str) -> None:
+        if self._communicator.rank == 0:
+            print(line, flush=True)
+
+    def finished(self, peak_bytes: int) -> None:
+        """The run came to its end, or was interrupted and saved. Called by all ranks."""
+        peaks = torch.zeros((4, self._communicator.world), dtype=torch.int64)
+        own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
+        peaks[:, self._communicator.rank] = torch.tensor(own)
+        self._communicator.all_reduce(peaks)
+        session = self._session
+        step = write_step(session.engine, self._communicator, session.config.strategy.name, self._folder.path)
+        if self._communicator.rank == 0:
+            self._write(self._outcome.status, peaks.tolist(), None, step)
+
+    def failed(self, error: str, peak_bytes: int) -> None:
+        """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
+        if self._communicator.rank == 0:
+            device_bytes = self._memory.device_bytes or 0
+            self._write("failed", [[peak_bytes], [peak_resident_bytes()], [device_bytes], []], error)
+
+    def _write(self, status: str, peaks: list[list[int]], error: str | None, step: StepRecord | None = None) -> None:
+        summary = {
+            **self._figures(status, peaks, error),
+            "bubble": step.measured.bubble if step else None,
+            "bubble_predicted": step.simulated.bubble if step else None,
+            "step_seconds": step.seconds if step else None,
+        }
+        self._folder.write_json("summary.json", summary)
+        page = write_report(self._folder.path)
+        speed, twin = summary["images_per_second"], summary["images_per_second_no_data"]
+        self.say(
+            f"{status}: {summary['steps']} steps, {summary['images']} tiles, "
+            f"{_number(speed)} images/s ({_number(twin)} fed from memory)"
+        )
+        if status != "failed":
+            self.say(f"checkpoint {summary['checkpoint']}")
+        self.say(f"report {page}")
+        if warning := excess(self._memory.limit, peaks[2]):
+            log.warning(warning)
+            self.say(f"warning: {warning}")
+
+    def _figures(self, status: str, peaks: list[list[int]], error: str | None) -> dict[str, Any]:
+        session, outcome, config = self._session, self._outcome, self._session.config
+        speed = outcome.throughput.images_per_second
+        return {
+            "status": status,
+            "error": error,
+            "task": session.dataset.task,
+            "classes": list(session.dataset.classes),
+            "model": config.net.model,
+            "parameters": session.parameters,
+            "strategy": session.config.strategy.name,
+            "ranks": self._communicator.world,
+            "stages": config.strategy.depth,
+            "recompute": config.strategy.recompute,
+            "offload": config.strategy.offload,
+            "offload_state": config.strategy.offload_state,
+            "device": str(session.placement.device),
+            "precision": "bf16" if session.placement.autocast else "fp32",
+            "global_batch": config.strategy.batch,
+            "microbatches": len(session.ranges),
+            "tile_px": config.index.tile,
+            "mpp": config.index.mpp,
+            "steps": outcome.step,
+            "images": outcome.images,
+            "tiles_replaced": outcome.replaced,
+            "validation_tiles": outcome.validation.get("tiles", 0),
+            "validation_tiles_unreadable": outcome.validation.get("unreadable", 0),
+            "slides_without_score": outcome.validation.get("unscored", []),
+            "images_per_second": speed,
+            "images_per_second_sustained": outcome.throughput.images_per_second_sustained,
+            "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,
+            "pixels_per_second": None if speed is None else speed * config.index.tile**2,
+            "data_wait_fraction": outcome.throughput.data_wait_fraction,
+            "peak_memory_bytes": peaks[0],
+            "peak_resident_bytes": peaks[1],
+            "device_bytes": peaks[2] if any(peaks[2]) else None,
+            "memory_limit_bytes": self._memory.limit,
+            "sent_bytes": peaks[3] or None,
+            "final_loss": outcome.loss,
+            "metrics": outcome.metrics,
+            "best": outcome.best,
+            "checkpoint": str(self._folder.last) if self._folder.last.exists() else None,
+            "wall_s": time.monotonic() - self._started_s,
+            "restarts": self._restarts,
+        }
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,227 @@
+"""Validation: the model's outputs on held-out tiles, gathered over the ranks, scored per tile and per slide.
+
+Takes an engine and a dataset; gives scores and a table of predictions. Every group of ranks computes its share; sums
+are exchanged, so that the result does not depend on the number of ranks. A tile that cannot be read goes through the
+model, blank, so that all ranks do the same work, and takes no part in any score.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.settings.run import ScoreSettings
+from app.training.dataset import Dataset
+from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, slide_scores
+from models.losses import IGNORE
+from parallel.comm.communicator import Communicator
+from parallel.engine.step import Microbatch, TrainingEngine
+from parallel.stage.stage import Loss
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Result of one validation.
+
+    Attributes:
+        metrics: name -> value, None where the data cannot define it.
+        predictions: one row per slide: slide, split, then scores, empty without a readable tile.
+        criterion: name of the metric that chooses the best checkpoint.
+        tiles, unreadable: how many were to be scored, and how many of them could not be read.
+    """
+
+    metrics: dict[str, float | None]
+    predictions: list[dict[str, Any]] = field(default_factory=list)
+    criterion: str = "loss"
+    tiles: int = 0
+    unreadable: int = 0
+
+    @property
+    def unscored(self) -> list[str]:
+        """Slides without a readable tile."""
+        return [row["slide"] for row in self.predictions if not row["tiles"]]
+
+    def better_than(self, best: Mapping[str, Any] | None) -> bool:
+        """True when these scores beat ``best`` (metric, value) or there is nothing to beat."""
+        value = self.metrics[self.criterion]
+        if value is None:
+            return False
+        if best is None or best["metric"] != self.criterion:
+            return True
+        before: float = best["value"]
+        return value < before if self.criterion == "loss" else value > before
+
+
+def spread(dataset: Dataset, rows: NDArray[np.int64], per_slide: int) -> NDArray[np.int64]:
+    """At most ``per_slide`` of ``rows`` for each slide, evenly spread over its tiles; 0 keeps all."""
+    if per_slide == 0 or not len(rows):
+        return rows
+    slide = dataset.tiles.slide[rows]
+    kept = []
+    for number in np.unique(slide):
+        mine = rows[slide == number]
+        kept.append(mine[np.unique(np.linspace(0, len(mine) - 1, min(per_slide, len(mine))).astype(int))])
+    return np.concatenate(kept)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A microbatch of a validation.
+
+    Attributes:
+        rows: int64 (n,), the validation rows it is of.
+        readable: bool (n,), which of them were read; known to ranks that have the targets.
+    """
+
+    microbatch: Microbatch
+    rows: NDArray[np.int64]
+    readable: NDArray[np.bool_]
+
+
+def evaluate(
+    engine: TrainingEngine,
+    loss: Loss,
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    microbatches: Callable[[], contextlib.AbstractContextManager[Iterator[Outputs]]],
+    communicator: Communicator,
+    settings: ScoreSettings,
+) -> Scores:
+    """Score the tiles ``rows`` of ``dataset``.
+
+    Args:
+        microbatches: opens the share of this rank's group; ``Outputs.rows`` are positions in ``rows``.
+    """
+    classes = len(dataset.classes)
+    losses = torch.zeros(len(rows), dtype=torch.float64)
+    width = classes if dataset.task == "classify" else 2 * classes
+    sums = torch.zeros((len(rows), width), dtype=torch.float64)
+    read = torch.zeros(len(rows), dtype=torch.int64)
+    with engine.predicting(), microbatches() as stream:
+        for part in stream:
+            output = engine.predict(part.microbatch)
+            if output is None:
+                continue  # another rank of the group has it
+            targets = part.microbatch.targets
+            assert targets is not None
+            if not part.readable.any():
+                continue
+            whole = torch.from_numpy(part.readable).to(output.device)
+            output, targets, where = output[whole], targets[whole], torch.from_numpy(part.rows[part.readable])
+            # One tile at a time: the mean over a microbatch cannot be taken apart again.
+            losses[where] = (
+                torch.stack([loss(output[i : i + 1], targets[i : i + 1]) for i in range(len(where))]).double().cpu()
+            )
+            values = output.softmax(1) if dataset.task == "classify" else _overlaps(output, targets, classes)
+            sums[where] = values.double().cpu()
+            read[where] = 1
+    for gathered in (losses, sums, read):
+        communicator.all_reduce(gathered)
+    readable = read.numpy() > 0
+    slide = dataset.tiles.slide[rows].astype(np.int64)
+    mean_loss = float(losses.numpy()[readable].mean()) if readable.any() else None
+    if dataset.task == "classify":
+        return _classification(dataset, rows, slide, readable, sums.numpy(), mean_loss, settings)
+    return _segmentation(dataset, slide, readable, sums.numpy(), mean_loss)
+
+
+def _overlaps(output: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """Per tile: intersections (n, C), then summed sizes (n, C), in px."""
+    predicted = output.argmax(1)
+    counted = targets != IGNORE
+    columns = []
+    for c in range(classes):
+        columns.append(((predicted == c) & (targets == c)).sum((1, 2)))
+    for c in range(classes):
+        columns.append(((predicted == c) & counted).sum((1, 2)) + (targets == c).sum((1, 2)))
+    return torch.stack(columns, 1)
+
+
+def _classification(
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    slide: NDArray[np.int64],
+    readable: NDArray[np.bool_],
+    sums: NDArray[np.float64],
+    loss: float | None,
+    settings: ScoreSettings,
+) -> Scores:
+    assert dataset.tile_labels is not None
+    probability, labels = sums[readable], dataset.tile_labels[rows][readable]
+    metrics = {
+        "loss": loss,
+        "tile_auc": auc(probability, labels),
+        "tile_balanced_accuracy": balanced_accuracy(probability, labels),
+        "slide_auc": None,
+        "slide_balanced_accuracy": None,
+    }
+    numbers, scores = slide_scores(probability, slide[readable], settings.slide_score, settings.top_k)
+    ids = [dataset.tiles.slides[number] for number in numbers]
+    if dataset.slide_labels:
+        truth = np.array([dataset.slide_labels[slide_id] for slide_id in ids], np.int64)
+        metrics["slide_auc"] = auc(scores, truth)
+        metrics["slide_balanced_accuracy"] = balanced_accuracy(scores, truth)
+    score_of = dict(zip(ids, scores.tolist(), strict=True))
+    predictions = []
+    for row in _slide_rows(dataset, slide, readable):
+        score = score_of.get(row["slide"])
+        label = dataset.classes[dataset.slide_labels[row["slide"]]] if dataset.slide_labels else None
+        predictions.append(
+            {
+                **row,
+                "label": label,
+                "prediction": dataset.classes[int(np.argmax(score))] if score else None,
+                **{f"score_{name}": score[c] if score else None for c, name in enumerate(dataset.classes)},
+            }
+        )
+    criterion = next((name for name in ("slide_auc", "tile_auc") if metrics[name] is not None), "loss")
+    return Scores(metrics, predictions, criterion, len(rows), int(np.count_nonzero(~readable)))
+
+
+def _slide_rows(dataset: Dataset, slide: NDArray[np.int64], readable: NDArray[np.bool_]) -> Iterator[dict[str, Any]]:
+    """The first cells of each slide's prediction: slide, split, tiles that were scored, and those that were not."""
+    for number in np.unique(slide):
+        slide_id, own = dataset.tiles.slides[number], slide == number
+        yield {
+            "slide": slide_id,
+            "split": dataset.splits.split[slide_id],
+            "tiles": int(np.count_nonzero(own & readable)),
+            "tiles_unreadable": int(np.count_nonzero(own & ~readable)),
+        }
+
+
+def _segmentation(
+    dataset: Dataset,
+    slide: NDArray[np.int64],
+    readable: NDArray[np.bool_],
+    sums: NDArray[np.float64],
+    loss: float | None,
+) -> Scores:
+    classes = len(dataset.classes)
+    numbers = np.unique(slide)
+    by_slide = np.stack([sums[slide == number].sum(0) for number in numbers])
+    dice = dice_by_slide(by_slide[:, :classes], by_slide[:, classes:])
+    metrics: dict[str, float | None] = {"loss": loss}
+    # The background is not what anyone segments for: the mean leaves it out.
+    metrics["dice"] = mean_defined(dice[:, 1:])
+    for c, name in enumerate(dataset.classes):
+        metrics[f"dice_{name}"] = mean_defined(dice[:, c])
+    predictions = [
+        {
+            **row,
+            **{
+                f"dice_{name}": None if np.isnan(value) else float(value)
+                for name, value in zip(dataset.classes, of_slide, strict=True)
+            },
+        }
+        for row, of_slide in zip(_slide_rows(dataset, slide, readable), dice, strict=True)
+    ]
+    criterion = "dice" if metrics["dice"] is not None else "loss"
+    return Scores(metrics, predictions, criterion, len(slide), int(np.count_nonzero(~readable)))

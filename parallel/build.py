@@ -1,0 +1,273 @@
+"""From a user's model and a strategy to an engine: trace, cut, schedule, check, and put the stages to work.
+
+Takes the whole model on every rank, gives an ``Engine`` that holds only this rank's stages. Everything that can be
+wrong with a strategy is found here, before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.objects import broadcast_tensors
+from parallel.cost.stage_cost import nominal_costs
+from parallel.engine.engine import Engine, Observer
+from parallel.engine.grad_reducer import GradientExchange
+from parallel.engine.inference import Prediction
+from parallel.engine.messages import Messenger
+from parallel.engine.optimizer_step import Copy, MakeOptimizer, Update
+from parallel.engine.rank_program import RankWork
+from parallel.engine.stage_groups import Holders
+from parallel.engine.state_dict import CanonicalState
+from parallel.engine.torch_crossings import crossings, forms_of, is_channels_last
+from parallel.engine.torch_pipeline import TorchPipelineEngine
+from parallel.engine.transfers import Handover
+from parallel.graph.partition import Partition
+from parallel.memory.segments import segments_of
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.copies import Copies
+from parallel.offload.host_parameters import HostParameters
+from parallel.offload.live_bytes import not_counted
+from parallel.offload.saved_tensors import Keeper
+from parallel.schedule.action import Kind
+from parallel.schedule.microbatch import share_of
+from parallel.schedule.placement import Placement
+from parallel.stage.batchnorm import running_statistics
+from parallel.stage.stage import Loss, Stage
+from parallel.strategy import Strategy
+from parallel.trace.cut import cut_stage
+from parallel.trace.stage_module import StageModule
+from parallel.trace.trace import Traced
+from parallel.trace.trace_alone import trace_alone
+from parallel.trace.updated_faults import refuse_schedule
+
+
+def assemble(
+    module: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    communicator: Communicator,
+    strategy: Strategy,
+    *,
+    shape: tuple[int, ...],
+    batch: int,
+    device: torch.device,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    observer: Observer | None = None,
+    meter: ActivationMeter | None = None,
+) -> Engine:
+    """The engine of this rank.
+
+    Args:
+        module: the whole model; the engine moves its stages to ``device`` and leaves the rest to be freed.
+        loss: (output, targets) -> mean over a microbatch; computed with the last stage.
+        make_optimizer: over the parameters it is given, in one group.
+        shape: (n, 3, h, w) of a usual microbatch; others may follow.
+        batch: tiles of a usual step over all ranks.
+        autocast: type for mixed precision; None computes in the model's own.
+        meter: counts the bytes this rank keeps for backward.
+
+    Raises:
+        ValueError: a strategy, cut or schedule that does not fit the ranks, the model or each other.
+    """
+    assert strategy.ranks == communicator.world
+    traced = trace_alone(module, shape, communicator)
+    work = put_to_work(
+        traced,
+        strategy.partition(traced.graph),
+        loss,
+        make_optimizer,
+        communicator,
+        strategy,
+        batch=batch,
+        device=device,
+        autocast=autocast,
+        meter=meter,
+    )
+    return Engine(work, communicator, seed=seed, observer=observer)
+
+
+def assemble_torch_pipeline(
+    module: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    communicator: Communicator,
+    strategy: Strategy,
+    *,
+    shape: tuple[int, ...],
+    batch: int,
+    device: torch.device,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    observer: Observer | None = None,
+) -> TorchPipelineEngine:
+    """The engine of this rank.
+
+    Args:
+        strategy: gpipe or 1f1b with one stage a rank, in one group, that neither computes again nor moves anything.
+        shape: (n, 3, h, w) of every microbatch.
+        module, loss, make_optimizer, batch, device, autocast: as for ``assemble``.
+
+    Raises:
+        ValueError: the strategy does not fit the model, its values cannot travel, or the communicator has no pipelines.
+    """
+    assert strategy.depth == strategy.ranks == communicator.world
+    traced = trace_alone(module, shape, communicator)
+    partition = strategy.partition(traced.graph)
+    passing = crossings(partition, forms_of(traced, shape, device, autocast), is_channels_last(module))
+    work = put_to_work(
+        traced, partition, loss, make_optimizer, communicator, strategy, batch=batch, device=device, autocast=autocast
+    )
+    return TorchPipelineEngine(
+        work, communicator, strategy.name, partition, passing, shape, device, seed=seed, observer=observer
+    )
+
+
+def put_to_work(
+    traced: Traced,
+    partition: Partition,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    communicator: Communicator,
+    strategy: Strategy,
+    *,
+    batch: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    meter: ActivationMeter | None = None,
+) -> RankWork:
+    """What this rank of a traced model computes, and with what; for the rest see ``assemble``.
+
+    Args:
+        partition: of ``traced``, into the stages of ``strategy``.
+    """
+    placement, rank = strategy.placement, communicator.rank
+    keeping = strategy.keeping
+    schedule = strategy.schedule(partition.links, nominal_costs(partition) if keeping.offload == "overlap" else None)
+    refuse_schedule(traced, partition, schedule, placement, strategy.name)
+    splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
+    holders = Holders(communicator, placement, pairs=strategy.shard_optimizer)
+    numbers = sorted({stage for stage, _ in placement.held_by(rank)})
+    cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, keeping)) for number in numbers}
+    keeper = Keeper(keeping, device, meter=meter)
+    stages = {
+        number: _stage(
+            cut, number, partition, strategy, holders, device, loss, autocast, splits, keeper, meter, traced.updated
+        )
+        for number, cut in cuts.items()
+    }
+    with not_counted() if keeping.parameters else contextlib.nullcontext():
+        exchanges = {
+            number: GradientExchange(
+                stage.module.parameters(),
+                holders.of_stage[number],
+                overlap=not splits and strategy.gradient_bytes != 0,
+                bucket_bytes=strategy.gradient_bytes,
+            )
+            for number, stage in stages.items()
+            if holders.of_stage[number].world > 1
+        }
+    names = [name for name, _ in traced.model.named_parameters()]
+    offload = Copies.for_device(device) if keeping.optimizer or keeping.parameters else None
+    update = _update(
+        make_optimizer, names, stages, exchanges, holders, placement, rank, offload, resident=keeping.parameters
+    )
+    communicator.connect(placement.pairs(partition.links))
+    messenger = Messenger(communicator, device)
+    routes = {
+        way: tuple(edge.value for edge in partition.edges if (edge.source, edge.target) == way)
+        for way in partition.links
+    }
+    inputs = partition.inputs_of(0)[0]
+    return RankWork(
+        schedule=schedule,
+        placement=placement,
+        stages=stages,
+        handover=Handover(routes, partition.links, placement, messenger, rank),
+        exchanges=exchanges,
+        update=update,
+        messenger=messenger,
+        prediction=Prediction(stages, routes, placement, messenger, rank, inputs),
+        canonical=CanonicalState(tuple(traced.model.state_dict()), names, stages, update, placement, communicator),
+        inputs=inputs,
+        share=share_of(placement.group_of(rank), placement.groups, strategy.m),
+        batch=batch,
+        m=strategy.m,
+    )
+
+
+def _stage(
+    cut: StageModule,
+    number: int,
+    partition: Partition,
+    strategy: Strategy,
+    holders: Holders,
+    device: torch.device,
+    loss: Loss,
+    autocast: torch.dtype | None,
+    splits: bool,
+    keeper: Keeper,
+    meter: ActivationMeter | None,
+    updated: Collection[str],
+) -> Stage:
+    """Stage ``number``, with the same weights on all ranks that hold it."""
+    ranks = holders.of_stage[number]
+    if not strategy.keeping.parameters:
+        cut.to(device)
+    if ranks.world > 1:
+        broadcast_tensors(ranks, list(cut.state_dict().values()), 0)
+    if strategy.keeping.parameters:
+        keeper.streams(HostParameters(cut, device, Copies.for_device(device)))
+    if meter is not None:
+        meter.exclude((*cut.parameters(), *cut.buffers()))
+    return Stage(
+        cut,
+        device=device,
+        statistics=running_statistics(cut, ranks, strategy.statistics),
+        loss=loss if number == partition.depth - 1 else None,
+        differentiable=[edge.value for edge in partition.edges if edge.source == number and edge.differentiable],
+        draws=any(layer.random for layer in partition.layers_of(number)),
+        autocast=autocast,
+        split=splits,
+        compiled=strategy.compile,
+        keeper=keeper,
+        meter=meter,
+        updated=updated,
+    )
+
+
+def _update(
+    make_optimizer: MakeOptimizer,
+    names: Sequence[str],
+    stages: Mapping[int, Stage],
+    exchanges: Mapping[int, GradientExchange],
+    holders: Holders,
+    placement: Placement,
+    rank: int,
+    offload: Copies | None,
+    resident: bool,
+) -> Update:
+    """The optimizer of this rank: over the stages it holds, without those that the other rank of a pair updates."""
+    held = {name: parameter for stage in stages.values() for name, parameter in stage.parameters.items()}
+    copies: list[Copy] = []
+    others: set[str] = set()
+    for number, pair in sorted(holders.pairs.items()):
+        owner, other = (placement.rank_of(number, replica, placement.group_of(rank)) for replica in (0, 1))
+        # The lower rank comes first in a pair.
+        copies.append(Copy(tuple(stages[number].parameters.values()), pair, int(owner > other)))
+        if owner != rank:
+            others |= stages[number].parameters.keys()
+    return Update(
+        make_optimizer,
+        owned={name: held[name] for name in names if name in held and name not in others},
+        unshared=[p for n, stage in stages.items() if n not in exchanges for p in stage.parameters.values()],
+        held=held.values(),
+        copies=copies,
+        offload=offload,
+        resident=resident,
+    )

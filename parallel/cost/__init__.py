@@ -1,0 +1,1 @@
+"""Seconds: of layers from data sheets and calibrations, of stages, of links."""

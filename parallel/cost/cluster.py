@@ -1,0 +1,104 @@
+"""The machines a plan is for: nodes of ranks, what joins them, and what their devices can hold and do.
+
+Ranks are numbered node by node. Links are one device to another inside a node, and one network card a node between
+nodes, which its ranks share. No torch here, and no figure of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel.cost.devices import LinkSpec
+from parallel.schedule.simulate_shared import Device
+
+FILL = {"cuda": 0.9, "cpu": 0.75}
+"""Part of a rank's memory that a plan fills, by kind of device: allocators keep a reserve beside what lives. Up to a
+third of it on a CPU, with large tiles in a U-Net (``parallel.profile.malloc``)."""
+LIBRARIES = {"cuda": 0, "cpu": 128 << 20}
+"""Bytes that a rank takes at most beside these: work space and reordered copies of oneDNN, what Gloo copies; as
+measured in ``benchmarks/plan_accuracy``."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks and what joins them.
+
+    Attributes:
+        memory_bytes: that each rank may use.
+        per_node: ranks of a node.
+        lanes: ranks of a node that can compute at once without slowing each other; its GPUs, or cores by threads.
+        inside, between: the links inside a node and from one node to another.
+        update_bandwidth: bytes per second that an optimizer reads and writes.
+        kind: of the devices, "cpu" or "cuda". On a CPU sums are computed by the cores that backward passes need, and
+            hide behind nothing but waiting.
+        sums: the link that sums inside a node seem to have, where that is another.
+        beside_backward: times as long as by themselves that data-parallel sums take, beside backward passes that need
+            the same cores.
+        gathering: times half a sum that gathering or scattering parts of parameters takes.
+        copy_bandwidth: bytes per second between a rank's device and the host, each way, while all ranks copy.
+        host_bytes: of the host's memory that each rank may fill with what it moves there.
+    """
+
+    name: str
+    memory_bytes: int
+    per_node: int
+    lanes: float
+    inside: LinkSpec
+    between: LinkSpec
+    update_bandwidth: float
+    kind: str = "cuda"
+    sums: LinkSpec | None = None
+    beside_backward: float = 1.0
+    gathering: float = 1.0
+    copy_bandwidth: float = math.inf
+    host_bytes: float = math.inf
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of each rank's memory, for what lives at the fullest moment."""
+        return max(1, round(FILL[self.kind] * self.memory_bytes) - LIBRARIES[self.kind])
+
+    def needed_bytes(self, living: int) -> int:
+        """Memory of a rank for which ``living`` bytes are usable."""
+        return math.ceil((living + LIBRARIES[self.kind]) / FILL[self.kind])
+
+    def link(self, first: int, second: int) -> LinkSpec | None:
+        """What joins two ranks; None from a rank to itself."""
+        if first == second:
+            return None
+        return self.inside if first // self.per_node == second // self.per_node else self.between
+
+    def slowdown(self, ranks: int) -> float:
+        """By how much ranks that all compute at once slow each other."""
+        return max(1.0, min(ranks, self.per_node) / self.lanes)
+
+    def devices(self, ranks: int, groups: int = 1) -> list[Device]:
+        """What the first ``ranks`` ranks share; empty where each has a device of its own.
+
+        Args:
+            groups: of as many ranks that do the same at the same time; those on one node share its lanes.
+        """
+        lanes = self.lanes / max(1, min(groups, self.per_node // ranks))
+        if lanes >= min(ranks, self.per_node):
+            return []
+        return [
+            Device(tuple(range(begin, min(begin + self.per_node, ranks))), lanes)
+            for begin in range(0, ranks, self.per_node)
+        ]
+
+    def sum_s(self, size: int, holders: Sequence[int], *, at_once: int = 1) -> float:
+        """Time to sum ``size`` bytes over ``holders`` by a ring: everybody sends 2 (n - 1) / n of them (Patarasuk and
+        Yuan, J. Parallel Distrib. Comput. 2009).
+
+        Args:
+            at_once: ranks of a node that sum at the same time, each with others, over its one network card.
+        """
+        n = len(set(holders))
+        if n < 2:
+            return 0.0
+        crosses = len({rank // self.per_node for rank in holders}) > 1
+        link = self.between if crosses else self.sums or self.inside
+        bandwidth = link.bandwidth / at_once if crosses else link.bandwidth
+        return 2 * (n - 1) / n * size / bandwidth + 2 * (n - 1) * link.latency_s

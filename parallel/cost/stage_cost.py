@@ -1,0 +1,80 @@
+"""What the stages of a partition and the links between them cost, from the costs of their layers.
+
+Takes a partition, ``Costs`` and the link between every two stages; gives ``StageCost`` and ``LinkCost`` for
+``simulate``, of one microbatch of the traced shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from parallel.cost.devices import LinkSpec
+from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.graph.layers import RANDOM_STATE
+from parallel.graph.nominal_cost import NOMINAL_COPY_BANDWIDTH, equal_cost
+from parallel.graph.partition import Partition
+from parallel.schedule.step_cost import LinkCost, StageCost
+
+
+def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> list[StageCost]:
+    """By stage.
+
+    Args:
+        loss_bytes: that the loss, computed with the last stage, keeps for its backward pass.
+    """
+    found = []
+    for stage in range(partition.depth):
+        layers = partition.layers_of(stage)
+        begin = partition.starts[stage]
+        own = costs.layers[begin : begin + len(layers)]
+        saved = dict(entry for layer in layers for entry in layer.saved)
+        forward = sum(cost.forward_s for cost in own)
+        backward, backward_input = (
+            sum(cost.backward_s for cost in own),
+            sum(cost.backward_input_s for cost in own),
+        )
+        last = stage == partition.depth - 1
+        found.append(
+            StageCost(
+                forward_s=forward,
+                backward_s=backward,
+                backward_input_s=backward_input,
+                backward_weight_s=backward - backward_input,
+                activation_bytes=sum(saved.values()) + (loss_bytes if last else 0),
+            )
+        )
+    return found
+
+
+def nominal_costs(partition: Partition) -> list[StageCost]:
+    """By stage, on a nominal device beside a nominal host: the same on every rank of every machine."""
+    layers = [LayerCost(seconds / 3, 2 * seconds / 3, seconds / 3) for seconds in equal_cost(partition.graph)]
+    found = stage_costs(partition, Costs(tuple(layers), "nominal"))
+    copies = [cost.activation_bytes / NOMINAL_COPY_BANDWIDTH for cost in found]
+    return [dataclasses.replace(cost, out_s=s, back_s=s) for cost, s in zip(found, copies, strict=True)]
+
+
+def link_costs(
+    partition: Partition, link_between: Callable[[int, int], LinkSpec | None]
+) -> dict[tuple[int, int], LinkCost]:
+    """By (source stage, target stage), for every two that exchange anything.
+
+    Args:
+        link_between: the link from one stage to another; None where they are on one rank and nothing travels.
+    """
+    found = {}
+    for (source, target), flows_back in partition.links.items():
+        link = link_between(source, target)
+        if link is None:
+            found[source, target] = LinkCost(0.0, 0.0 if flows_back else None)
+            continue
+        edges = [edge for edge in partition.edges if (edge.source, edge.target) == (source, target)]
+        values = [edge for edge in edges if edge.value != RANDOM_STATE]
+        forward = sum(partition.graph.by_name[edge.value].output_bytes for edge in values)
+        backward = sum(partition.graph.by_name[edge.value].output_bytes for edge in values if edge.differentiable)
+        found[source, target] = LinkCost(
+            link.latency_s * len(edges) + forward / link.bandwidth,
+            link.latency_s + backward / link.bandwidth if flows_back else None,
+        )
+    return found

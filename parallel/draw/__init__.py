@@ -1,0 +1,1 @@
+"""Schedules and models as pictures, tables and text."""

@@ -1,0 +1,227 @@
+"""From a graph to a picture of it: parts as boxes, values as wires, cuts as lines with the bytes over them.
+
+Gives an SVG that stands by itself, for reports and web pages; it follows the reader's light or dark setting. A box has
+the colour of its stage; the bar in it is its share of the time, light for forward and dark for backward, or of the
+bytes kept for backward where no times are known. The wider a wire, the more bytes it carries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import pairwise
+
+from parallel.draw.coarsen import coarsen
+from parallel.draw.graph_layout import lay_out
+from parallel.draw.graph_places import BOX_HEIGHT, Band, Box, Layout
+from parallel.draw.graph_strokes import wire_strokes
+from parallel.draw.graph_style import HUES, style, svg_text
+from parallel.draw.outline import Level, Outline, Part
+from parallel.draw.schedule_svg import FONT
+from parallel.draw.stage_sums import CutSum, StageSum, cut_sums, stage_sums
+from parallel.draw.text_width import fitted, text_width
+from parallel.graph.layers import INPUT, OUTPUT, LayerGraph
+from parallel.graph.partition import Partition
+from parallel.units import bytes_text, seconds_text
+
+MARGIN, HEAD = 24.0, 84.0
+"""Space around, and above the boxes for title and legend, in px."""
+NARROWEST, WIDEST = 168.0, 296.0
+"""Of the boxes, in px; within these as their words need it."""
+STAGE_WORDS, GROUP_WORDS = 116.0, 26.0
+"""Width left of a column for what is said of stages, and for brackets around groups of parts."""
+ROWS, SHAPE = 16, 1.5
+"""Rows before the picture is folded, and width by height that a larger one is folded to."""
+
+
+def graph_svg(
+    graph: LayerGraph,
+    *,
+    level: Level = "block",
+    partition: Partition | None = None,
+    forward_s: Sequence[float] | None = None,
+    backward_s: Sequence[float] | None = None,
+    title: str = "",
+) -> str:
+    """The text of an SVG file.
+
+    Args:
+        level: as of ``coarsen``.
+        partition: whose stages are coloured and whose cuts are drawn; parts are split where a cut falls inside.
+        forward_s: seconds of each layer; ``backward_s`` likewise.
+
+    Raises:
+        ValueError: as ``coarsen``.
+    """
+    whole = partition or Partition(graph, (0,))
+    outline = coarsen(graph, level, cuts=whole.starts, forward_s=forward_s, backward_s=backward_s)
+    stages = [whole.stage_of(graph.layers[part.start].name) for part in outline.parts]
+    box_width = _box_width(outline)
+    margin = (STAGE_WORDS if partition else 0.0) + (GROUP_WORDS if outline.groups else 0.0)
+    rows = max(ROWS, round(math.sqrt(len(outline.parts) * (1.6 * box_width + margin) / (BOX_HEIGHT + 26) / SHAPE)))
+    layout = lay_out(outline, stages, box_width=box_width, margin=margin, top=HEAD, column_rows=rows)
+    sums = stage_sums(whole, forward_s, backward_s)
+
+    parts = [*_bands(layout, sums, cut_sums(whole))] if partition else []
+    parts += wire_strokes(layout, outline, stages)
+    parts += _boxes(layout, outline, stages)
+    parts += _groups(layout, outline)
+    legend, legend_width = _legend(outline, sums, bool(partition))
+    width = max(layout.width, legend_width, text_width(title, 19)) + 2 * MARGIN
+    height = layout.height + 2 * MARGIN
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            f'height="{height:g}" role="img" font-family="{FONT}">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{style()}</style>",
+            f'<rect class="paper edge" width="{width:g}" height="{height:g}" rx="10"/>',
+            f'<g transform="translate({MARGIN:g} {MARGIN:g})">',
+            svg_text(0, 18, title, 19, bold=True),
+            *legend,
+            *filter(None, parts),
+            "</g>",
+            "</svg>\n",
+        ]
+    )
+
+
+def _box_width(outline: Outline) -> float:
+    """As wide as its words, within limits."""
+    needed = [
+        max(
+            text_width(part.name, 13) * 1.06 + 12 + text_width(part.kind, 11),
+            text_width(_sizes(part), 11) + 12 + text_width(_time(part), 11),
+        )
+        for part in outline.parts
+    ]
+    return min(max(NARROWEST, *needed) + 18, WIDEST) if needed else NARROWEST
+
+
+def _sizes(part: Part) -> str:
+    words = [
+        f"{bytes_text(size)} {name}"
+        for size, name in ((part.param_bytes, "params"), (part.saved_bytes, "saved"))
+        if size
+    ]
+    return " · ".join(words) or (bytes_text(part.output_bytes) if part.output_bytes else "")
+
+
+def _time(part: Part) -> str:
+    known = [seconds for seconds in (part.forward_s, part.backward_s) if seconds is not None]
+    return seconds_text(sum(known)) if sum(known) else ""
+
+
+def _shares(outline: Outline) -> list[tuple[float, float]]:
+    """Of the longest bar: the two pieces of each part's bar."""
+    timed = [((part.forward_s or 0.0), (part.backward_s or 0.0)) for part in outline.parts]
+    pairs = timed if any(sum(pair) for pair in timed) else [(float(part.saved_bytes), 0.0) for part in outline.parts]
+    longest = max((sum(pair) for pair in pairs), default=0.0) or 1.0
+    return [(first / longest, second / longest) for first, second in pairs]
+
+
+def _boxes(layout: Layout, outline: Outline, stages: Sequence[int]) -> Iterator[str]:
+    shares = _shares(outline)
+    for box in layout.boxes:
+        part, hue = outline.parts[box.number], stages[box.number] % len(HUES)
+        inner = box.width - 16
+        name = fitted(part.name, 13 * 1.06, inner, keep_end=True)
+        room = inner - text_width(name, 13 * 1.06) - 10
+        kind = fitted(part.kind, 11, room) if room > 0.8 * text_width(part.kind, 11) and part.kind != part.name else ""
+        place = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:g}"'
+        yield f'<g class="part"><title>{escape(_hover(part))}</title>'
+        yield f'<rect class="s{hue}" {place} rx="5"/>'
+        yield svg_text(box.x + 8, box.y + 16, name, 13, bold=True)
+        yield svg_text(box.x + box.width - 8, box.y + 16, kind, 11, "pale", "end")
+        time = _time(part)
+        sizes = fitted(_sizes(part), 11, inner - text_width(time, 11) - (8 if time else 0))
+        yield svg_text(box.x + 8, box.y + 31, sizes, 11, "pale")
+        yield svg_text(box.x + box.width - 8, box.y + 31, time, 11, "ink", "end")
+        yield from _bar(box, hue, shares[box.number])
+        yield "</g>"
+
+
+def _bar(box: Box, hue: int, share: tuple[float, float]) -> Iterator[str]:
+    x, y, whole = box.x + 8, box.y + box.height - 6.5, box.width - 16
+    yield f'<rect class="track" x="{x:.1f}" y="{y:.1f}" width="{whole:.1f}" height="3" fill-opacity="0.6"/>'
+    first, second = share[0] * whole, share[1] * whole
+    if first >= 0.05:
+        opacity = ' fill-opacity="0.5"' if second else ""
+        yield f'<rect class="f{hue}" x="{x:.1f}" y="{y:.1f}" width="{first:.1f}" height="3"{opacity}/>'
+    if second >= 0.05:
+        yield f'<rect class="f{hue}" x="{x + first:.1f}" y="{y:.1f}" width="{second:.1f}" height="3"/>'
+
+
+def _hover(part: Part) -> str:
+    words = [part.name, part.kind, f"gives {bytes_text(part.output_bytes)}", _sizes(part)]
+    for name, seconds in (("forward", part.forward_s), ("backward", part.backward_s)):
+        words += [f"{name} {seconds_text(seconds)}"] if seconds else []
+    return "\n".join(words)
+
+
+def _bands(layout: Layout, sums: Sequence[StageSum], cuts: Sequence[CutSum]) -> Iterator[str]:
+    """Left of the boxes a strip in the stage's colour and what the stage holds; above it the cut it begins with."""
+    for band in layout.bands:
+        hue = band.stage % len(HUES)
+        x = band.left + STAGE_WORDS - 10
+        top = band.top + (5 if band.begins and band.stage else 0)
+        height = max(band.bottom - 5 - top, 4)
+        yield f'<rect class="f{hue}" x="{x:.1f}" y="{top:.1f}" width="5" height="{height:.1f}" rx="2.5"/>'
+        yield from _stage_words(band, sums[band.stage], top, x - 8)
+        if band.begins and band.stage:
+            cut = cuts[band.stage - 1]
+            path = f"M{band.left:.1f} {band.top:.1f}H{band.right:.1f}"
+            yield f'<path class="rule cut" d="{path}" stroke-dasharray="7 4" stroke-width="1.3"/>'
+            yield svg_text(band.left, band.top - 6, f"cut: {bytes_text(cut.bytes)}", 12, bold=True)
+
+
+def _stage_words(band: Band, total: StageSum, top: float, right: float) -> Iterator[str]:
+    lines = [f"stage {band.stage}"]
+    if band.begins:
+        lines += [seconds_text(total.seconds)] if total.seconds else []
+        lines += [f"{bytes_text(total.param_bytes)} params", f"{bytes_text(total.saved_bytes)} saved"]
+    for k, line in enumerate(lines):
+        yield svg_text(right, top + 12 + 13.5 * k, line, 12 if not k else 11, "pale" if k else "ink", "end", bold=not k)
+
+
+def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
+    """A bracket around the parts of each group, in each column."""
+    boxes = {box.number: box for box in layout.boxes}
+    for group in outline.groups:
+        columns: dict[int, list[Box]] = {}
+        for number in range(group.first, group.last + 1):
+            columns.setdefault(boxes[number].column, []).append(boxes[number])
+        tallest = max(columns, key=lambda column: len(columns[column]))
+        for number, column in columns.items():
+            x = min(box.x for box in column) - 7
+            top, bottom = min(box.y for box in column), max(box.y + box.height for box in column)
+            yield f'<path class="bracket" d="M{x + 3:.1f} {top:.1f}h-4v{bottom - top:.1f}h4"/>'
+            # In the longest piece that no cut runs through.
+            stops = [top, *sorted({band.top for band in layout.bands if top < band.top < bottom}), bottom]
+            low, high = max(pairwise(stops), key=lambda piece: piece[1] - piece[0])
+            words = fitted(group.label, 11, high - low, keep_end=True)
+            if words != group.label and number != tallest:
+                continue
+            place = f"translate({x - 5:.1f} {(low + high) / 2:.1f}) rotate(-90)"
+            yield f'<text class="pale" transform="{place}" font-size="11" text-anchor="middle">{escape(words)}</text>'
+
+
+def _legend(outline: Outline, sums: Sequence[StageSum], staged: bool) -> tuple[list[str], float]:
+    """What is drawn, in words; and how wide they are."""
+    params, saved = sum(total.param_bytes for total in sums), sum(total.saved_bytes for total in sums)
+    count = sum(part.kind not in (INPUT, OUTPUT) for part in outline.parts)
+    parts = f"{count} {'operations' if outline.level == 'op' else f'{outline.level}s'}"
+    words = [
+        f"{parts} of {len(outline.graph.layers)} layers",
+        f"{bytes_text(params)} params",
+        f"{bytes_text(saved)} saved",
+    ]
+    seconds = [total.seconds for total in sums if total.seconds]
+    words += [f"{seconds_text(sum(seconds))} forward and backward"] if seconds else []
+    timed = any(sum(pair) for pair in ((part.forward_s or 0, part.backward_s or 0) for part in outline.parts))
+    bar = "share of the time, light forward, dark backward" if timed else "share of the bytes saved for backward"
+    notes = [f"bar: {bar}", "wires: the wider, the more bytes", *(["colour: stage"] if staged else [])]
+    lines = [" · ".join(words), " · ".join(notes)]
+    texts = [svg_text(0, 40, lines[0], 13, "pale"), svg_text(0, 58, lines[1], 12, "pale")]
+    return texts, max(text_width(line, 13) for line in lines)

@@ -1,0 +1,254 @@
+"""Data parallelism: every rank holds the whole model and computes its share of the microbatches.
+
+With one rank this is the plain step with gradient accumulation, which every other strategy is compared with. With
+several, torch's DistributedDataParallel averages the gradients in buckets while the last backward still runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.sent_bytes import sum_bytes
+from parallel.engine.optimizer_step import parameters_and_gradients, state_of
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
+from parallel.memory.policy import Keeping
+from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
+from parallel.offload.saved_tensors import Keeper
+from parallel.offload.updated_buffers import UpdatedBuffers
+from parallel.schedule.microbatch import microbatch_seed, share_of
+from parallel.stage.batchnorm import running_statistics
+from parallel.stage.recompute_context import surroundings
+from parallel.stage.rng import drawing
+from parallel.stage.stage import Loss
+from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.stage_module import Run, SegmentRun, StageModule
+
+
+class DataParallelEngine:
+    """One step on a global batch of ``batch`` tiles cut into ``m`` microbatches, shared by all ranks.
+
+    Args:
+        module: the whole model, on the device.
+        loss: mean over the tiles of a microbatch.
+        optimizer: over the parameters of ``module``.
+        communicator: the ranks.
+        batch: tiles of a step over all ranks.
+        m: microbatches of a step over all ranks.
+        seed: of dropout and every other random number the model draws.
+        autocast: type for mixed precision on the device; None computes in float32.
+        statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
+        keeper: says what becomes of what forward passes keep. By default autograd keeps it.
+        host: ``optimizer`` is the one it has.
+        device: that computes, where the parameters are on the host.
+        updated: names of buffers that forward passes update, outside normalisation layers; where there are any, one
+            rank alone.
+        bucket_bytes: of gradients averaged at once beside the last backward pass; 0: all, at its end; None: as the
+            communicator does.
+
+    Raises:
+        ValueError: ``batch``, ``m`` and the number of ranks do not fit together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        *,
+        batch: int,
+        m: int,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
+        keeper: Keeper | None = None,
+        host: HostOptimizer | None = None,
+        device: torch.device | None = None,
+        bucket_bytes: int | None = None,
+        updated: Collection[str] = (),
+    ) -> None:
+        if batch < m:
+            raise ValueError(
+                f"{m} microbatches need a batch of at least {m} tiles, got {batch}: raise --batch or lower "
+                "--microbatches"
+            )
+        mend_norm_gradients()
+        self.module = module
+        self.optimizer = optimizer
+        self.share = share_of(communicator.rank, communicator.world, m)
+        self._loss = loss
+        self._communicator = communicator
+        self._batch = batch
+        self._m = m
+        self._seed = seed
+        self._autocast = autocast
+        self._device = device or next(module.parameters()).device
+        self._host = host
+        self._learning_rate = 0.0
+        self._before_update = nothing
+        self._bucket_bytes = bucket_bytes
+        self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
+        self._statistics = running_statistics(module, communicator, statistics)
+        self._keeper = keeper or Keeper(Keeping(), self._device)
+        self._updated = UpdatedBuffers(module, updated)
+        assert communicator.world == 1 or not self._updated
+        self._keeper.copies_of(self._updated)
+        self._precision = functools.partial(
+            torch.autocast, self._device.type, self._autocast, enabled=self._autocast is not None
+        )
+
+    def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
+        """What forward passes of training go through."""
+        return self._communicator.replicate(module, self._bucket_bytes)
+
+    def wants(self, i: int) -> Wants:
+        return Wants(images=True, targets=True)
+
+    @property
+    def predict_wants(self) -> Wants:
+        return Wants(images=True, targets=True)
+
+    def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
+        self.module.train()
+        if self._host is not None:
+            self._host.begin_step()
+        self._learning_rate = learning_rate
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        measured = torch.zeros((2, self._m), dtype=torch.float64)
+        losses, sizes = measured
+        self._statistics.begin_step(self._m)
+        source = iter(microbatches)
+        for i in self.share:
+            losses[i], sizes[i] = self._accumulate(i, next(source), step)
+        self._statistics.end_step()
+        tiles = int(sizes.sum())
+        self._communicator.all_reduce(measured)
+        assert sizes.sum() == self._batch, "the microbatches of all ranks together are the batch"
+        faulty = [i for i, value in enumerate(losses.tolist()) if not math.isfinite(value)]
+        if faulty:
+            if self._host is not None:
+                self._host.take_back()
+            raise NonFiniteLoss(faulty, [losses[i].item() for i in faulty])
+        if self._host is not None:
+            self._host.apply(learning_rate)
+        else:
+            self._before_update()
+            set_learning_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
+        return StepResult(loss=float(losses @ (sizes / self._batch)), tiles=tiles)
+
+    def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
+        """Forward and backward of microbatch ``i``; gives its own mean loss, on the CPU, and its tiles."""
+        assert self._replica is not None, "step after close"
+        last = i == self.share[-1]
+        # Gradients are exchanged once a step, by the last backward; the others only add up locally.
+        waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[attr-defined]
+        with waits:
+            loss = self._forward(i, microbatch, step)
+            # DistributedDataParallel divides by the number of ranks; the global mean weighs every tile alike.
+            tiles = microbatch.shape[0]
+            weight = tiles * self._communicator.world / self._batch
+            del microbatch  # its images live on where autograd needs them
+            # The mean over several ranks comes after a gradient has been added.
+            if last and self._host is not None and self._communicator.world == 1:
+                self._host.arm(self._learning_rate)
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+        self._keeper.landed(i)
+        return loss.detach().cpu(), tiles
+
+    def _forward(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
+        """The loss of microbatch ``i``."""
+        assert self._replica is not None, "step after close"
+        assert microbatch.images is not None
+        assert microbatch.targets is not None
+        with (
+            drawing(microbatch_seed(self._seed, step, i), self._device),
+            self._statistics.microbatch(i, microbatch.shape[0]),
+            self._precision(),
+            self._keeper.watching(i, self._state()),
+            self._in_segments(),
+        ):
+            loss: Tensor = self._loss(self._replica(microbatch.images), microbatch.targets)
+        return loss
+
+    @contextlib.contextmanager
+    def _in_segments(self) -> Iterator[None]:
+        """A model cut into segments is run by the keeper."""
+        if not isinstance(self.module, StageModule):
+            yield
+            return
+        self.module.through = self._through
+        try:
+            yield
+        finally:
+            self.module.through = None
+
+    def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        around = functools.partial(
+            surroundings, segment, self._device, self._statistics, self._precision, self._updated
+        )
+        return self._keeper.through(segment, compute, values, self._state(), around)
+
+    def _state(self) -> tuple[Tensor, ...]:
+        """Parameters and buffers, which are there anyway and do not change between two passes."""
+        changing = {id(tensor) for tensor in self._updated.tensors}
+        return tuple(t for t in (*self.module.parameters(), *self.module.buffers()) if id(t) not in changing)
+
+    def predicting(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def predict(self, microbatch: Microbatch) -> Tensor:
+        self.module.eval()
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            output: Tensor = self.module(microbatch.images)
+        return output.float()
+
+    def on_device(self) -> Iterator[Tensor]:
+        yield from self.module.buffers()
+        if self._host is None or not self._host.resident:
+            yield from parameters_and_gradients(self.module.parameters())
+        if self._host is None:
+            yield from state_of(self.optimizer)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the global batch's mean loss, by name of the parameter; after a step."""
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    @property
+    def sent_in_step(self) -> int:
+        gradients = sum(p.grad.nbytes for p in self.module.parameters() if p.grad is not None)
+        return sum_bytes(gradients, self._communicator.world)
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        if self._host is not None:
+            self._host.before_update = call
+        self._before_update = call
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.module.named_parameters(remove_duplicate=False))
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._communicator.rank > 0:
+            return {}
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def close(self) -> None:
+        self._replica = None
+        self._keeper.forget()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,285 @@
+"""The engine: walks its rank's actions, whatever schedule they come from.
+
+Takes the lowered schedule, this rank's stages and a communicator; gives optimiser steps. Every strategy is data to it:
+replicas, chunks, skips and groups appear only as actions, routes and holders. Letters: i microbatch, m microbatches of
+the global batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.comm.communicator import CommunicationError, Communicator
+from parallel.engine.grad_reducer import completing_backwards, last_backwards
+from parallel.engine.rank_program import RankWork
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
+from parallel.engine.step_batches import Feed
+from parallel.engine.transfers import describe
+from parallel.graph.layers import RANDOM_STATE
+from parallel.schedule.action import Action, Kind
+from parallel.schedule.fault import describe_fault
+from parallel.schedule.microbatch import microbatch_seed
+from parallel.schedule.timeline import Span
+from parallel.stage.stage import LOSS
+
+
+class EngineFault(RuntimeError):
+    """An action that failed. Says rank, action, stage and shapes, and shows the schedule with the action marked."""
+
+
+class Observer(Protocol):
+    """Is told where the engine stands, so that somebody can say so when the engine no longer can."""
+
+    def step(self, number: int) -> None: ...
+
+    def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
+        """Before the action at ``position`` of this rank's list; ``waiting``: for other ranks."""
+        ...
+
+
+class Engine:
+    """Optimiser steps of a model whose stages are spread over ranks; satisfies ``step.TrainingEngine``.
+
+    Args:
+        work: of this rank.
+        communicator: all ranks.
+        seed: of dropout and every other random number the model draws.
+        observer: is told of every action.
+    """
+
+    def __init__(
+        self, work: RankWork, communicator: Communicator, *, seed: int = 0, observer: Observer | None = None
+    ) -> None:
+        self.schedule, self.placement, self.share = work.schedule, work.placement, work.share
+        self._work = work
+        self._communicator = communicator
+        self._actions = tuple(work.schedule[communicator.rank])
+        self._seed = seed
+        self._observer = observer
+        self._last = work.placement.stages - 1
+        forwards = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.FORWARD}
+        self._wants = {i: Wants((0, i) in forwards, (self._last, i) in forwards) for i in work.share}
+        self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
+        self._completing = frozenset(completing_backwards(self._actions))
+        self._finishing = frozenset(last_backwards(self._actions))
+        self._learning_rate = 0.0
+        self._spans: list[Span] = []
+        self._sent_in_step = 0
+        self._shapes = ""
+        self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
+
+    def wants(self, i: int) -> Wants:
+        return self._wants[i]
+
+    @property
+    def predict_wants(self) -> Wants:
+        return self._work.prediction.wants
+
+    def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
+        work = self._work
+        if self._observer:
+            self._observer.step(step)
+        for stage in work.stages.values():
+            stage.module.train()
+            stage.statistics.begin_step(work.m)
+        work.update.begin_step()
+        self._learning_rate = learning_rate
+        for exchange in work.exchanges.values():
+            exchange.begin_step()
+        self._spans = []
+        sent = sum(self.bytes_sent.values())
+        losses = self._walk(Feed(microbatches, self.share), step)
+        tiles = int(losses[1].sum())
+        work.messenger.finish()
+        self._sent_in_step = sum(self.bytes_sent.values()) - sent
+        for exchange in work.exchanges.values():
+            exchange.finish()
+        for number in sorted(work.stages):
+            work.stages[number].statistics.end_step()
+        self._communicator.all_reduce(losses)
+        means, sizes = losses
+        faulty = [i for i, mean in enumerate(means.tolist()) if not math.isfinite(mean)]
+        if faulty:
+            work.update.take_back()
+            raise NonFiniteLoss(faulty, [float(means[i]) for i in faulty])
+        total = int(sizes.sum())
+        work.update.apply(learning_rate, scale=work.batch / total)
+        return StepResult(loss=float(means @ sizes) / total, tiles=tiles)
+
+    def predicting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def predict(self, microbatch: Microbatch) -> Any:
+        return self._work.prediction.run(microbatch)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the global batch's mean loss, by name of the parameter, for the stages this rank holds; after a step."""
+        return {
+            name: parameter.grad
+            for stage in self._work.stages.values()
+            for name, parameter in stage.parameters.items()
+            if parameter.grad is not None
+        }
+
+    def on_device(self) -> Iterator[Tensor]:
+        for stage in self._work.stages.values():
+            yield from stage.module.buffers()
+        yield from self._work.update.on_device()
+
+    def spans(self) -> tuple[Span, ...]:
+        """When this rank computed what in the last step, in ``time.perf_counter`` seconds; on a GPU, when it asked the
+        GPU to."""
+        return tuple(self._spans)
+
+    @property
+    def bytes_sent(self) -> Mapping[int, int]:
+        """Rank -> bytes of values and gradients that this rank has sent to it as messages since it was made."""
+        return self._work.messenger.bytes_sent
+
+    @property
+    def sent_in_step(self) -> int:
+        return self._sent_in_step + sum(exchange.sent_bytes for exchange in self._work.exchanges.values())
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        self._work.update.before_update(call)
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(self._work.canonical.parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._work.canonical.gather()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._work.canonical.scatter(state)
+
+    def close(self) -> None:
+        for stage in self._work.stages.values():
+            stage.forget()
+        self._work.handover.clear()
+
+    def _walk(self, feed: Feed, step: int) -> Tensor:
+        """All actions of this rank; mean losses and sizes (2, m) of the microbatches whose loss it computed."""
+        found: dict[int, tuple[Tensor, int]] = {}
+        for position, action in enumerate(self._actions):
+            self._shapes = ""
+            try:
+                self._perform(position, action, feed, step, found)
+            except CommunicationError:
+                raise
+            except Exception as fault:
+                raise self._fault(position, step, fault) from fault
+        if self._observer:
+            self._observer.at(-1)
+        return self._losses(found)
+
+    def _losses(self, found: Mapping[int, tuple[Tensor, int]]) -> Tensor:
+        """(2, m) of the mean loss and size of each microbatch in ``found``."""
+        losses = torch.zeros(2, self._work.m, dtype=torch.float64)
+        for i, (mean, tiles) in found.items():
+            losses[0, i], losses[1, i] = mean, tiles
+        return losses
+
+    def _perform(
+        self, position: int, action: Action, feed: Feed, step: int, losses: dict[int, tuple[Tensor, int]]
+    ) -> None:
+        handover = self._work.handover
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(position, action, feed, step, losses)
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                self._backward(position, action, feed)
+            case Kind.BACKWARD_WEIGHT:
+                with self._computing(position, action) as i:
+                    self._work.stages[action.stage].backward_weight(i)
+            case Kind.RECOMPUTE:
+                with self._computing(position, action) as i:
+                    self._work.stages[action.stage].recompute(i)
+            case Kind.OFFLOAD:
+                self._work.stages[action.stage].flush(_i(action))
+            case Kind.PREFETCH:
+                self._work.stages[action.stage].prefetch(_i(action))
+            case Kind.REDUCE:
+                self._work.exchanges[action.stage].begin()
+            case Kind.SEND_FORWARD:
+                handover.send(action, feed.shape(_i(action)))
+            case Kind.SEND_BACKWARD:
+                handover.send_back(action)
+            case Kind.RECEIVE_FORWARD:
+                handover.post(action, feed.shape(_i(action)))
+            case Kind.RECEIVE_BACKWARD:
+                handover.post_back(action)
+
+    def _forward(
+        self, position: int, action: Action, feed: Feed, step: int, losses: dict[int, tuple[Tensor, int]]
+    ) -> None:
+        i, work = _i(action), self._work
+        self._shapes = f"tiles {feed.shape(i)}"
+        self._tell(position, waiting=True)
+        values = work.handover.take(action)
+        if action.stage == 0:
+            values[work.inputs] = feed.images(i)
+        tiles = feed.shape(i)[0]
+        random = values.pop(RANDOM_STATE, None)
+        self._shapes = self._described(position, feed.shape(i), "inputs", values)
+        with self._computing(position, action):
+            outputs = work.stages[action.stage].forward(
+                i,
+                tiles,
+                values,
+                microbatch_seed(self._seed, step, i) if random is None else random,
+                targets=feed.targets(i) if action.stage == self._last else None,
+                recomputed=(action.stage, i) in self._recomputed,
+            )
+        if action.stage == self._last:
+            losses[i] = outputs[LOSS].detach(), tiles  # read after the last action: reading waits for a GPU
+        work.handover.give(action, outputs)
+
+    def _backward(self, position: int, action: Action, feed: Feed) -> None:
+        i, work = _i(action), self._work
+        self._shapes = f"tiles {feed.shape(i)}"
+        self._tell(position, waiting=True)
+        gradients = work.handover.take_back(action)
+        if gradients:
+            self._shapes = self._described(position, feed.shape(i), "gradients", gradients)
+        if position in self._completing:
+            work.exchanges[action.stage].arm()
+        if position in self._finishing:
+            work.update.arm(work.stages[action.stage].parameters, self._learning_rate)
+        with self._computing(position, action):
+            incoming = work.stages[action.stage].backward(i, gradients, weight=feed.shape(i)[0] / work.batch)
+        work.handover.give_back(action, incoming)
+
+    @contextlib.contextmanager
+    def _computing(self, position: int, action: Action) -> Iterator[int]:
+        self._tell(position)
+        begun = time.perf_counter()
+        yield _i(action)
+        self._spans.append(Span(action, begun, time.perf_counter()))
+
+    def _tell(self, position: int, waiting: bool = False) -> None:
+        if self._observer:
+            self._observer.at(position, waiting, self._shapes)
+
+    def _described(self, position: int, shape: tuple[int, ...], what: str, values: Mapping[str, Any]) -> str:
+        """Names and shapes of ``values``; they follow from those of the tiles, so they are put into words once."""
+        text = self._texts.get((position, shape))
+        if text is None:
+            text = self._texts[position, shape] = f"{what} {describe(values)}"
+        return text
+
+    def _fault(self, position: int, step: int, fault: Exception) -> EngineFault:
+        reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"
+        return EngineFault(describe_fault(self.schedule, self._communicator.rank, position, step, self._shapes, reason))
+
+
+def _i(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch

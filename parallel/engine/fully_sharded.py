@@ -1,0 +1,173 @@
+"""Fully sharded data parallelism: as data parallelism, with the model itself in parts on the ranks.
+
+Each rank holds a share of every parameter, gradient and optimizer state, and computes its share of the microbatches;
+the parameters of one unit (``sharding_units``) after the other are gathered for as long as they are needed. After
+Rajbhandari et al. 2020, ZeRO, stage 3, and Zhao et al. 2023, PyTorch FSDP; the parts and messages are torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.sent_bytes import part_bytes
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.optimizer_step import MakeOptimizer
+from parallel.engine.sharding_units import sharding_units
+from parallel.engine.step import Microbatch
+from parallel.schedule.microbatch import share_of
+from parallel.stage.stage import Loss
+
+
+class FullyShardedEngine(DataParallelEngine):
+    """One step on a global batch, by ranks that hold the model together.
+
+    A forward or backward pass gathers what the other ranks hold, so all ranks make as many passes, of the same
+    submodules in the same order. Where one has fewer microbatches than another, it meanwhile computes one of its own
+    once more, and does not count it. With several microbatches a rank, gradients add up whole until the last one; under
+    autocast, the copies of weights in the smaller type are kept from the forward to the backward pass.
+
+    Args:
+        module: the whole model on the CPU, the same on every rank; changed in place.
+        make_optimizer: over this rank's parts of the parameters. One whose update of a number depends on that number
+            alone, as SGD and Adam do, updates as if they were whole.
+        communicator: 2 ranks or more that can divide a module.
+        device: of the parts and of computing.
+        loss, batch, m, seed, autocast, statistics: as for DataParallelEngine.
+
+    Raises:
+        ValueError: ``batch``, ``m`` and the number of ranks do not fit together; the communicator cannot, or the model
+            has a parameter that cannot be divided.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        make_optimizer: MakeOptimizer,
+        communicator: Communicator,
+        *,
+        batch: int,
+        m: int,
+        device: torch.device,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
+    ) -> None:
+        for parameter in module.parameters():
+            # FSDP2 refuses other layouts; convolutions take images in any of them all the same.
+            parameter.data = parameter.data.contiguous()
+            communicator.broadcast(parameter.data)  # parts of different models would make a model of none
+        self._shards = communicator.shard(module, sharding_units(module), device)
+        super().__init__(
+            module,
+            loss,
+            make_optimizer(module.parameters()),
+            communicator,
+            batch=batch,
+            m=m,
+            seed=seed,
+            autocast=autocast,
+            statistics=statistics,
+        )
+        self._dtype = next(module.parameters()).dtype.to_real()
+        self._idle = len(self.share) < len(share_of(0, communicator.world, m))
+
+    def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
+        return self._shards.forward
+
+    def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
+        last = i == self.share[-1]
+        self._shards.reduce_gradients(False)
+        if last and self._idle:
+            # Weighs nothing; the running statistics it leaves are those of the pass that follows, which replace them.
+            (self._forward(i, microbatch, step) * 0).backward()  # type: ignore[no-untyped-call]
+        self._shards.reduce_gradients(last)
+        loss = self._forward(i, microbatch, step)
+        (loss * (microbatch.shape[0] / self._batch)).backward()  # type: ignore[no-untyped-call]
+        return loss.detach().cpu(), microbatch.shape[0]
+
+    @contextlib.contextmanager
+    def predicting(self) -> Iterator[None]:
+        """A rank that has no more predictions to make helps the others to gather the model for theirs."""
+        yield
+        while (shape := self._agreed_shape(None)) is not None:
+            self._predict(torch.zeros(shape, dtype=self._dtype, device=self._device))
+
+    def predict(self, microbatch: Microbatch) -> Tensor:
+        """Every rank takes part, within ``predicting`` or by a prediction of its own at the same time."""
+        assert microbatch.images is not None
+        self._agreed_shape(microbatch.shape)
+        return self._predict(microbatch.images)
+
+    @torch.no_grad()
+    def _predict(self, images: Tensor) -> Tensor:
+        self.module.eval()
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            output: Tensor = self._shards.forward(images)
+        self._shards.release()
+        return output.float()
+
+    def _agreed_shape(self, mine: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Shape of the images of any rank that has some; None when no rank has."""
+        shapes = torch.zeros((self._communicator.world, 4), dtype=torch.int64)
+        if mine is not None:
+            shapes[self._communicator.rank] = torch.tensor(mine)
+        self._communicator.all_reduce(shapes)
+        return next((tuple(shape) for shape in shapes.tolist() if shape[0]), None)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the global batch's mean loss, whole, by name of the parameter; after a step. Every rank takes part."""
+        return {name: self._shards.whole(gradient) for name, gradient in super().gradients().items()}
+
+    @property
+    def sent_in_step(self) -> int:
+        """Parameters are gathered by every forward and every backward pass, gradients summed once."""
+        world = self._communicator.world
+        passes = len(share_of(0, world, self._m))
+        model = sum(p.nbytes for p in self.module.parameters())
+        return (2 * passes + 1) * part_bytes(model, world)
+
+    def state_dict(self) -> dict[str, Any]:
+        model = {key: self._kept(value) for key, value in self.module.state_dict().items()}
+        optimizer = self.optimizer.state_dict()
+        optimizer["state"] = {
+            number: {key: self._kept(value) for key, value in values.items()}
+            for number, values in optimizer["state"].items()
+        }
+        return {} if self._communicator.rank > 0 else {"model": model, "optimizer": optimizer}
+
+    def _kept(self, value: Any) -> Any:
+        """``value`` whole, on the CPU of rank 0: a device may not have the room that all ranks have together."""
+        if not isinstance(value, Tensor):
+            return value
+        whole = self._shards.whole(value)
+        return whole.cpu() if self._communicator.rank == 0 else None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self.module.state_dict()
+        self.module.load_state_dict(
+            {
+                key: self._shards.part_like(value, own[key]) if key in own else value
+                for key, value in state["model"].items()
+            }
+        )
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        saved = state["optimizer"]
+        self.optimizer.load_state_dict(
+            {**saved, "state": {n: self._parts(values, parameters[n]) for n, values in saved["state"].items()}}
+        )
+
+    def _parts(self, values: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of ``parameter``: what has its shape is divided as it is, counters are not."""
+        return {
+            key: self._shards.part_like(value, parameter)
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in values.items()
+        }

@@ -1,0 +1,90 @@
+"""Prediction over stages: the forward passes of replica 0, one microbatch after the other, in evaluation mode.
+
+Takes the images on the rank of the first stage; gives the output on the rank of the last. Stages are taken in
+ascending order on every rank, which cannot deadlock because values flow to later stages only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from parallel.engine.messages import Incoming, Messenger
+from parallel.engine.step import Microbatch, Wants
+from parallel.engine.transfers import Routes
+from parallel.graph.layers import RANDOM_STATE
+from parallel.schedule.placement import Placement
+from parallel.stage.stage import Stage
+
+
+class Prediction:
+    """The stages of replica 0 that one rank holds.
+
+    Args:
+        inputs: name of the model's input.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        routes: Routes,
+        placement: Placement,
+        messenger: Messenger,
+        rank: int,
+        inputs: str,
+    ) -> None:
+        self._stages = {n: stages[n] for n, replica in placement.held_by(rank) if not replica}
+        self._last = placement.stages - 1
+        self._inputs = inputs
+        self._messenger = messenger
+        group = placement.group_of(rank)
+        owners = {stage: placement.rank_of(stage, 0, group) for stage in range(placement.stages)}
+        names = {way: tuple(name for name in route if name != RANDOM_STATE) for way, route in routes.items()}
+        self._leaving = {(s, t): names[s, t] for s, t in sorted(names) if owners[s] == rank and names[s, t]}
+        self._arriving = {(s, t): owners[s] for s, t in sorted(names) if owners[t] == rank and names[s, t]}
+        self._owners = owners
+        self._rank = rank
+
+    @property
+    def wants(self) -> Wants:
+        """Images to feed the first stage, targets to hold against what the last gives."""
+        return Wants(0 in self._stages, self._last in self._stages)
+
+    def run(self, microbatch: Microbatch) -> Any:
+        """The output of the model in float32 on the rank of the last stage, None on the others."""
+        shape, output = microbatch.shape, None
+        here: dict[tuple[int, int], dict[str, Any]] = {}
+        posted: dict[tuple[int, int], Incoming] = {}
+        for number, stage in sorted(self._stages.items()):
+            values: dict[str, Any] = {self._inputs: microbatch.images} if number == 0 else {}
+            for way in self._arriving:
+                if way[1] == number:
+                    values |= here.pop(way) if self._arriving[way] == self._rank else self._receive(way, shape, posted)
+            stage.module.eval()
+            outputs = stage.predict(values)
+            for way, names in self._leaving.items():
+                if way[0] == number:
+                    # What only training makes is None here.
+                    value = {name: outputs.get(name) for name in names}
+                    if self._owners[way[1]] == self._rank:
+                        here[way] = value
+                    else:
+                        self._messenger.send(self._owners[way[1]], ("prediction", *way, shape), value)
+            if number == self._last:
+                (output,) = outputs.values()
+        self._messenger.finish()
+        return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) else leaf, output)
+
+    def _receive(
+        self, way: tuple[int, int], shape: tuple[int, ...], posted: dict[tuple[int, int], Incoming]
+    ) -> dict[str, Any]:
+        """The value that comes ``way``. Whatever the same rank sends before it is asked for first."""
+        for earlier, peer in self._arriving.items():
+            if peer == self._arriving[way] and earlier not in posted and earlier <= way:
+                posted[earlier] = self._messenger.post(peer, ("prediction", *earlier, shape))
+        form, tensors = posted[way].wait()
+        value: dict[str, Any] = form.build(tensors)
+        return value

@@ -1,0 +1,139 @@
+"""The optimiser step of one rank: over the stages it holds, or over those it owns when pairs share the optimizer state.
+
+With inverted replicas ranks k and D-1-k hold the same two stages. Sharded, each keeps the optimizer state of one of
+them, updates it, and gives the other rank the result: the same numbers at half the state (Rajbhandari et al. 2020,
+ZeRO stage 1, between two ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.objects import broadcast_tensors
+from parallel.offload.copies import Copies
+from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Parameters that one rank of a pair updates for both.
+
+    Attributes:
+        pair: the two ranks.
+        source: number in ``pair`` of the rank that updates.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    pair: Communicator
+    source: int
+
+
+class Update:
+    """Zeroes gradients before a step and updates parameters after it.
+
+    Args:
+        owned: parameters that this rank updates, by name.
+        unshared: parameters whose gradients stay on this rank; those of shared ones are zeroed by their exchange.
+        held: all parameters this rank holds.
+        copies: made after the update, in the same order on both ranks of a pair.
+        offload: copies to and from the host, where the optimizer then is; None: it is where the parameters are.
+        resident: with ``offload``, the parameters are on the host themselves.
+    """
+
+    def __init__(
+        self,
+        make_optimizer: MakeOptimizer,
+        *,
+        owned: Mapping[str, nn.Parameter],
+        unshared: Iterable[nn.Parameter],
+        held: Iterable[nn.Parameter],
+        copies: Sequence[Copy] = (),
+        offload: Copies | None = None,
+        resident: bool = False,
+    ) -> None:
+        self.owned = dict(owned)
+        self.optimizer: Optimizer | None = None
+        self._host: HostOptimizer | None = None
+        if owned and offload is not None:
+            self._host = HostOptimizer(make_optimizer, owned, offload, resident=resident)
+            self.owned, self.optimizer = self._host.owned, self._host.optimizer
+        elif owned:
+            self.optimizer = make_optimizer(list(owned.values()))
+        self._unshared = tuple(unshared)
+        self._held = tuple(held)
+        self._copies = tuple(copies)
+        self._before_update = nothing
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """As of ``step.TrainingEngine``."""
+        if self._host is not None:
+            self._host.before_update = call
+        self._before_update = call
+
+    def on_device(self) -> Iterator[Tensor]:
+        """Parameters, gradients and optimizer state that are on the device between two steps."""
+        if self._host is None or not self._host.resident:
+            yield from parameters_and_gradients(self._held)
+        if self.optimizer is not None and self._host is None:
+            yield from state_of(self.optimizer)
+
+    def begin_step(self) -> None:
+        if self._host is not None:
+            self._host.begin_step()
+        for parameter in self._unshared:
+            parameter.grad = None
+
+    def arm(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
+        """The next backward pass is the last of this step for ``parameters``, by name. With the optimizer on the host,
+        those of them whose gradients stay on this rank are updated there while it still runs."""
+        if self._host is not None:
+            mine = {id(parameter) for parameter in self._unshared}
+            names = [name for name, p in parameters.items() if id(p) in mine and name in self.owned]
+            self._host.arm(learning_rate, names)
+
+    def take_back(self) -> None:
+        """Give the step up: parameters and optimizer are as they were before it."""
+        if self._host is not None:
+            self._host.take_back()
+
+    @torch.no_grad()
+    def apply(self, learning_rate: float, scale: float) -> None:
+        """Update, after the gradients have been summed.
+
+        Args:
+            scale: what the gradients are multiplied with; 1 in the usual step.
+        """
+        gradients = [parameter.grad for parameter in self._held if parameter.grad is not None]
+        if scale != 1 and gradients:
+            self.take_back()
+            torch._foreach_mul_(gradients, scale)
+        self._before_update()
+        if self._host is not None:
+            self._host.apply(learning_rate)
+        elif self.optimizer is not None:
+            set_learning_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
+        for copy in self._copies:
+            broadcast_tensors(copy.pair, copy.parameters, copy.source)
+
+
+def parameters_and_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+    """``parameters``, and of those that have one the gradient."""
+    for parameter in parameters:
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+
+
+def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What ``optimizer`` keeps for its parameters."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,45 @@
+"""What one rank computes, and with what: the parts that ``assemble`` hands to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parallel.engine.grad_reducer import GradientExchange
+from parallel.engine.inference import Prediction
+from parallel.engine.messages import Messenger
+from parallel.engine.optimizer_step import Update
+from parallel.engine.state_dict import CanonicalState
+from parallel.engine.transfers import Handover
+from parallel.schedule.action import Schedule
+from parallel.schedule.placement import Placement
+from parallel.stage.stage import Stage
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """All of it.
+
+    Attributes:
+        schedule: lowered, of all ranks; this rank's list is walked, the others are shown when something fails.
+        stages: those this rank holds, by number; two replicas of one stage share it.
+        exchanges: of the stages that other ranks hold too.
+        inputs: name of the model's input.
+        share: microbatches of this rank's group.
+        batch: tiles of a usual step over all ranks; where a step has another number it is made good afterwards.
+        m: microbatches of a step over all ranks.
+    """
+
+    schedule: Schedule
+    placement: Placement
+    stages: Mapping[int, Stage]
+    handover: Handover
+    exchanges: Mapping[int, GradientExchange]
+    update: Update
+    messenger: Messenger
+    prediction: Prediction
+    canonical: CanonicalState
+    inputs: str
+    share: range
+    batch: int
+    m: int

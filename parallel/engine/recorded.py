@@ -1,0 +1,80 @@
+"""A step that really ran: its timeline, put together from what each rank wrote down, and what its stages cost.
+
+The costs go back into ``simulate``, which then says what the same schedule could do at best.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.objects import gather_objects
+from parallel.schedule.action import Action, Kind, Schedule
+from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.schedule.timeline import Span, Timeline
+
+
+def gather_timeline(
+    communicator: Communicator, spans: Sequence[Span], peak_bytes: int | None = None
+) -> Timeline | None:
+    """The step of all ranks on rank 0, from 0 s on; None on the others. Every rank takes part.
+
+    Args:
+        spans: of this rank, in ``time.perf_counter`` seconds; ranks of several machines have clocks of their own, so
+            only those of one machine can be compared.
+        peak_bytes: of activations on this rank, where they were counted.
+    """
+    told = gather_objects(communicator, ([(str(span.action), span.start_s, span.end_s) for span in spans], peak_bytes))
+    if told is None:
+        return None
+    begun = min((start for rank, _ in told for _, start, _ in rank), default=0.0)
+    peaks: Mapping[int, int] = {rank: peak for rank, (_, peak) in enumerate(told) if peak is not None}
+    return Timeline(
+        {
+            rank: tuple(Span(Action.parse(text), start - begun, end - begun) for text, start, end in own)
+            for rank, (own, _) in enumerate(told)
+        },
+        peaks or None,
+    )
+
+
+def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
+    """What the stages of a measured step cost: the median of each kind of action, 0 where a stage has none.
+
+    Bytes are not measured here and are 0.
+    """
+    found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for spans in timeline.spans.values():
+        for span in spans:
+            found[span.action.stage, span.action.kind].append(span.duration_s)
+
+    def usual(stage: int, kind: Kind) -> float:
+        durations = found[stage, kind]
+        return statistics.median(durations) if durations else 0.0
+
+    return [
+        StageCost(
+            forward_s=usual(stage, Kind.FORWARD),
+            backward_s=usual(stage, Kind.BACKWARD),
+            backward_input_s=usual(stage, Kind.BACKWARD_INPUT),
+            backward_weight_s=usual(stage, Kind.BACKWARD_WEIGHT),
+            activation_bytes=0,
+        )
+        for stage in range(stages)
+    ]
+
+
+def free_links(schedule: Schedule, stages: int) -> dict[tuple[int, int], LinkCost]:
+    """The links of a lowered schedule, at no cost: between neighbours, and those that messages go along."""
+    links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(stages - 1)}
+    for actions in schedule.values():
+        for action in actions:
+            if action.kind is Kind.SEND_FORWARD and action.peer is not None:
+                links.setdefault((action.stage, action.peer), LinkCost(0.0, None))
+    for actions in schedule.values():
+        for action in actions:
+            if action.kind is Kind.SEND_BACKWARD and action.peer is not None:
+                links[action.peer, action.stage] = LinkCost(0.0, 0.0)
+    return links

@@ -1,0 +1,47 @@
+"""Communicators between the ranks that hold copies of the same stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from parallel.schedule.placement import Placement
+
+
+class Holders:
+    """Of the stages that this rank holds. Every rank makes one at the same time.
+
+    Args:
+        pairs: also make those of each pair of inverse ranks.
+
+    Attributes:
+        of_stage: communicator of all ranks that hold a stage, by stage.
+        pairs: of the two ranks of this group that do, by stage; not where one rank holds both replicas.
+    """
+
+    def __init__(self, communicator: Communicator, placement: Placement, *, pairs: bool) -> None:
+        self._communicator = communicator
+        self._made: dict[tuple[int, ...], Communicator | None] = {}
+        self.of_stage: dict[int, Communicator] = {}
+        self.pairs: dict[int, Communicator] = {}
+        for stage in range(placement.stages):
+            ranks = self._among(placement.holders(stage))
+            if ranks is not None:
+                self.of_stage[stage] = ranks
+            for group in range(placement.groups) if pairs else ():
+                pair = sorted(placement.rank_of(stage, replica, group) for replica in (0, 1))
+                ranks = self._among(pair) if pair[0] != pair[1] else None
+                if ranks is not None:
+                    self.pairs[stage] = ranks
+
+    def _among(self, ranks: Sequence[int]) -> Communicator | None:
+        """Of ``ranks``; made once, by all ranks of the run, also by those outside it."""
+        key = tuple(ranks)
+        if key not in self._made:
+            inside = self._communicator.rank in key
+            if len(key) > 1:
+                self._made[key] = self._communicator.subgroup(key)
+            else:
+                self._made[key] = LocalCommunicator() if inside else None
+        return self._made[key]

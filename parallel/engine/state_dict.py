@@ -1,0 +1,124 @@
+"""One state dict for every strategy: what the plain module and a plain optimizer over its parameters would save.
+
+Takes the parts that ranks hold; gives the whole, and takes it apart again. A checkpoint written under one strategy is
+loaded under any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.objects import gather_objects
+from parallel.engine.optimizer_step import Update
+from parallel.schedule.placement import Placement
+from parallel.stage.stage import Stage
+
+
+@dataclass(frozen=True)
+class CanonicalState:
+    """The state of a model whose stages are spread over ranks.
+
+    Attributes:
+        keys: of the whole model's state dict, in order.
+        parameters: names of the whole model's parameters, in order; an optimizer numbers them so.
+    """
+
+    keys: Sequence[str]
+    parameters: Sequence[str]
+    stages: Mapping[int, Stage]
+    update: Update
+    placement: Placement
+    communicator: Communicator
+
+    def gather(self) -> dict[str, Any]:
+        """``model`` and ``optimizer`` on rank 0, {} on the others; every rank takes part.
+
+        Copies of a stage have the same parameters and optimizer state to the last bit: rank 0 is sent no other copy of
+        what it has. Buffers are those of replica 0, whatever a forward pass may do to them.
+        """
+        rank = self.communicator.rank
+        givers = {number: self._giver(number) for number in self.stages}
+        model = {
+            key: value
+            for number, stage in self.stages.items()
+            for key, value in stage.module.state_dict().items()
+            if rank == (givers[number] if key in stage.parameters else self.placement.rank_of(number))
+        }
+        names = {name for number, stage in self.stages.items() if givers[number] == rank for name in stage.parameters}
+        parts = gather_objects(self.communicator, {"model": model, "optimizer": self._optimizer_part(names)})
+        if parts is None:
+            return {}
+        values: dict[str, Tensor] = {}
+        states: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        for part in parts:
+            values |= part["model"]
+            states |= part["optimizer"]["state"]
+            options = options or part["optimizer"]["options"]
+        numbers = range(len(self.parameters))
+        return {
+            "model": {key: values[key] for key in self.keys},
+            "optimizer": {
+                "state": {n: states[self.parameters[n]] for n in numbers if self.parameters[n] in states},
+                "param_groups": [{**options, "params": list(numbers)}],
+            },
+        }
+
+    def scatter(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of what ``gather`` gave.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        model: dict[str, Tensor] = state["model"]
+        strange = sorted(set(model) ^ set(self.keys))
+        if strange:
+            raise ValueError(
+                f"the checkpoint is of another model: {len(strange)} names are in one of the two only, such as "
+                f"{', '.join(strange[:3])}; use the --model it was made with"
+            )
+        for stage in self.stages.values():
+            stage.module.load_state_dict({key: model[key] for key in stage.module.state_dict()})
+        optimizer = self.update.optimizer
+        if optimizer is None:
+            return
+        numbers = {name: number for number, name in enumerate(self.parameters)}
+        saved = state["optimizer"]
+        mine = [numbers[name] for name in self.update.owned]
+        optimizer.load_state_dict(
+            {
+                "state": {k: saved["state"][number] for k, number in enumerate(mine) if number in saved["state"]},
+                "param_groups": [{**saved["param_groups"][0], "params": list(range(len(mine)))}],
+            }
+        )
+
+    def _giver(self, number: int) -> int:
+        """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one that it updates
+        itself. Where pairs of ranks share the optimizer's state, as both of a pair know, that is replica 0's."""
+        updates_all = all(name in self.update.owned for stage in self.stages.values() for name in stage.parameters)
+        return 0 if updates_all and 0 in self.placement.holders(number) else self.placement.rank_of(number)
+
+    def _optimizer_part(self, names: set[str]) -> dict[str, Any]:
+        """State by name of parameter, and the options of the optimizer."""
+        optimizer = self.update.optimizer
+        if optimizer is None:
+            return {"state": {}, "options": {}}
+        return {
+            "state": {
+                name: optimizer.state[parameter]
+                for name, parameter in self.update.owned.items()
+                if name in names and parameter in optimizer.state
+            },
+            "options": _options(optimizer),
+        }
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    (group,) = optimizer.param_groups
+    return {key: value for key, value in group.items() if key != "params"}

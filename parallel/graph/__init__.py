@@ -1,0 +1,1 @@
+"""A model as layers: blocks, cuts and partitions. Plain data."""

@@ -1,0 +1,126 @@
+"""The layers of a model and what passes between them: plain data that splitting works on.
+
+Made by ``trace``; no torch here. A layer's name is also the name of the value it gives. Layers stand in the order in
+which the model runs them, which is a topological order. Skip connections are ordinary edges.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel.graph.op import Op
+
+INPUT = "input"
+OUTPUT = "output"
+"""Kinds of the layers that stand for the model's arguments and for what it returns."""
+
+RANDOM_STATE = "#random"
+"""Pseudo-value: the state of the random generator after a stage's forward pass, handed to the next stage that draws, so
+that dropout is what the plain model draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One operation or one module that is not looked into.
+
+    Attributes:
+        name: unique; the name of its value.
+        kind: ``input``, ``output``, the class of a module (``Conv2d``) or the name of a function (``add``).
+        inputs: names of the values it uses, each once.
+        module: path of the module in the model ("layer1.0.conv1"), "" for a function.
+        output_bytes: of the value it gives, for the traced shapes; 0 for what is not a tensor.
+        param_bytes: of the parameters it uses.
+        flops: multiply-adds times two of its forward pass, for the traced shapes.
+        differentiable: a gradient flows back through its value in training.
+        random: it may draw random numbers in training.
+        scope: path of the module whose forward runs it; ``module`` itself where that is set.
+        saved: (number, bytes) of each piece of memory that autograd keeps of it for backward, parameters and buffers
+            not counted; layers that keep the same memory name the same number.
+        ops: what its forward pass computes.
+        gives: (number, bytes) of each piece of memory that its value lies in, numbered as in ``saved``; with none, the
+            value is taken to lie in memory of its own.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    module: str = ""
+    output_bytes: int = 0
+    param_bytes: int = 0
+    flops: int = 0
+    differentiable: bool = True
+    random: bool = False
+    scope: str = ""
+    saved: tuple[tuple[int, int], ...] = ()
+    ops: tuple[Op, ...] = ()
+    gives: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A model as ``trace`` found it.
+
+    Attributes:
+        layers: in the order they run.
+        inseparable: pairs (first, last) of positions in ``layers`` between which no cut may fall: a value changed in
+            place, or parameters or buffers used several times. Disjoint and sorted.
+        classes: path of a module -> name of its class; only for labels.
+        whole: path of a module that could not be looked into -> why; only for messages.
+        remembered: what was worked out of the graph, by name, for those who ask again.
+    """
+
+    layers: tuple[Layer, ...]
+    inseparable: tuple[tuple[int, int], ...] = ()
+    classes: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    whole: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    remembered: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    by_name: Mapping[str, Layer] = field(init=False, repr=False, compare=False)
+    position: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
+        object.__setattr__(self, "position", {layer.name: k for k, layer in enumerate(self.layers)})
+        assert len(self.by_name) == len(self.layers), "layer names are unique"
+
+    @functools.cached_property
+    def owned_bytes(self) -> tuple[int, ...]:
+        """By position: of a layer's parameters; a module that is called again has none left."""
+        seen: set[str] = set()
+        found = []
+        for layer in self.layers:
+            found.append(0 if layer.module in seen else layer.param_bytes)
+            if layer.module:
+                seen.add(layer.module)
+        return tuple(found)
+
+    @functools.cached_property
+    def last_uses(self) -> tuple[int, ...]:
+        """For each position the last that uses its value; its own where none does."""
+        last = list(range(len(self.layers)))
+        for position, layer in enumerate(self.layers):
+            for name in layer.inputs:
+                last[self.position[name]] = position
+        return tuple(last)
+
+    @functools.cached_property
+    def freed_bytes(self) -> tuple[int, ...]:
+        """By position: of what a layer keeps and no layer before it; its backward pass is the last to need that."""
+        seen: set[int] = set()
+        found = []
+        for layer in self.layers:
+            own = {number: size for number, size in layer.saved if number not in seen}
+            seen |= own.keys()
+            found.append(sum(own.values()))
+        return tuple(found)
+
+    def can_cut(self, position: int) -> bool:
+        """True when a stage may end before ``layers[position]``."""
+        return position not in self._held
+
+    @functools.cached_property
+    def _held(self) -> frozenset[int]:
+        """Positions before which no cut may fall."""
+        return frozenset(at for first, last in self.inseparable for at in range(first + 1, last + 1))

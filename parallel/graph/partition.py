@@ -1,0 +1,257 @@
+"""Layers -> stages, and what passes between the stages.
+
+A partition is a list of cuts through the graph's order, so that every value flows from earlier stages to later ones. A
+value that several stages use is sent to each of them directly by the stage that made it. Cuts come from a list
+(``partition_at``) or are placed so that the slowest stage is as fast as it can be (``partition_equal``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import functools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from parallel.graph.layers import INPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.graph.nominal_cost import equal_cost
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Edge:
+    """``value`` goes from stage ``source``, which makes it, to stage ``target``, which uses it."""
+
+    source: int
+    target: int
+    value: str
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages of a model.
+
+    Attributes:
+        starts: position in ``graph.layers`` of the first layer of each stage; the first is 0.
+    """
+
+    graph: LayerGraph
+    starts: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """Number of stages, D."""
+        return len(self.starts)
+
+    @functools.cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Between stages, by source, target and value."""
+        found = {
+            Edge(source, target, value, self.graph.by_name[value].differentiable)
+            for target in range(self.depth)
+            for layer in self.layers_of(target)
+            for value in layer.inputs
+            if (source := self.stage_of(value)) < target
+        }
+        drawing = [stage for stage in range(self.depth) if any(layer.random for layer in self.layers_of(stage))]
+        found |= {Edge(source, target, RANDOM_STATE, False) for source, target in pairwise(drawing)}
+        return tuple(sorted(found))
+
+    @functools.cached_property
+    def links(self) -> Mapping[tuple[int, int], bool]:
+        """(source, target) -> a gradient comes back; for every pair of stages between which a value passes."""
+        links: dict[tuple[int, int], bool] = {}
+        for edge in self.edges:
+            link = (edge.source, edge.target)
+            links[link] = links.get(link, False) or edge.differentiable
+        return links
+
+    def stage_of(self, name: str) -> int:
+        """The stage that makes the value ``name``."""
+        return bisect.bisect_right(self.starts, self.graph.position[name]) - 1
+
+    def layers_of(self, stage: int) -> tuple[Layer, ...]:
+        """In the order they run."""
+        end = self.starts[stage + 1] if stage + 1 < self.depth else len(self.graph.layers)
+        return self.graph.layers[self.starts[stage] : end]
+
+    def inputs_of(self, stage: int) -> tuple[str, ...]:
+        """Names of the values that ``stage`` is given, in the order of ``edges``; the model's input for stage 0."""
+        if stage == 0:
+            return tuple(layer.name for layer in self.graph.layers if layer.kind == INPUT)
+        return tuple(edge.value for edge in self.edges if edge.target == stage and edge.value != RANDOM_STATE)
+
+    def outputs_of(self, stage: int) -> tuple[str, ...]:
+        """Names of the values of ``stage`` that others use, in the order they are made; the last stage gives what the
+        model returns."""
+        if stage == self.depth - 1:
+            return (self.graph.layers[-1].name,)
+        sent = {edge.value for edge in self.edges if edge.source == stage}
+        return tuple(layer.name for layer in self.layers_of(stage) if layer.name in sent)
+
+    def bytes_over(self, source: int, target: int) -> int:
+        """Bytes that one microbatch sends from ``source`` to ``target``, for the traced shapes."""
+        return sum(
+            self.graph.by_name[edge.value].output_bytes
+            for edge in self.edges
+            if (edge.source, edge.target) == (source, target) and edge.value != RANDOM_STATE
+        )
+
+
+def cut_positions(graph: LayerGraph) -> list[int]:
+    """Positions at which a stage may begin: the model's input alone, or its output alone, is no stage."""
+    return [position for position in range(2, len(graph.layers) - 1) if graph.can_cut(position)]
+
+
+def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
+    """The partition whose stages, after the first, begin at ``cuts``.
+
+    Args:
+        cuts: names of layers, or paths of modules ("layer3", "layer2.0.conv1"), in the order they run.
+
+    Raises:
+        ValueError: all that is wrong with the list: unknown names, cuts out of order, cuts where none may fall.
+    """
+    places = _places(graph)
+    allowed = cut_positions(graph)
+    faults, starts = [], [0]
+    for cut in cuts:
+        if cut not in places:
+            close = difflib.get_close_matches(cut, places, n=3)
+            faults.append(
+                f"{cut!r} is no layer or module of the model" + (f"; close are {', '.join(close)}" if close else "")
+            )
+            continue
+        start = places[cut]
+        if not graph.can_cut(start):
+            first, last = next(r for r in graph.inseparable if r[0] < start <= r[1])
+            faults.append(
+                f"no cut may fall before {cut!r}: a value is changed in place, or parameters are shared, from "
+                f"{graph.layers[first].name} to {graph.layers[last].name}{_nearest(graph, allowed, start)}"
+            )
+        elif start not in allowed:
+            faults.append(f"a cut before {cut!r} leaves a stage without layers{_nearest(graph, allowed, start)}")
+        if start <= starts[-1] > 0:
+            faults.append(f"{cut!r} does not come after the cut before it, {graph.layers[starts[-1]].name!r}")
+        starts.append(start)
+    if faults:
+        raise ValueError(f"the cuts {list(cuts)} do not split the model: {'; '.join(faults)}")
+    return Partition(graph, tuple(starts))
+
+
+def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | None = None) -> Partition:
+    """The partition into ``stages`` whose slowest stage is fastest; of those, the one with fewest bytes over its cuts.
+
+    Exact over all places where a cut may fall.
+
+    Args:
+        costs: seconds of each layer, not negative; ``equal_cost`` unless given.
+
+    Raises:
+        ValueError: the model cannot be cut into so many stages.
+    """
+    allowed = cut_positions(graph)
+    if not 1 <= stages <= len(allowed) + 1:
+        raise ValueError(too_many(graph, len(allowed) + 1, stages))
+    costs = equal_cost(graph) if costs is None else costs
+    sums = list(accumulate(costs, initial=0.0))
+    ends = [0, *allowed, len(graph.layers)]
+    upto = [sums[end] for end in ends]
+    crossing = _bytes_at(graph)
+    limit = _smallest_limit(upto, stages)
+    chosen = _fewest_bytes(upto, [crossing[end] for end in ends], stages, limit)
+    return Partition(graph, tuple(ends[block] for block in chosen))
+
+
+def too_many(graph: LayerGraph, most: int, stages: int) -> str:
+    """That a model of at most ``most`` stages cannot have ``stages``, and why not."""
+    text = (
+        f"the model can be cut into 1 to {most} stages; got {stages}. A stage needs a layer of its own, and values "
+        "changed in place and shared parameters hold layers together"
+    )
+    reasons = [f"{path} ({graph.classes.get(path, 'module')}): {why}" for path, why in graph.whole.items()]
+    if reasons:
+        text += (
+            f". Modules that stay whole, of which the largest decides: {'; '.join(reasons)}. Move what such a line "
+            "decides or switches into a submodule of its own inside of it, and the rest of the module is cut, too"
+        )
+    return text
+
+
+def _places(graph: LayerGraph) -> dict[str, int]:
+    """Position of every name a cut can be given by; a layer's name goes before a module's path."""
+    places: dict[str, int] = {}
+    for position, layer in enumerate(graph.layers):
+        parts = layer.scope.split(".")
+        for length in range(1, len(parts) + 1):
+            if layer.scope:
+                places.setdefault(".".join(parts[:length]), position)
+    return places | {layer.name: position for position, layer in enumerate(graph.layers)}
+
+
+def _nearest(graph: LayerGraph, allowed: Sequence[int], start: int) -> str:
+    below = [position for position in allowed if position < start][-1:]
+    above = [position for position in allowed if position > start][:1]
+    names = [graph.layers[position].name for position in (*below, *above)]
+    return f"; the nearest places are before {' and before '.join(names)}" if names else "; no place is left"
+
+
+def _bytes_at(graph: LayerGraph) -> list[int]:
+    """For every position, the bytes of the values made before it and used from it on."""
+    change = [0] * (len(graph.layers) + 2)
+    last = {name: position for position, layer in enumerate(graph.layers) for name in layer.inputs}
+    for position, layer in enumerate(graph.layers):
+        if layer.name in last:
+            change[position + 1] += layer.output_bytes
+            change[last[layer.name] + 1] -= layer.output_bytes
+    return list(accumulate(change))
+
+
+def _smallest_limit(upto: Sequence[float], stages: int) -> float:
+    """The cost of the slowest stage at best, where ``upto[j]`` is the cost of the first j blocks.
+
+    Best cost of the first j blocks in d stages, from that in d - 1: the best last cut is where the two sides meet.
+    """
+    best = list(upto)
+    for _ in range(stages - 1):
+        before, best = best, []
+        for j, total in enumerate(upto):
+            meet = bisect.bisect_left(range(j), True, key=functools.partial(_met, before, upto, total))
+            best.append(min(max(before[i], total - upto[i]) for i in {max(meet - 1, 0), meet}))
+    return best[-1]
+
+
+def _met(before: Sequence[float], upto: Sequence[float], total: float, i: int) -> bool:
+    """What stands before a cut after ``i`` blocks costs at least as much as what stands behind it."""
+    return before[i] >= total - upto[i]
+
+
+def _fewest_bytes(upto: Sequence[float], crossing: Sequence[int], stages: int, limit: float) -> list[int]:
+    """Blocks that begin a stage: no stage above ``limit`` and none empty, the sum of ``crossing`` at them smallest."""
+    blocks = len(upto) - 1
+    bytes_: list[float] = [0 if j == 0 else float("inf") for j in range(blocks + 1)]
+    chosen: list[list[int]] = []
+    for _ in range(stages):
+        window: deque[int] = deque()
+        after, begin = [float("inf")] * (blocks + 1), [0] * (blocks + 1)
+        for j in range(1, blocks + 1):
+            i = j - 1
+            while window and bytes_[window[-1]] + crossing[window[-1]] > bytes_[i] + crossing[i]:
+                window.pop()
+            window.append(i)
+            while upto[j] - upto[window[0]] > limit:
+                window.popleft()
+                if not window:
+                    break
+            if window:
+                after[j], begin[j] = bytes_[window[0]] + crossing[window[0]], window[0]
+        bytes_ = after
+        chosen.append(begin)
+    assert bytes_[blocks] < float("inf")
+    starts, j = [], blocks
+    for begin in reversed(chosen):
+        j = begin[j]
+        starts.append(j)
+    return starts[::-1]

@@ -1,0 +1,79 @@
+"""From the graph of a microbatch of one tile to that of any number of tiles, without tracing again.
+
+Takes a ``LayerGraph``; gives one with its bytes, flops and operations scaled. What belongs to parameters stays: their
+bytes, what operations read of them, and the copies of lower precision that autocast makes. Statistics that
+normalisation keeps per channel are scaled too, as a graph does not tell them apart: 0.2 % of what ResNet-50 keeps at
+224 px, less above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from parallel.graph.layers import Layer, LayerGraph
+from parallel.graph.op import Op
+
+CAST = "_to_copy"
+"""The operation by which autocast copies a tensor into another type."""
+
+
+def with_tiles(graph: LayerGraph, tiles: int) -> LayerGraph:
+    """``graph``, traced with one tile, for a microbatch of ``tiles`` tiles.
+
+    Raises:
+        ValueError: ``tiles`` is not positive.
+    """
+    if tiles < 1:
+        raise ValueError(f"a microbatch has at least one tile; got {tiles}")
+    if tiles == 1:
+        return graph
+    return dataclasses.replace(graph, layers=tuple(_scaled(layer, tiles) for layer in graph.layers))
+
+
+def _scaled(layer: Layer, tiles: int) -> Layer:
+    casts = [op.written_bytes for op in layer.ops if _casts_parameter(op)]
+    saved = []
+    for number, size in layer.saved:
+        if size in casts:
+            casts.remove(size)
+            saved.append((number, size))
+        else:
+            saved.append((number, size * tiles))
+    return dataclasses.replace(
+        layer,
+        output_bytes=layer.output_bytes * tiles,
+        flops=layer.flops * tiles,
+        saved=tuple(saved),
+        ops=tuple(_scaled_op(op, _parameter_bytes(op, layer), tiles) for op in layer.ops),
+        gives=tuple((number, size * tiles) for number, size in layer.gives),
+    )
+
+
+@functools.lru_cache(maxsize=1024)  # the blocks of a model repeat their operations
+def _scaled_op(op: Op, fixed: int, tiles: int) -> Op:
+    """``op``, of which ``fixed`` bytes are read of parameters."""
+    if _casts_parameter(op):
+        return op
+    shape = op.convolution
+    return dataclasses.replace(
+        op,
+        flops=op.flops * tiles,
+        read_bytes=fixed + (op.read_bytes - fixed) * tiles,
+        written_bytes=op.written_bytes * tiles,
+        convolution=shape and dataclasses.replace(shape, batch=shape.batch * tiles),
+    )
+
+
+def _casts_parameter(op: Op) -> bool:
+    return op.name == CAST and op.differentiable and not op.passes_on
+
+
+def _parameter_bytes(op: Op, layer: Layer) -> int:
+    """What ``op`` reads of parameters: known of convolutions, and of layers of one operation."""
+    if op.convolution is not None:
+        shape = op.convolution
+        size = op.written_bytes // (shape.batch * shape.channels_out * math.prod(shape.size_out))
+        return max(0, op.read_bytes - shape.batch * shape.channels_in * math.prod(shape.size_in) * size)
+    return min(layer.param_bytes, op.read_bytes) if len(layer.ops) == 1 else 0

@@ -1,0 +1,1 @@
+"""Bytes: of layers, stages and ranks, whatever is kept, moved to the host or computed again."""

@@ -1,0 +1,191 @@
+"""What lies in memory while consecutive layers run forward and backward: piece by piece, layer by layer.
+
+Takes a ``LayerGraph``; gives spans of positions over which pieces of memory live. Values are let go of after their
+last use, what autograd keeps after the backward pass of the layer that kept it, a gradient once the layer that made the
+value has used it. Gradients that are handed on unchanged, as by an addition, take no memory of their own, and a second
+one is added in place where torch's autograd does so. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+
+HANDS_ON = ("add", "add_", "cat")
+"""Operations whose inputs' gradients lie in the memory of their output's gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of memory that lives while the layers at positions ``first`` to ``last``, both included, run."""
+
+    first: int
+    last: int
+    bytes: int
+
+
+@dataclass
+class Piece:
+    """A piece of memory.
+
+    Attributes:
+        made: positions at which values that lie in it are made.
+        used: (where the value was made, where it is used), of the values that lie in it.
+        saved: positions of the layers that keep it for backward.
+    """
+
+    bytes: int
+    saved: list[int] = field(default_factory=list)
+    used: list[tuple[int, int]] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)
+
+
+def pieces(graph: LayerGraph) -> list[Piece]:
+    """All memory that layers make or keep, parameters and buffers left out."""
+    found: dict[int | str, Piece] = {}
+    held = [_value(layer) for layer in graph.layers]
+    for position, layer in enumerate(graph.layers):
+        for number, size in layer.saved:
+            piece = found.setdefault(number, Piece(size))
+            piece.bytes = max(piece.bytes, size)
+            piece.saved.append(position)
+        for key, size in held[position]:
+            found.setdefault(key, Piece(size)).made.append(maker(graph, position))
+        for name in layer.inputs:
+            source = graph.position[name]
+            for key, _ in held[source]:
+                found[key].used.append((maker(graph, source), position))
+    return list(found.values())
+
+
+def maker(graph: LayerGraph, position: int) -> int:
+    """Where the value of a layer is made: -1 for the model's input, which is there before."""
+    return -1 if graph.layers[position].kind == INPUT else position
+
+
+def _value(layer: Layer) -> tuple[tuple[int | str, int], ...]:
+    if layer.gives or not layer.output_bytes:
+        return layer.gives
+    return ((layer.name, layer.output_bytes),)
+
+
+def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -> Iterator[Span]:
+    """Memory of gradients of values in the backward pass of the layers from ``start`` to ``stop``, not included.
+
+    Gradients of what later layers use are there from the beginning to the end, those of what earlier layers made stay
+    until the end: both are messages.
+    """
+    stop = len(graph.layers) if stop is None else stop
+    return _Gradients(graph, start, stop).spans()
+
+
+@dataclass
+class _Root:
+    """Memory that gradients lie in.
+
+    Attributes:
+        born: position of the layer whose backward pass takes it.
+        whole: one gradient fills it.
+        held: number of gradients in it that are waited for.
+        pinned: somebody else holds it, too.
+    """
+
+    born: int
+    bytes: int
+    whole: bool = True
+    held: int = 0
+    pinned: bool = False
+
+
+class _Gradients:
+    """One backward pass on paper. ``roots``: name of a value -> where its gradient lies, while it is waited for."""
+
+    def __init__(self, graph: LayerGraph, start: int, stop: int) -> None:
+        self._graph, self._start, self._end = graph, start, stop - 1
+        self._roots: dict[str, _Root] = {}
+        users = ((name, k) for k in range(start, stop) for name in graph.layers[k].inputs)
+        self._first_use = dict(reversed([(name, k) for name, k in users if graph.position[name] < start]))
+
+    def spans(self) -> Iterator[Span]:
+        last = self._graph.last_uses
+        for position in range(self._start, self._end + 1):
+            layer = self._graph.layers[position]
+            if not layer.differentiable:
+                continue
+            if last[position] > self._end:  # a message
+                self._roots[layer.name] = _Root(self._end, layer.output_bytes, held=1, pinned=True)
+                yield Span(self._start, self._end, layer.output_bytes)
+            elif layer.kind == OUTPUT:
+                self._roots[layer.name] = _Root(self._end, layer.output_bytes, held=1)
+        for position in range(self._end, self._start - 1, -1):
+            layer = self._graph.layers[position]
+            if layer.name in self._roots:
+                for name in layer.inputs:
+                    if self._graph.by_name[name].differentiable:
+                        yield from self._contribute(position, layer, name)
+                        yield from self._complete(position, name)
+                yield from self._let_go(position, layer.name)
+        for name in tuple(self._roots):
+            yield from self._let_go(self._start, name)
+
+    def _contribute(self, position: int, layer: Layer, name: str) -> Iterator[Span]:
+        """The gradient that ``layer`` gives for its input ``name``."""
+        size = self._graph.by_name[name].output_bytes
+        shared = _hands_on(layer, size)
+        own = self._roots.get(name)
+        if own is None:
+            root = self._roots[layer.name] if shared else _Root(position, size)
+            root.whole = root.whole and size == root.bytes
+            root.held += 1
+            self._roots[name] = root
+            return
+        if own.held > 1 or own.pinned or not own.whole:
+            # The sum is a third tensor; the layer's own gradient and what it kept are gone by then.
+            if not shared:
+                gone = layer.output_bytes + self._graph.freed_bytes[position]
+                yield Span(position, position, max(0, size - gone))
+            yield from self._let_go(position, name)
+            self._roots[name] = _Root(position, size, held=1)
+        elif not shared:
+            yield Span(position, position, size)
+
+    def _complete(self, position: int, name: str) -> Iterator[Span]:
+        """The gradient of a received value is a message: it gets memory of its own once it is whole."""
+        root = self._roots[name]
+        if self._first_use.get(name) == position and (root.held > 1 or root.pinned or not root.whole):
+            yield from self._let_go(position, name)
+            self._roots[name] = _Root(position, self._graph.by_name[name].output_bytes, held=1)
+
+    def _let_go(self, position: int, name: str) -> Iterator[Span]:
+        """The layer at ``position`` has used the gradient ``name`` up."""
+        root = self._roots.pop(name)
+        root.held -= 1
+        if not root.held and not root.pinned:
+            yield Span(position, root.born, root.bytes)
+
+
+def _hands_on(layer: Layer, size: int) -> bool:
+    """The gradient of an input of ``size`` bytes lies in the memory of that of the output."""
+    for op in layer.ops:
+        if op.name not in HANDS_ON:
+            return False
+    if any(op.name == "cat" for op in layer.ops):
+        return all(op.name == "cat" for op in layer.ops)
+    return layer.output_bytes == size
+
+
+def running_bytes(spans: Sequence[Span], start: int, stop: int) -> list[int]:
+    """Bytes that live at each position from ``start`` to ``stop``, not included."""
+    change = [0] * (stop - start + 1)
+    for span in spans:
+        first, last = max(span.first, start), min(span.last, stop - 1)
+        if first <= last:
+            change[first - start] += span.bytes
+            change[last - start + 1] -= span.bytes
+    total, found = 0, []
+    for each in change[:-1]:
+        total += each
+        found.append(total)
+    return found

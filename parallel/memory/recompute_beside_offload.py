@@ -1,0 +1,47 @@
+"""What is computed again where everything else goes to the host: blocks, but for those whose second pass has no room.
+
+A block that is computed again leaves less for the host, and takes more of the device for as long as it runs again: its
+values live beside the gradients. Takes a partition and what its ranks would take; gives runs of layers for
+``Keeping.chosen``. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+from parallel.graph.partition import Partition
+from parallel.memory.policy import Keeping
+from parallel.memory.recompute_ranks import Runs
+from parallel.memory.segments import segments_of
+
+
+def runs_beside_offload(partition: Partition, taken: Callable[[Runs], int], limit_bytes: float) -> Runs | None:
+    """Of all stages; None where not even without any the ranks take no more than they may.
+
+    Blocks with the largest values are given up first, and taken again where that turns out to fit.
+
+    Args:
+        taken: bytes of the fullest rank that computes these runs again and offloads.
+        limit_bytes: of each rank.
+    """
+    graph = partition.graph
+    blocks = chain.from_iterable(segments_of(partition, stage, Keeping("block")) for stage in range(partition.depth))
+    runs = [(one.start, one.stop) for one in blocks if one.recompute]
+    largest = {run: max(layer.output_bytes for layer in graph.layers[slice(*run)]) for run in runs}
+
+    def named(chosen: set[tuple[int, int]]) -> Runs:
+        return tuple((graph.layers[start].name, graph.layers[stop - 1].name) for start, stop in sorted(chosen))
+
+    chosen, given_up = set(runs), []
+    for run in sorted(runs, key=lambda run: (-largest[run], run)):
+        if taken(named(chosen)) <= limit_bytes:
+            break
+        chosen.remove(run)
+        given_up.append(run)
+    if taken(named(chosen)) > limit_bytes:
+        return None
+    for run in given_up:
+        if taken(named(chosen | {run})) <= limit_bytes:
+            chosen.add(run)
+    return named(chosen)

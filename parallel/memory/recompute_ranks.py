@@ -1,0 +1,160 @@
+"""What all ranks compute again so that none takes more than it has: runs of layers for ``Keeping.chosen``.
+
+Takes a partition with its placement and schedule, or a model that every rank computes as a whole, seconds of layers and
+the bytes of a rank; gives the names of the first and last layer of each run. Each stage has a search of its own
+(``recompute_search``) under its part of the bytes; what a rank then takes says how much more or less a part may be. No
+torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition
+from parallel.memory.policy import Keeping
+from parallel.memory.rank_bytes import in_flight, rank_bytes, whole_bytes
+from parallel.memory.recompute_search import Plan, RecomputeSearch
+from parallel.memory.stage_memory import StageMemory
+from parallel.schedule.action import Schedule
+from parallel.schedule.placement import Placement
+
+Runs = tuple[tuple[str, str], ...]
+ROUNDS = 6
+"""Times that the stages' parts of the bytes are set anew."""
+ALMOST = 0.98
+"""Part of the bytes that a plan may take without another round for the rest."""
+
+
+def chosen_runs(
+    partition: Partition,
+    placement: Placement,
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    limit_bytes: float,
+    *,
+    slots: int,
+    shard_optimizer: bool = False,
+    weights: Sequence[float] | None = None,
+    device: str = "cpu",
+    memory: StageMemory | None = None,
+) -> Runs | None:
+    """Of all stages of a partition; None where no choice was found that fits.
+
+    Args:
+        partition: of the graph of the largest microbatch and its loss.
+        schedule: without recomputation of whole stages.
+        forward_s: of each layer.
+        limit_bytes: of each rank, for everything.
+        slots, shard_optimizer, weights, device: as ``rank_bytes`` takes them.
+        memory: of the partition's graph, where searches share it.
+    """
+    memory = StageMemory(partition.graph) if memory is None else memory
+    plain = memory.kept(partition, Keeping())
+    flights, rooms = [1] * partition.depth, [limit_bytes] * partition.depth
+    for rank, combinations in enumerate(in_flight(schedule, placement)):
+        held = sorted({stage for stage, _ in placement.held_by(rank)})
+        own = (2 + slots) * sum(plain[stage].parameters for stage in held)
+        for k, stage in enumerate(held):
+            together = [each for each in combinations if each[k]]
+            if not together:
+                continue
+            flights[stage] = max(flights[stage], *(each[k] for each in together))
+            most = max(sum(n * plain[s].activations for n, s in zip(each, held, strict=True)) for each in together)
+            part = min(1.0, flights[stage] * plain[stage].activations / max(1, most))
+            rooms[stage] = min(rooms[stage], part * (limit_bytes - own))
+
+    def taken(runs: Runs) -> list[int]:
+        stages = memory.kept(partition, Keeping("chosen", runs))
+        ranks = rank_bytes(
+            partition,
+            placement,
+            schedule,
+            slots=slots,
+            shard_optimizer=shard_optimizer,
+            weights=weights,
+            device=device,
+            stages=stages,
+        )
+        return [
+            max(ranks[rank].total for rank in holders if rank < placement.depth)
+            for holders in map(placement.holders, range(partition.depth))
+        ]
+
+    return _chosen(partition, forward_s, flights, rooms, taken, limit_bytes, memory)
+
+
+def chosen_runs_of_whole(
+    name: str,
+    ranks: int,
+    m: int,
+    graph: LayerGraph,
+    forward_s: Sequence[float],
+    limit_bytes: float,
+    *,
+    slots: int,
+    device: str = "cpu",
+    memory: StageMemory | None = None,
+) -> Runs | None:
+    """Where every rank computes the whole model; arguments as ``whole_bytes`` and ``chosen_runs``."""
+    partition = Partition(graph, (0,))
+    memory = StageMemory(graph) if memory is None else memory
+
+    def taken(runs: Runs) -> list[int]:
+        (stage,) = memory.kept(partition, Keeping("chosen", runs))
+        return [whole_bytes(name, ranks, m, graph, slots, device, stage=stage).total]
+
+    room = limit_bytes - (2 + slots) * sum(graph.owned_bytes)
+    return _chosen(partition, forward_s, [1], [room], taken, limit_bytes, memory)
+
+
+def _chosen(
+    partition: Partition,
+    forward_s: Sequence[float],
+    flights: Sequence[int],
+    rooms: list[float],
+    taken: Callable[[Runs], list[int]],
+    limit: float,
+    memory: StageMemory,
+) -> Runs | None:
+    """The fastest choice of some rounds.
+
+    Args:
+        rooms: bytes of each stage for a start.
+        taken: bytes at most of the ranks that hold a stage, by stage.
+    """
+    if max(taken(())) <= limit:
+        return ()
+    graph, ends = partition.graph, [*partition.starts[1:], len(partition.graph.layers)]
+    bounds = zip(partition.starts, ends, flights, strict=True)
+    searches = [RecomputeSearch(graph, start, stop, forward_s, flying, memory) for start, stop, flying in bounds]
+    fitting: dict[Runs, float] = {}
+    for _ in range(ROUNDS):
+        plans = [search.best(room) or search.least for search, room in zip(searches, rooms, strict=True)]
+        runs = _names(graph, plans)
+        most = taken(runs)
+        if max(most) <= limit:
+            if runs in fitting:
+                break
+            fitting[runs] = sum(search.seconds(plan) for search, plan in zip(searches, plans, strict=True))
+            if min(most) >= ALMOST * limit:
+                break
+        rooms = [_next_room(room, size, limit) for room, size in zip(rooms, most, strict=True)]
+    return min(fitting, key=fitting.__getitem__, default=None)
+
+
+def _next_room(room: float, taken: int, limit: float) -> float:
+    """Bytes of a stage, when its ranks took so many with ``room``."""
+    if taken > limit:
+        return room - 1.25 * (taken - limit) - (1 - ALMOST) / 4 * limit
+    return room + 0.75 * (limit - taken) if taken < ALMOST * limit else room
+
+
+def _names(graph: LayerGraph, plans: Sequence[Plan]) -> Runs:
+    """First and last layer of each run that is computed again."""
+    return tuple(
+        (graph.layers[segment.start].name, graph.layers[segment.stop - 1].name)
+        for plan in plans
+        for segment in plan
+        if segment.recompute
+    )

@@ -1,0 +1,231 @@
+"""The segments of a stage that are computed again, so that it fits a number of bytes and takes the fewest seconds more.
+
+Takes a stage's layers with their seconds, a budget and the number of microbatches in flight; gives ``Segment``s. A
+dynamic programme over places and bytes held, as in Chen et al. 2016 and Beaumont et al. 2019 (rotor), finds plans by
+the bytes of ``segment_windows``, which are close; ``kept_bytes`` says what each really takes, and its answer moves the
+budget of the next. Bytes are rounded up to one of ``LEVELS``. No torch here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import cut_positions
+from parallel.memory.policy import Keeping, Segment
+from parallel.memory.segment_windows import SegmentWindows
+from parallel.memory.stage_memory import StageMemory
+from parallel.memory.windows import thinned
+
+LEVELS = 256
+PLACES = 130
+"""Where segments may begin, at most; of more those with few bytes across."""
+CAPS = 8
+"""Numbers of bytes held by a microbatch that are tried, where several are in flight."""
+BEST, TRIES = 3, 60
+"""Plans that are improved step by step, and neighbours that are looked at for each of them."""
+CLOSE = 1.15
+"""Times the budget from which steps may lead below it."""
+SCALES = (0.94, 0.88, 0.78, 0.6, 1.07, 1.15, 1.3, 1.6)
+"""Times the budget that a plan is made for: what it really takes may be less or more."""
+RULE = Keeping("chosen")
+
+Plan = tuple[Segment, ...]
+
+
+def choose_recompute(
+    graph: LayerGraph,
+    start: int,
+    stop: int,
+    forward_s: Sequence[float],
+    budget_bytes: float,
+    in_flight: int = 1,
+    memory: StageMemory | None = None,
+) -> Plan | None:
+    """The segments of the layers from ``start`` to ``stop``, not included; None where nothing fits.
+
+    Args:
+        graph: traced with the largest microbatch and the loss.
+        forward_s: of each layer of the graph, positive.
+        budget_bytes: for all that is kept of microbatches in flight, and what one pass takes beside it.
+        in_flight: microbatches of the stage between their forward and backward pass, at most.
+        memory: of the graph, where searches share it.
+    """
+    memory = StageMemory(graph) if memory is None else memory
+    return RecomputeSearch(graph, start, stop, forward_s, in_flight, memory).best(budget_bytes)
+
+
+class RecomputeSearch:
+    """For one stage and any budgets; arguments as of ``choose_recompute``. What plans take is remembered."""
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        start: int,
+        stop: int,
+        forward_s: Sequence[float],
+        in_flight: int,
+        memory: StageMemory,
+    ) -> None:
+        self._memory, self._in_flight = memory, in_flight
+        inner = [place for place in cut_positions(graph) if start < place < stop]
+        self._places = thinned(graph, [start, *inner, stop], PLACES)
+        self._upto = np.concatenate([[0.0], np.cumsum(forward_s)])
+        self._windows = SegmentWindows(graph, memory.touched((start, stop)), self._places, forward_s)
+        self._known: dict[Plan, int] = {}
+        self._best: dict[float, Plan | None] = {}
+
+    def best(self, budget: float) -> Plan | None:
+        """Within ``budget``, the plan that takes the fewest seconds."""
+        if budget not in self._best:
+            self._best[budget] = self._found_within(budget)
+        return self._best[budget]
+
+    def _found_within(self, budget: float) -> Plan | None:
+        start, stop = self._places[0], self._places[-1]
+        nothing = (Segment(start, stop, False),)
+        if self._bytes(nothing) <= budget:
+            return nothing
+        plans = {*self._evenly(), *self._planned(budget)}
+        fitting = [plan for plan in plans if self._bytes(plan) <= budget]
+        if not fitting:
+            least = self._smaller(min(plans, key=self._bytes), budget)
+            fitting = [least] if self._bytes(least) <= budget else []
+        # The same seconds with fewer bytes leave room for more.
+        fitting.sort(key=lambda plan: (self.seconds(plan), self._bytes(plan)))
+        return min((self._faster(plan, budget) for plan in fitting[:BEST]), key=self.seconds, default=None)
+
+    @property
+    def least(self) -> Plan:
+        """Of segments of as many places each, those that take the fewest bytes."""
+        return min(self._evenly(), key=self._bytes)
+
+    def _planned(self, budget: float) -> Iterator[Plan]:
+        """Plans of the dynamic programme for budgets around the one asked for."""
+        parts = [1.0] if self._in_flight == 1 else [k / CAPS / self._in_flight for k in range(1, CAPS + 1)]
+        found = {part: plan for part in parts if (plan := self._solved(budget, part))}
+        yield from found.values()
+        if found:
+            parts = [min(found, key=lambda part: (self._bytes(found[part]) > budget, self.seconds(found[part])))]
+        for scale, part in itertools.product(SCALES, parts):
+            if plan := self._solved(scale * budget, part):
+                yield plan
+
+    def _solved(self, budget: float, part: float) -> Plan | None:
+        """The plan that holds at most ``part`` of the budget per microbatch."""
+        room = budget - self._in_flight * self._windows.inputs
+        cap = room * part
+        return _solve(self._windows, room - (self._in_flight - 1) * cap, cap) if room > 0 else None
+
+    def _evenly(self) -> Iterator[Plan]:
+        """Segments of as many places each, all computed again, the last of them or not."""
+        count = len(self._places) - 1
+        for step in sorted({1, 2, 3, 5, 8, round(count**0.5), count}):
+            bounds = list(pairwise([*self._places[:-1:step], self._places[-1]]))
+            yield tuple(Segment(*bound, True) for bound in bounds)
+            yield tuple(Segment(*bound, bound != bounds[-1]) for bound in bounds)
+
+    def _faster(self, plan: Plan, budget: float) -> Plan:
+        """``plan`` with a step to a neighbour again and again, as long as one is faster and fits."""
+        tries = TRIES
+        while True:
+            faster = [other for other in self._neighbours(plan) if self.seconds(other) < self.seconds(plan)]
+            fits = (other for other in sorted(faster, key=self.seconds)[:tries] if self._bytes(other) <= budget)
+            tries -= len(faster)
+            found = next(fits, None)
+            if found is None:
+                return plan
+            plan = found
+
+    def _smaller(self, plan: Plan, budget: float) -> Plan:
+        """Likewise, as long as one takes fewer bytes and none fits."""
+        while budget < self._bytes(plan) < CLOSE * budget:
+            other = min(self._neighbours(plan), key=self._bytes)
+            if self._bytes(other) >= self._bytes(plan):
+                break
+            plan = other
+        return plan
+
+    def _neighbours(self, plan: Plan) -> set[Plan]:
+        """Plans with one segment of another kind, or one place more, less or elsewhere at which a segment begins."""
+        places, found = self._places, []
+        for k, segment in enumerate(plan):
+            before, after = plan[:k], plan[k + 1 :]
+            start, stop, again = segment.start, segment.stop, segment.recompute
+            found.append((*before, Segment(start, stop, not again), *after))
+            first, last = places.index(start) + 1, places.index(stop) - 1
+            for place in {places[at] for at in (first, (first + last) // 2, last) if first <= at <= last}:
+                for left, right in ((again, again), (again, not again), (not again, again)):
+                    found.append((*before, Segment(start, place, left), Segment(place, stop, right), *after))
+            if after:
+                end, other = after[0].stop, after[0].recompute
+                found += [(*before, Segment(start, end, kind), *after[1:]) for kind in (False, True)]
+                for place in (places[last], places[last + 2]):
+                    if start < place < end:
+                        moved = Segment(start, place, again), Segment(place, end, other)
+                        found.append((*before, *moved, *after[1:]))
+        return {_joined(each) for each in found}
+
+    def seconds(self, plan: Plan) -> float:
+        """That computing it again takes."""
+        return float(sum(self._upto[s.stop] - self._upto[s.start] for s in plan if s.recompute))
+
+    def _bytes(self, plan: Plan) -> int:
+        """What the stage takes at most."""
+        if plan not in self._known:
+            stage = self._memory.of_segments(plan, RULE)
+            peak = max(stage.forward, stage.backward)
+            self._known[plan] = (self._in_flight - 1) * stage.activations + peak
+        return self._known[plan]
+
+
+def _joined(plan: Iterable[Segment]) -> Plan:
+    """Neighbours that are kept are one segment."""
+    found: list[Segment] = []
+    for segment in plan:
+        if found and not segment.recompute and not found[-1].recompute:
+            found[-1] = Segment(found[-1].start, segment.stop, False)
+        else:
+            found.append(segment)
+    return tuple(found)
+
+
+def _solve(windows: SegmentWindows, limit: float, cap: float) -> Plan | None:
+    """The plan with the fewest seconds in which every segment's work and what is held before it take at most ``limit``,
+    and all that is held at most ``cap``.
+
+    ``least[j, l]`` is the fewest seconds of the segments up to place j that hold l units, so far.
+    """
+    count, unit = len(windows.places), cap / LEVELS
+    levels = np.arange(LEVELS + 1)
+    held = np.ceil(np.stack([windows.held_kept, windows.held_again]) / unit - 1e-9).astype(np.int64)
+    seconds = np.stack([np.zeros_like(windows.seconds), windows.seconds])
+    room = np.floor((limit - windows.work) / unit + 1e-9)
+    least = np.full((count, LEVELS + 1), np.inf)
+    least[0, 0] = 0.0
+    choice: npt.NDArray[np.int64] = np.zeros((count, LEVELS + 1), dtype=np.int64)
+    for j in range(1, count):
+        kind, begin = np.nonzero((held[:, :j, j] <= LEVELS) & (room[:j, j] >= 0))
+        if not len(begin):
+            continue
+        before = levels - held[kind, begin, j, None]  # (segment, level): units held before the segment
+        fits = (before >= 0) & (before <= room[begin, j, None])
+        costs = np.where(fits, least[begin[:, None], before.clip(0)] + seconds[kind, begin, j, None], np.inf)
+        best = costs.argmin(axis=0)
+        choice[j] = (kind * j + begin)[best]
+        least[j] = costs[best, levels]
+    level = int(least[-1].argmin())
+    if not np.isfinite(least[-1, level]):
+        return None
+    plan, j = [], count - 1
+    while j:
+        again, first = divmod(int(choice[j, level]), j)
+        plan.append(Segment(windows.places[first], windows.places[j], bool(again)))
+        level -= int(held[again, first, j])
+        j = first
+    return _joined(reversed(plan))

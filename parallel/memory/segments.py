@@ -1,0 +1,87 @@
+"""From a stage and a rule to its segments: which consecutive layers are computed again together.
+
+Takes a partition; gives ``Segment``s that cover the stage's layers without gaps. A segment begins where a stage could.
+What is computed last in the last stage is kept: its backward pass follows at once. No torch here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from itertools import pairwise
+
+from parallel.graph.blocks import block_cuts
+from parallel.graph.layers import INPUT, OUTPUT, LayerGraph
+from parallel.graph.partition import Partition, cut_positions
+from parallel.memory.policy import Keeping, Segment
+
+
+def segments_of(partition: Partition, stage: int, keeping: Keeping) -> tuple[Segment, ...]:
+    """The segments of a stage, in order; one that is not computed again where nothing is.
+
+    Raises:
+        ValueError: a chosen run of layers that is not in the model, or begins or ends where no cut may fall.
+    """
+    graph = partition.graph
+    start = partition.starts[stage]
+    stop = partition.starts[stage + 1] if stage + 1 < partition.depth else len(graph.layers)
+    if not keeping.segmented:
+        return (Segment(start, stop, False),)
+    if keeping.recompute == "chosen":
+        return _of_runs(start, stop, _runs(graph, keeping.chosen))
+    places = [place for place in _places(graph, keeping.recompute) if start < place < stop]
+    bounds = list(pairwise([start, *places, stop]))
+    last = stage == partition.depth - 1
+    return tuple(Segment(*bound, recompute=not (last and bound == bounds[-1])) for bound in bounds)
+
+
+def _places(graph: LayerGraph, rule: str) -> Sequence[int]:
+    """Positions at which segments begin."""
+    if rule == "block":
+        return block_cuts(graph)
+    k, found, since = int(rule), [], 0
+    allowed = set(cut_positions(graph))
+    for position, layer in enumerate(graph.layers):
+        if since >= k and position in allowed:
+            found.append(position)
+            since = 0
+        since += layer.kind not in (INPUT, OUTPUT, "get_attr")
+    return found
+
+
+def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[int, int]]:
+    """(first position, position after the last) of each."""
+    if (known := graph.remembered.get("runs")) is not None and known[0] is chosen:
+        runs: list[tuple[int, int]] = known[1]
+        return runs
+    count, found = len(graph.layers), []
+    for first, last in chosen:
+        if first not in graph.position or last not in graph.position:
+            faults = [name for name in (first, last) if name not in graph.position]
+            raise ValueError(f"{faults[0]!r} is to be computed again and is no layer of the model: plan anew")
+        run = (graph.position[first], graph.position[last] + 1)
+        if run[0] >= run[1] or not all(at in (0, count) or (2 <= at < count - 1 and graph.can_cut(at)) for at in run):
+            raise ValueError(f"{first!r} to {last!r} cannot be computed again alone: no cut may fall there; plan anew")
+        found.append(run)
+    found.sort()
+    graph.remembered["runs"] = chosen, found  # the stages of a partition ask one after the other
+    return found
+
+
+def _of_runs(start: int, stop: int, runs: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+    """The runs within a stage, and what is kept between them. ``runs`` are in order."""
+    found, at = [], start
+    for first, after in itertools.islice(runs, max(0, bisect.bisect(runs, (start, start)) - 1), None):
+        if first >= stop:
+            break
+        first, after = max(first, start), min(after, stop)
+        if first >= after:
+            continue
+        if at < first:
+            found.append(Segment(at, first, False))
+        found.append(Segment(first, after, True))
+        at = after
+    if at < stop:
+        found.append(Segment(at, stop, False))
+    return tuple(found)

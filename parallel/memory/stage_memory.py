@@ -1,0 +1,113 @@
+"""What the stages of one graph hold, remembered: a search asks for the same stages again and again.
+
+Takes a graph that was traced with its loss; gives what ``kept_bytes``, ``stage_host_bytes`` and ``moved_bytes`` give,
+stage by stage. A stage is worked out once for each choice of segments, whatever the stages beside it do. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition
+from parallel.memory.host_bytes import HostBytes, host_bytes_of
+from parallel.memory.kept_bytes import passes_of, with_lifetimes
+from parallel.memory.lifetimes import Lifetimes
+from parallel.memory.liveness import Piece, gradient_spans, pieces, running_bytes
+from parallel.memory.policy import Keeping, Segment
+from parallel.memory.segments import segments_of
+from parallel.memory.stage_arrays import StageArrays
+from parallel.memory.stage_bytes import StageBytes, bytes_of_window
+
+Bound = tuple[int, int]
+
+
+class StageMemory:
+    """Of stages of ``graph``.
+
+    Attributes:
+        pieces: of the graph's memory.
+    """
+
+    def __init__(self, graph: LayerGraph) -> None:
+        self.graph = graph
+        self.pieces = pieces(graph)
+        self._at: list[list[int]] = [[] for _ in graph.layers]
+        for number, piece in enumerate(self.pieces):
+            for place in {*piece.made, *piece.saved, *(use for _, use in piece.used)} - {-1}:
+                self._at[place].append(number)
+        self._touched: dict[Bound, list[Piece]] = {}
+        self._plain: dict[Bound, StageBytes] = {}
+        self._arrays: dict[Bound, StageArrays] = {}
+        self._least: dict[Bound, int] = {}
+        self._kept: dict[object, StageBytes] = {}
+        self._host: dict[object, HostBytes] = {}
+
+    def kept(self, partition: Partition, keeping: Keeping) -> list[StageBytes]:
+        """As ``kept_bytes``.
+
+        Raises:
+            ValueError: a chosen run of layers does not fit the model.
+        """
+        if keeping.offload == "none" and not keeping.segmented:
+            return [self.plain(bound) for bound in pairwise([*partition.starts, len(self.graph.layers)])]
+        return [self.of_segments(segments_of(partition, stage, keeping), keeping) for stage in range(partition.depth)]
+
+    def host(self, partition: Partition, keeping: Keeping) -> list[HostBytes]:
+        """As ``stage_host_bytes``."""
+        found = []
+        for stage in range(partition.depth):
+            key = self._key(segments := segments_of(partition, stage, keeping), keeping)
+            if key not in self._host:
+                self._work_out(key, segments, keeping)
+            found.append(self._host[key])
+        return found
+
+    def of_segments(self, segments: Sequence[Segment], keeping: Keeping) -> StageBytes:
+        """Of the stage whose layers ``segments`` cover."""
+        key = self._key(segments, keeping)
+        if key not in self._kept:
+            self._work_out(key, segments, keeping)
+        return self._kept[key]
+
+    def _key(self, segments: Sequence[Segment], keeping: Keeping) -> object:
+        moves = (keeping.offload, keeping.smallest, keeping.ahead) if keeping.offload != "none" else None
+        return tuple(segments), moves
+
+    def _work_out(self, key: object, segments: Sequence[Segment], keeping: Keeping) -> None:
+        bound = segments[0].start, segments[-1].stop
+        found = self.touched(bound)
+        if keeping.offload == "none" and found:
+            if bound not in self._arrays:
+                self._arrays[bound] = StageArrays(self.graph, *bound, found, self.plain(bound))
+            self._kept[key], self._host[key] = self._arrays[bound].stage_bytes(segments), HostBytes(0, 0, 0)
+            return
+        lives = Lifetimes(found, passes_of(self.graph, segments, found), keeping)
+        self._kept[key] = with_lifetimes(self.graph, lives, self.plain(bound))
+        self._host[key] = host_bytes_of(lives)
+
+    def least(self, bound: Bound) -> int:
+        """Bytes below which no choice of what is computed again or moved brings a backward pass: what a layer saved,
+        the gradients that wait and those of its parameters are there when its turn comes."""
+        if bound not in self._least:
+            start, stop = bound
+            there = running_bytes(list(gradient_spans(self.graph, start, stop)), start, stop)
+            for piece in self.touched(bound):
+                for place in {place for place in piece.saved if start <= place < stop}:
+                    there[place - start] += piece.bytes
+            self._least[bound] = max(map(sum, zip(there, self.graph.owned_bytes[start:stop], strict=True)))
+        return self._least[bound]
+
+    def plain(self, bound: Bound) -> StageBytes:
+        """When all is kept on the device: of the layers from one position to another, not included."""
+        if bound not in self._plain:
+            self._plain[bound] = bytes_of_window(self.graph, *bound, self.touched(bound))
+        return self._plain[bound]
+
+    def touched(self, bound: Bound) -> list[Piece]:
+        """The pieces that these layers make, keep or use."""
+        if bound not in self._touched:
+            numbers = {number for place in range(*bound) for number in self._at[place]}
+            self._touched[bound] = [self.pieces[number] for number in sorted(numbers)]
+        return self._touched[bound]

@@ -1,0 +1,108 @@
+"""Copies between a device and the host, beside what the device computes.
+
+On a GPU each direction has a stream of its own, and a mark (an event) says when a copy is done. A CPU is its own host:
+there copies are real ones and done at once, so that everything built on them runs and is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.offload.copy_clock import CopyClock, Direction
+from parallel.offload.live_bytes import not_counted
+
+Mark = Any
+"""When a copy is done: a ``torch.cuda.Event``, or None where it is done already."""
+
+
+class Copies:
+    """Copies of one device; this one of a CPU, ``CudaCopies`` of a GPU.
+
+    Attributes:
+        at_once: a copy is done when the call that asks for it returns.
+        clock: notes how long copies take, while it is on.
+    """
+
+    at_once = True
+
+    def __init__(self) -> None:
+        self.clock = CopyClock()
+
+    @staticmethod
+    def for_device(device: torch.device) -> Copies:
+        """Those of ``device``."""
+        return CudaCopies(device) if device.type == "cuda" else Copies()
+
+    @property
+    def pinned(self) -> bool:
+        """Host memory should be page-locked."""
+        return not self.at_once
+
+    def empty_on_host(self, size: int) -> Tensor:
+        """``size`` bytes of host memory: uint8 (size,)."""
+        with not_counted():
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+
+    def to_host(self, source: Tensor, into: Tensor) -> Mark:
+        """Begin to copy ``source``, as it is once all work asked for so far is done, into host memory.
+
+        ``source`` has to be held, and left as it is, until the mark.
+        """
+        with self.clock.timing("out", source, gpu=False):
+            into.copy_(source)
+        return None
+
+    def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
+        """Begin to copy host memory, as it is once all copies waited for so far are done, into a new tensor on the
+        device, to be used, and to be freed, after the mark."""
+        with self.clock.timing("back", source, gpu=False):
+            return torch.empty_like(source).copy_(source), None
+
+    def wait(self, mark: Mark) -> None:
+        """Let what the device computes from now on wait for the copy."""
+
+    def synchronize(self, mark: Mark) -> None:
+        """Return once the copy is done."""
+
+
+class CudaCopies(Copies):
+    """Copies of a GPU, each direction on a stream of its own."""
+
+    at_once = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._streams: dict[Direction, Any] = {
+            way: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for way in ("out", "back")
+        }
+
+    def to_host(self, source: Tensor, into: Tensor) -> Mark:
+        return self._copied("out", source, into)
+
+    def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
+        # Of the computing stream's memory: the copy waits for whatever that memory was used for before.
+        target = torch.empty_like(source, device=self._device, pin_memory=False)
+        return target, self._copied("back", source, target)
+
+    def wait(self, mark: Mark) -> None:
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def synchronize(self, mark: Mark) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+    def _copied(self, direction: Direction, source: Tensor, target: Tensor) -> Mark:
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            with self.clock.timing(direction, source, gpu=True):
+                target.copy_(source, non_blocking=True)
+            end.record()
+        return end

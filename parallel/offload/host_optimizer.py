@@ -1,0 +1,227 @@
+"""The optimizer on the host: its state never takes the device's memory, and its step runs beside the backward pass.
+
+Takes parameters; holds a copy of each on the host and an optimizer over these. A gradient that is final goes to the
+host while the backward pass goes on, and a thread there updates the host's copy; the device takes the new values when
+the step is applied. After Ren et al. 2021, ZeRO-Offload, sections 4 and 5.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallel.offload.copies import Copies, Mark
+from parallel.offload.live_bytes import not_counted
+
+Before = tuple[Tensor, dict[str, Any] | None]
+"""A parameter and its state in the optimizer before an update; None: it had none."""
+
+
+class HostOptimizer:
+    """Updates parameters as the optimizer would that is over them.
+
+    What is updated before ``apply`` can be taken back until then: what it replaces is kept on the host as long, so that
+    a step is still refused as a whole. Such an update reads no other parameter's gradient: it is for optimizers that
+    update every number by itself, as SGD and Adam do.
+
+    Args:
+        make_optimizer: over the parameters it is given.
+        parameters: by name, at least one.
+        copies: of the device they are on.
+        resident: the parameters themselves are on the host, and so are their gradients; nothing is copied.
+
+    Attributes:
+        owned: what the optimizer is over, by the names of ``parameters``.
+        before_update: is called on the thread that updates, each time before it does.
+    """
+
+    def __init__(
+        self,
+        make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        parameters: Mapping[str, nn.Parameter],
+        copies: Copies,
+        *,
+        resident: bool = False,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._copies = copies
+        self.resident = resident
+        self.before_update: Callable[[], None] = nothing
+        self.owned = {name: self._on_host(parameter) for name, parameter in parameters.items()}
+        self.optimizer = make_optimizer(list(self.owned.values()))
+        self._versions: dict[str, int] = {}
+        """Of the parameters, when they last were the same as those on the host."""
+        self._gradients: dict[str, Tensor] = {}
+        self._armed: set[str] = set()
+        self._begun: set[str] = set()
+        """Whose update is asked for in this step."""
+        self._ready: collections.deque[tuple[str, Mark]] = collections.deque()
+        self._replaced: dict[str, Before] | None = {}
+        """What has been updated; None: it will not be taken back."""
+        self._jobs: list[Future[None]] = []
+        self._worker = ThreadPoolExecutor(1, "host-optimizer")
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                hook = _hook(weakref.ref(self), name)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def begin_step(self) -> None:
+        """Forget the step before, if it was not applied."""
+        self.take_back()
+        self._take_over()
+
+    def arm(self, learning_rate: float, names: Iterable[str] | None = None) -> None:
+        """Gradients that are added next are final: the parameters are updated while the backward pass goes on.
+
+        Args:
+            learning_rate: of this step.
+            names: of the parameters this is so for; None: all.
+        """
+        set_learning_rate(self.optimizer, learning_rate)
+        self._armed = set(self._parameters if names is None else names)
+
+    def gradient_ready(self, name: str) -> None:
+        """Update ``name``: its gradient is final. Takes place on another thread."""
+        gradient = self._parameters[name].grad
+        assert gradient is not None, name
+        assert name not in self._begun, name
+        self._begun.add(name)
+        mark = None
+        if self.resident:
+            self._gradients[name] = gradient
+        else:
+            if name not in self._gradients:
+                self._gradients[name] = self._empty(gradient)
+            mark = self._copies.to_host(gradient, self._gradients[name])
+        self._ready.append((name, mark))
+        self._jobs.append(self._worker.submit(self._update))
+
+    @torch.no_grad()
+    def apply(self, learning_rate: float) -> None:
+        """Update what has not been updated and has a gradient, and let the parameters have their new values."""
+        if not self._begun:
+            self._take_over()
+            set_learning_rate(self.optimizer, learning_rate)
+        assert all(group["lr"] == learning_rate for group in self.optimizer.param_groups), "armed with another rate"
+        self._armed.clear()
+        self._finish()
+        self._replaced = None
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and name not in self._begun:
+                self.gradient_ready(name)
+        self._finish()
+        if not self.resident:
+            for name in self._begun:
+                parameter = self._parameters[name]
+                parameter.copy_(self.owned[name], non_blocking=True)
+                self._versions[name] = parameter._version
+        self._settled()
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Undo what has been updated since the last ``apply``: parameters and state are as they were."""
+        self._armed.clear()
+        try:
+            self._finish()
+        finally:
+            for name, (value, state) in (self._replaced or {}).items():
+                own = self.owned[name]
+                own.copy_(value)
+                self.optimizer.state.pop(own, None)
+                if state is not None:
+                    self.optimizer.state[own] = state
+            self._settled()
+
+    def _settled(self) -> None:
+        """Nothing is under way."""
+        self._ready.clear()
+        self._begun.clear()
+        self._replaced = {}
+        if self.resident:
+            self._gradients.clear()
+
+    def _on_host(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter that the optimizer is over. It has a ``grad`` of its own, also where the numbers are shared."""
+        values = parameter.detach() if self.resident else self._empty(parameter.detach())
+        return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+    def _empty(self, like: Tensor) -> Tensor:
+        with not_counted():
+            return torch.empty_like(like, device="cpu", pin_memory=self._copies.pinned)
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """The values of parameters that were changed by others: loaded, or received from another rank."""
+        if self.resident:
+            return
+        marks = []
+        for name, parameter in self._parameters.items():
+            if self._versions.get(name) != parameter._version:
+                marks.append(self._copies.to_host(parameter.detach(), self.owned[name].detach()))
+                self._versions[name] = parameter._version
+        for mark in marks:
+            self._copies.synchronize(mark)
+
+    def _added(self, name: str) -> None:
+        """A gradient was added to parameter ``name``."""
+        if name in self._armed:
+            self._armed.remove(name)
+            self.gradient_ready(name)
+
+    def _finish(self) -> None:
+        """Wait for the thread; what it failed with is raised."""
+        jobs, self._jobs = self._jobs, []
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """On the thread: the parameters whose gradients have come; an optimizer passes over those without one."""
+        names = []
+        while self._ready:
+            name, mark = self._ready.popleft()
+            self._copies.synchronize(mark)
+            own = self.owned[name]
+            if self._replaced is not None:
+                self._replaced[name] = own.detach().clone(), _copied(self.optimizer.state.get(own))
+            own.grad = self._gradients[name]
+            names.append(name)
+        if names:
+            self.before_update()
+            self.optimizer.step()
+        for name in names:
+            self.owned[name].grad = None
+
+
+def _copied(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _hook(optimizer: weakref.ref[HostOptimizer], name: str) -> Callable[[Tensor], None]:
+    """A parameter's hook is out of the garbage collector's sight: it must not hold what holds the parameter."""
+
+    def added(_: Tensor) -> None:
+        owner = optimizer()
+        if owner is not None:
+            owner._added(name)
+
+    return added
+
+
+def nothing() -> None:
+    """What is called before an update, unless there is something to wait for."""
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

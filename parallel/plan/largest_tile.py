@@ -1,0 +1,100 @@
+"""The largest tile each strategy can train within the memory, by bisection over tile sides.
+
+Takes what can tell whether a strategy fits at a tile side, and which ways of needing less memory are open; gives the
+largest side, and what stands in the way of the next. Bytes grow with the side, so what fits at one side fits at every
+smaller one. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from parallel.plan.plan import Row
+from parallel.plan.savings import PLAIN, RECOMPUTE, Savings
+
+STEP = 64
+"""Tile sides are multiples of this many px, which every model's strides divide."""
+LIMIT = 1 << 16
+"""Px; slides are seldom wider."""
+
+Least = Callable[[int, str, Savings], Row | None]
+"""(tile side in px, strategy, what is open) -> its candidate with the fewest bytes; None where it cannot run at all."""
+
+
+@dataclass(frozen=True)
+class LargestTile:
+    """Of one strategy.
+
+    Attributes:
+        savings: the ways of needing less memory that were open.
+        tile: side in px; 0 when not even the smallest fits.
+        row: the candidate that fits at it; None when there is none.
+        next_row: the best candidate at the next side, which does not fit; None at the limit of the search.
+        doubled: the best candidate at twice the side; None beyond the limit of the search.
+    """
+
+    name: str
+    savings: Savings
+    tile: int
+    row: Row | None
+    next_row: Row | None
+    doubled: Row | None = None
+
+
+def steps_of(savings: Savings) -> list[Savings]:
+    """Within ``savings``: nothing, computing again, and moving to the host besides."""
+    found = []
+    for open_to in (PLAIN, Savings(offload=(False,)), Savings()):
+        recompute = tuple(how for how in savings.recompute if how in open_to.recompute or how not in RECOMPUTE)
+        offload = tuple(moves for moves in savings.offload if moves in open_to.offload)
+        step = Savings(recompute, offload)
+        if recompute and offload and step not in found:
+            found.append(step)
+    return found
+
+
+def largest_tiles(names: Iterable[str], steps: Sequence[Savings], least: Least) -> list[LargestTile]:
+    """For each strategy, and each of ``steps``, from the one that allows least on, as far as it gains anything."""
+    found = []
+    for name in names:
+        best = 0
+        for savings in steps:
+            one = largest_tile(name, savings, least, best)
+            if one is not None and (savings == steps[0] or one.tile > best):
+                found.append(one)
+                best = max(best, one.tile)
+    return found
+
+
+def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 0) -> LargestTile | None:
+    """For one strategy and one set of ways to need less memory; None where it cannot run.
+
+    Args:
+        known_to_fit: px of a side that does.
+    """
+    known: dict[int, Row | None] = {}
+
+    def fits(tile: int) -> bool:
+        if tile not in known:
+            known[tile] = least(tile, name, savings)
+        row = known[tile]
+        return row is not None and row.fits
+
+    low = known_to_fit or STEP
+    smallest = fits(low)
+    if known[low] is None:
+        return None
+    if not smallest:
+        return LargestTile(name, savings, 0, None, known[low], known[low])
+    while low < LIMIT and fits(2 * low):
+        low *= 2
+    high = min(2 * low, LIMIT)
+    while high - low > STEP:
+        middle = (low + high) // 2 // STEP * STEP
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    doubled = None if 2 * low > LIMIT else least(2 * low, name, savings)
+    return LargestTile(name, savings, low, known[low], known.get(high) if high > low else None, doubled)

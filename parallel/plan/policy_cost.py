@@ -1,0 +1,111 @@
+"""What computing again and moving to the host add to the time of stages.
+
+Takes a partition, what its stages cost without either, the rule for what is kept, and the speed of copies; gives
+``StageCost`` anew. A GPU copies beside what it computes, so that only copies that take longer count; on a CPU copies
+are computed by the same cores and hide behind nothing. What goes out and what comes back at the same time shares the
+link. No torch here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from parallel.cost.layer_cost import Costs
+from parallel.graph.partition import Partition
+from parallel.memory.liveness import Piece
+from parallel.memory.policy import Keeping, Segment
+from parallel.memory.segments import segments_of
+from parallel.memory.stage_memory import StageMemory
+from parallel.schedule.step_cost import StageCost
+
+
+@dataclass(frozen=True)
+class MovedBytes:
+    """Of a stage and one microbatch.
+
+    Attributes:
+        kept: that are moved out in a forward pass, and back before its backward pass.
+        again: kept by layers that are computed again, moved out and back within the backward pass.
+    """
+
+    kept: int
+    again: int
+
+
+def keeping_costs(
+    partition: Partition,
+    stages: Sequence[StageCost],
+    costs: Costs,
+    keeping: Keeping,
+    *,
+    copy_bandwidth: float,
+    beside: bool,
+    memory: StageMemory | None = None,
+) -> list[StageCost]:
+    """``stages`` with what ``keeping`` adds. A stage that is computed again as a whole has an action for that, whose
+    time is its forward pass's.
+
+    Args:
+        costs: of the layers.
+        copy_bandwidth: bytes per second, each way.
+        beside: copies run beside the computation.
+        memory: of the partition's graph, where it is known.
+    """
+    if keeping.offload == "none" and not keeping.segmented:
+        return list(stages)
+    memory = StageMemory(partition.graph) if memory is None else memory
+    result = []
+    for number, stage in enumerate(stages):
+        segments = segments_of(partition, number, keeping)
+        again_s = sum(
+            costs.layers[position].forward_s
+            for segment in segments
+            if segment.recompute
+            for position in range(segment.start, segment.stop)
+        )
+        forward_s, backward_s = stage.forward_s, stage.backward_s + again_s
+        if keeping.offload != "none":
+            moved = moved_bytes(memory.touched((segments[0].start, segments[-1].stop)), segments, keeping)
+            # The action that computes a whole stage again counts as a forward pass, copies and all: instead of those
+            # out it makes those back.
+            back = 0 if keeping.stagewise else moved.kept
+            out_s, back_s = moved.kept / copy_bandwidth, (back + 2 * moved.again) / copy_bandwidth
+            forward_s = max(forward_s, out_s) if beside else forward_s + out_s
+            backward_s = max(backward_s, back_s) if beside else backward_s + back_s
+        more = backward_s - stage.backward_s
+        result.append(
+            dataclasses.replace(
+                stage, forward_s=forward_s, backward_s=backward_s, backward_input_s=stage.backward_input_s + more
+            )
+        )
+    return result
+
+
+def moved_bytes(found: Iterable[Piece], segments: Sequence[Segment], keeping: Keeping) -> MovedBytes:
+    """What offloading moves of a stage, whose layers ``segments`` cover.
+
+    Args:
+        found: pieces of memory of the model's graph; those that the stage does not touch change nothing.
+    """
+    start, stop = segments[0].start, segments[-1].stop
+    if keeping.stagewise:
+        segments = (Segment(start, stop, True),)
+    begins = [segment.start for segment in segments]
+    kept = again = 0
+    for piece in found:
+        if piece.bytes < keeping.smallest:
+            continue
+        saved = {bisect.bisect(begins, place) - 1 for place in piece.saved if start <= place < stop}
+        entered = {
+            number
+            for made, use in piece.used
+            if start <= use < stop and made < segments[number := bisect.bisect(begins, use) - 1].start
+        }
+        if any(not segments[number].recompute for number in saved) or any(segments[n].recompute for n in entered):
+            kept += piece.bytes
+        elif saved:
+            again += piece.bytes
+    return MovedBytes(kept, again)

@@ -1,0 +1,82 @@
+"""Which ways of needing less memory a search may take, and in which order it tries them.
+
+Takes a ``Candidate``; gives it again with its optimizer state shared, parts of it computed again, or what it keeps
+moved to the host. Each costs time. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel.plan.candidate import Candidate
+
+RECOMPUTE = ("none", "stage", "block", "optimal")
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What is open to a search.
+
+    Attributes:
+        recompute: of ``Candidate``, the values it may have; "none" where nothing has to be computed again.
+        offload: likewise.
+    """
+
+    recompute: tuple[str, ...] = RECOMPUTE
+    offload: tuple[bool, ...] = (False, True)
+
+    def tiers(self, candidate: Candidate) -> Iterator[list[Candidate]]:
+        """``candidate`` first, where nothing else is asked for; then variants of it that need less memory and more
+        time. Which of a tier is the fastest depends on the machine; those of a later tier need less memory."""
+        again = [how for how in self.recompute if how != "none" and _can_recompute(candidate, how)]
+        if self.recompute != ("optimal",):
+            again = [how for how in again if how != "optimal"]  # takes long to find: for what is chosen in the end
+        moves = candidate.name != "fsdp"
+        recomputed = [dataclasses.replace(candidate, recompute=how) for how in again]
+        moving = [one for one in (candidate, *recomputed) if moves and one.recompute != "optimal"]
+        moved = [dataclasses.replace(variant, offload=True) for variant in moving]
+        chosen = [dataclasses.replace(candidate, recompute="optimal", offload=True)] if moves else []
+        chosen = chosen if _can_recompute(candidate, "optimal") else []
+        for tier in ([candidate], [*recomputed, *moved[:1]], moved[1:], chosen):
+            variants = [variant for variant in tier if self._allow(variant)]
+            if variants:
+                yield variants
+            if variants and candidate.paired:
+                yield [dataclasses.replace(variant, shard_optimizer=True) for variant in variants]
+
+    def refined(self, candidate: Candidate) -> Candidate | None:
+        """``candidate`` with the best choice of what is computed again in place of blocks or stages; None where it does
+        not compute again, or that is not open."""
+        chosen = dataclasses.replace(candidate, recompute="optimal")
+        rough = candidate.recompute in ("stage", "block") and not candidate.offload
+        return chosen if rough and self._allow(chosen) and _can_recompute(candidate, "optimal") else None
+
+    def refusal(self, candidate: Candidate) -> str:
+        """Why nothing that ``tiers`` gives can run."""
+        if any(self.tiers(candidate)):
+            return "no choice of what is computed again was found that fits the memory"
+        asked = f"recompute {' or '.join(self.recompute)}" * ("none" not in self.recompute)
+        asked = " and ".join(word for word in (asked, "offload" * (False not in self.offload)) if word)
+        reason = "cannot split the model's backward pass then"
+        if candidate.name == "fsdp":
+            reason = "gathers parameters as it goes along, and keeps all activations on the device"
+        elif candidate.name != "zero-bubble":
+            reason = "has no stage that could be computed again later"
+        return f"{asked} is asked for, and {candidate.name} {reason}"
+
+    def _allow(self, variant: Candidate) -> bool:
+        return variant.recompute in self.recompute and variant.offload in self.offload
+
+
+ANY = Savings()
+PLAIN = Savings(("none",), (False,))
+ON_DEVICE = Savings(offload=(False,))
+"""Computing again, but moving nothing."""
+
+
+def _can_recompute(candidate: Candidate, how: str) -> bool:
+    if how == "stage":
+        return candidate.splits and candidate.m > 1
+    return candidate.name not in ("fsdp", "zero-bubble")

@@ -1,0 +1,257 @@
+"""The stages of every candidate of a plan: the model cut anew for each number of stages and size of microbatch.
+
+Takes a task and a cluster; gives partitions, what their stages cost and hold. Candidates share what they can: the graph
+for a size of microbatch, its windows, partitions, what stages hold. A model that each rank computes whole is one stage.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+
+from parallel.cost.cluster import Cluster
+from parallel.cost.devices import LinkSpec
+from parallel.cost.layer_cost import Costs
+from parallel.cost.stage_cost import stage_costs
+from parallel.graph.blocks import block_cuts
+from parallel.graph.layers import LayerGraph
+from parallel.graph.nominal_cost import equal_cost
+from parallel.graph.partition import Partition, cut_positions
+from parallel.graph.scale import with_tiles
+from parallel.memory.host_bytes import host_bytes
+from parallel.memory.policy import MIB, Keeping
+from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
+from parallel.memory.recompute_beside_offload import runs_beside_offload
+from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
+from parallel.memory.stage_memory import StageMemory
+from parallel.memory.windows import Windows
+from parallel.plan.balance import MemoryRule, partition_optimal
+from parallel.plan.candidate import Candidate
+from parallel.plan.policy_cost import keeping_costs
+from parallel.plan.step_time import schedule_of, weights_of
+from parallel.plan.task import Task
+from parallel.schedule.passes import BEGINS_BACKWARD
+from parallel.schedule.step_cost import StageCost
+
+MANY = 400
+"""Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
+DEEP = 16
+"""Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
+AHEAD = 2
+"""Of the largest pieces of memory that a layer keeps, as many are brought back to a GPU ahead of their use."""
+ROUNDED = 2
+"""Bytes that ``rank_bytes`` may round away at most, of smaller microbatches."""
+LEAST_S = 1e-12
+"""Of a layer's forward pass."""
+
+
+class Cutting:
+    """Stages of candidates.
+
+    Args:
+        task: what is to be trained.
+        cluster: where.
+    """
+
+    def __init__(self, task: Task, cluster: Cluster) -> None:
+        self.task, self.cluster = task, cluster
+        places = cut_positions(task.graph)
+        blocks = block_cuts(task.graph) if len(places) > MANY else ()
+        self._places = list(blocks) or places
+        self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
+        self._partitions: dict[object, Partition] = {}
+        self._windows: dict[int, Windows] = {}
+        self._memories: dict[int, StageMemory] = {}
+        self._runs: dict[object, Runs | None] = {}
+
+    @property
+    def most_stages(self) -> int:
+        """That the model can be cut into."""
+        return len(self._places) + 1
+
+    def tiles(self, candidate: Candidate) -> int:
+        """Of the largest microbatch."""
+        return -(-self.task.batch // candidate.m)
+
+    def microbatch(self, tiles: int) -> tuple[LayerGraph, Costs]:
+        """The graph for microbatches of ``tiles`` tiles, and what its layers cost."""
+        if tiles not in self._microbatches:
+            self._microbatches[tiles] = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
+        return self._microbatches[tiles]
+
+    def partition(self, candidate: Candidate, *, within: bool) -> Partition | None:
+        """The best stages for a candidate.
+
+        Args:
+            within: that keep every rank within the memory; None where there are none.
+        """
+        tiles = self.tiles(candidate)
+        graph, costs = self.microbatch(tiles)
+        if not candidate.splits:
+            return None if within else Partition(graph, (0,))
+        paired = candidate.paired and candidate.depth <= DEEP
+        # Of what is left on the device in the end, what enters a stage is the part that its cuts decide.
+        candidate = dataclasses.replace(candidate, recompute="stage" if candidate.saves else "none", offload=False)
+        key: object = candidate if within else (tiles, candidate.stages, candidate.depth, paired)
+        if key not in self._partitions:
+            links = [self.cluster.link(rank, rank + 1) for rank in range(candidate.depth - 1)]
+            try:
+                self._partitions[key] = partition_optimal(
+                    graph,
+                    candidate.stages,
+                    costs.seconds,
+                    link_s=max(1 / link.bandwidth for link in links if link is not None),
+                    speeds=[1.0] * candidate.depth,
+                    memory=self._rule(candidate) if within else None,
+                    paired=paired,
+                    positions=self._places,
+                    windows=functools.partial(self._windows_of, tiles),
+                    explain=False,
+                )
+            except ValueError:
+                return None
+        return self._partitions[key]
+
+    def keeping(self, candidate: Candidate, partition: Partition) -> Keeping | None:
+        """What becomes of what the stages of a candidate keep; None where no choice of what is computed again fits.
+        Where copies run beside the computation, a little is left on the device and brought back ahead, so that nobody
+        waits for the first of them."""
+        ahead = self._ahead(candidate)
+        if candidate.recompute == "optimal":
+            key = (candidate, partition.starts)
+            if key not in self._runs:
+                self._runs[key] = self._chosen(candidate, partition)
+            runs = self._runs[key]
+            return None if runs is None else candidate.keeping(runs, ahead)
+        return candidate.keeping(ahead=ahead)
+
+    def _ahead(self, candidate: Candidate) -> int:
+        if not candidate.offload or self.cluster.kind != "cuda":
+            return 0
+        ahead = AHEAD * max((piece.bytes for piece in self._memory_of(candidate).pieces if piece.saved), default=0)
+        return -(-ahead // MIB) * MIB  # as settings say it
+
+    def _chosen(self, candidate: Candidate, partition: Partition) -> Runs | None:
+        if candidate.offload:
+            ahead = self._ahead(candidate)
+            if self.least_bytes(candidate, partition) > self.cluster.usable_bytes:
+                return None
+
+            def taken(runs: Runs) -> int:
+                return max(one.total for one in self.rank_bytes(candidate, partition, candidate.keeping(runs, ahead)))
+
+            return runs_beside_offload(partition, taken, self.cluster.usable_bytes)
+        graph, costs = self.microbatch(self.tiles(candidate))
+        times = [cost.forward_s for cost in costs.layers]
+        forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
+        memory, limit = self._memory_of(candidate), float(self.cluster.usable_bytes)
+        slots, device = self.task.slots, self.cluster.kind
+        if not candidate.splits:
+            name, ranks, m = candidate.name, candidate.ranks, candidate.m
+            return chosen_runs_of_whole(
+                name, ranks, m, graph, forward_s, limit, slots=slots, device=device, memory=memory
+            )
+        schedule, placement = schedule_of(candidate)
+        return chosen_runs(
+            partition,
+            placement,
+            schedule,
+            forward_s,
+            limit,
+            slots=slots,
+            shard_optimizer=candidate.shard_optimizer,
+            weights=weights_of(candidate, self.task.batch),
+            device=device,
+            memory=memory,
+        )
+
+    def least_bytes(self, candidate: Candidate, partition: Partition) -> int:
+        """That the fullest rank takes at least, whatever is computed again or moved: parameters, the optimizer's state
+        where it is not shared, and a backward pass."""
+        memory, bounds = self._memory_of(candidate), list(pairwise([*partition.starts, len(partition.graph.layers)]))
+        own = 1 + (0 if candidate.shard_optimizer else self.task.slots)
+        sizes = [memory.plain(bound).parameters for bound in bounds]
+        if not candidate.splits:
+            return own * sizes[0] + memory.least(bounds[0])
+        schedule, placement = schedule_of(candidate)
+        smallest = min(weights_of(candidate, self.task.batch))
+        found = []
+        for rank in range(placement.depth):
+            held = sum(sizes[stage] for stage in {stage for stage, _ in placement.held_by(rank)})
+            passed = {action.stage for action in schedule[rank] if action.kind in BEGINS_BACKWARD}
+            found += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
+        return max(found)
+
+    def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[RankBytes]:
+        """Of the ranks of the first group; of any rank where each computes the whole model."""
+        stages = self._memory_of(candidate).kept(partition, keeping)
+        if not candidate.splits:
+            name, ranks, m = candidate.name, candidate.ranks, candidate.m
+            return [whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stages[0])]
+        schedule, placement = schedule_of(candidate)
+        return rank_bytes(
+            partition,
+            placement,
+            schedule,
+            slots=self.task.slots,
+            shard_optimizer=candidate.shard_optimizer,
+            weights=weights_of(candidate, self.task.batch),
+            device=self.cluster.kind,
+            stages=stages,
+        )
+
+    def host_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> int:
+        """That the fullest rank of the first group takes on the host."""
+        if keeping.offload == "none":
+            return 0
+        stages = self._memory_of(candidate).host(partition, keeping)
+        if not candidate.splits:
+            return stages[0].kept + stages[0].again
+        return max(host_bytes(schedule_of(candidate)[0], stages, weights_of(candidate, self.task.batch)))
+
+    def stage_costs(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[StageCost]:
+        """Of the largest microbatch, with what ``keeping`` takes."""
+        _, costs = self.microbatch(self.tiles(candidate))
+        return keeping_costs(
+            partition,
+            stage_costs(partition, costs),
+            costs,
+            keeping,
+            copy_bandwidth=self.cluster.copy_bandwidth,
+            beside=self.cluster.kind == "cuda",
+            memory=self._memory_of(candidate),
+        )
+
+    def _memory_of(self, candidate: Candidate) -> StageMemory:
+        tiles = self.tiles(candidate)
+        if tiles not in self._memories:
+            self._memories[tiles] = StageMemory(self.microbatch(tiles)[0])
+        return self._memories[tiles]
+
+    def _windows_of(self, tiles: int, positions: Sequence[int] | None) -> Windows:
+        assert positions is not None  # of all places that ``partition_optimal`` is given
+        if tiles not in self._windows:
+            graph, costs = self.microbatch(tiles)
+            self._windows[tiles] = Windows(graph, costs.seconds, [0, *self._places, len(graph.layers)])
+        return self._windows[tiles].among(positions)
+
+    def _rule(self, candidate: Candidate) -> MemoryRule:
+        schedule, placement = schedule_of(candidate)
+        return MemoryRule(
+            (float(self.cluster.usable_bytes),) * candidate.depth,
+            in_flight(schedule, placement),
+            2.0 + self.task.slots,
+            2.0 if candidate.shard_optimizer else None,
+            candidate.stagewise,
+        )
+
+
+def slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
+    """Between two stages: of both replicas, the slower link."""
+    ends = [stage % candidate.depth for stage in (source, target)]
+    ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
+    links = [link for way in ways if (link := cluster.link(*way)) is not None]
+    return min(links, key=lambda link: link.bandwidth, default=None)

@@ -1,0 +1,232 @@
+"""How long a step of a candidate takes, on paper.
+
+Takes a candidate, the costs of its stages or of the whole model, and the cluster; gives ``Forecast``. A split model is
+simulated, one group for all, with ranks that share a device sharing it; gradients are summed beside the remaining
+backward passes, as the engine does. Where each rank computes the whole model, sums are written out: no simulation
+is needed where nobody waits for anybody before the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel.cost.cluster import Cluster
+from parallel.plan.candidate import Candidate
+from parallel.schedule.action import Kind, Schedule
+from parallel.schedule.microbatch import share_of, split_batch
+from parallel.schedule.passes import add_recompute
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import build_schedule, placement_for
+from parallel.schedule.simulate import simulate
+from parallel.schedule.simulate_shared import simulate_shared
+from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.schedule.timeline import Timeline
+
+DDP_BUCKET = 25 << 20
+"""Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
+LONG = 4
+"""Times the depth of a pipeline: microbatches of a step that is simulated whole."""
+UPDATE_PASSES = (6, 11, 20)
+"""By values that the optimizer keeps for each parameter, how many times the bytes of the parameters it reads or writes:
+torch's SGD, SGD with momentum, and AdamW, with weight decay, operation by operation (``torch/optim``)."""
+
+ADDING_PASSES = 3
+"""Times the bytes of the parameters that adding a microbatch's gradients to those before reads or writes."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one step.
+
+    Attributes:
+        bubble: part of the ranks' time until the last backward pass in which they do not compute.
+        exchange_s: that summing gradients adds after the last backward pass.
+        timeline: of the first group of a split model.
+    """
+
+    step_s: float
+    bubble: float
+    exchange_s: float
+    update_s: float
+    timeline: Timeline | None = None
+
+
+def schedule_of(candidate: Candidate) -> tuple[Schedule, Placement]:
+    """What the ranks of the first group of a split model compute, and where.
+
+    Raises:
+        ValueError: the schedule does not run with these numbers.
+    """
+    share = share_of(0, candidate.groups, candidate.m)
+    return _schedule(candidate.name, candidate.depth, candidate.chunks, len(share), candidate.stagewise)
+
+
+@functools.lru_cache(maxsize=64)  # the same few are asked for by turns: for memory, for time, for a shorter step
+def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: bool) -> tuple[Schedule, Placement]:
+    placement = placement_for(name, groups=1, depth=depth, chunks=chunks)
+    schedule = build_schedule(name, placement, microbatches)
+    return (add_recompute(schedule) if recompute else schedule), placement
+
+
+def weights_of(candidate: Candidate, batch: int) -> list[float]:
+    """Of the first group's microbatches, 1 for the largest."""
+    sizes = [len(part) for part in split_batch(batch, candidate.m)]
+    return [sizes[i] / max(sizes) for i in share_of(0, candidate.groups, candidate.m)]
+
+
+def forecast_split(
+    candidate: Candidate,
+    batch: int,
+    costs: Sequence[StageCost],
+    links: dict[tuple[int, int], LinkCost],
+    gradient_bytes: Sequence[int],
+    slots: int,
+    cluster: Cluster,
+) -> Forecast:
+    """A model cut into stages.
+
+    Args:
+        costs: of the stages, for the largest microbatch.
+        gradient_bytes: by stage, as many as of its parameters.
+        slots: values that the optimizer keeps for each parameter.
+    """
+    costs = _adding(candidate, costs, gradient_bytes, cluster)
+    timeline, placement, left_out = _step(candidate, batch, costs, links, cluster)
+    computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
+    summed = _summed_s(candidate, timeline, placement, gradient_bytes, cluster)
+    held = [{stage for stage, _ in placement.held_by(rank)} for rank in range(placement.world)]
+    most = max(sum(gradient_bytes[stage] for stage in stages) for stages in held)
+    update_s = _update_s(most / (2 if candidate.shard_optimizer else 1), slots, cluster, candidate.ranks)
+    if candidate.shard_optimizer and (link := cluster.link(0, candidate.depth - 1)):
+        update_s += most / link.bandwidth  # each rank of a pair gives the other what it has updated
+    end = max(computed, summed)
+    work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / placement.world
+    more = left_out.microbatches * sum(cost.forward_s + cost.backward_s for cost in costs) / placement.depth
+    bubble = 1 - (work + more) / (computed + left_out.seconds) if left_out.microbatches else timeline.bubble
+    return Forecast(end + left_out.seconds + update_s, bubble, end - computed, update_s, timeline)
+
+
+def _adding(
+    candidate: Candidate, costs: Sequence[StageCost], gradient_bytes: Sequence[int], cluster: Cluster
+) -> list[StageCost]:
+    """``costs`` with what adding gradients up takes, in the mean over the microbatches of a replica: the first has
+    nothing to add to."""
+    share = len(share_of(0, candidate.groups, candidate.m)) / (2 if candidate.paired else 1)
+    found = []
+    for cost, size in zip(costs, gradient_bytes, strict=True):
+        more = max(0.0, 1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth
+        found.append(
+            dataclasses.replace(
+                cost, backward_s=cost.backward_s + more, backward_weight_s=cost.backward_weight_s + more
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """Of a long step, what is not simulated: that many microbatches, which take so long."""
+
+    microbatches: int
+    seconds: float
+
+
+def _step(
+    candidate: Candidate,
+    batch: int,
+    costs: Sequence[StageCost],
+    links: dict[tuple[int, int], LinkCost],
+    cluster: Cluster,
+) -> tuple[Timeline, Placement, _LeftOut]:
+    """The compute actions of the first group's step. In a long one every microbatch beyond those that fill the pipeline
+    takes as long as the one before it, so only the first are simulated."""
+    share, weights = len(share_of(0, candidate.groups, candidate.m)), weights_of(candidate, batch)
+    devices = cluster.devices(candidate.depth, candidate.groups)
+
+    def run(microbatches: int) -> tuple[Timeline, Placement]:
+        part = dataclasses.replace(candidate, ranks=candidate.depth, m=microbatches)
+        schedule, placement = schedule_of(part)
+        own = weights[:microbatches]
+        if devices:
+            return simulate_shared(schedule, placement, costs, links, devices, weights=own), placement
+        return simulate(schedule, placement, costs, links, weights=own), placement
+
+    enough = LONG * candidate.depth
+    if share <= enough:
+        return *run(share), _LeftOut(0, 0.0)
+    timeline, placement = run(enough)
+    shorter, _ = run(enough - candidate.depth)
+    each = (timeline.makespan_s - shorter.makespan_s) / candidate.depth
+    return timeline, placement, _LeftOut(share - enough, each * (share - enough))
+
+
+def _summed_s(
+    candidate: Candidate,
+    timeline: Timeline,
+    placement: Placement,
+    gradient_bytes: Sequence[int],
+    cluster: Cluster,
+) -> float:
+    """When the last sum of gradients is done: each begins with the last backward pass of its stage, on every holder,
+    and a rank does its sums one after the other."""
+    last: dict[tuple[int, int], float] = {}
+    for rank in timeline.spans:
+        for span in timeline.compute(rank):
+            if span.action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                place = (rank, span.action.stage)
+                last[place] = max(last.get(place, 0.0), span.end_s)
+    free = dict.fromkeys(timeline.spans, 0.0)
+    stages = sorted(range(placement.stages), key=lambda s: max(last[rank, s] for rank in placement.holders(s)))
+    for stage in stages:
+        own = placement.holders(stage)
+        everybody = [group * candidate.depth + rank for group in range(candidate.groups) for rank in own]
+        begin = max(*(last[rank, stage] for rank in own), *(free[rank] for rank in own))
+        at_once = min(cluster.per_node, candidate.depth)
+        end = begin + cluster.sum_s(gradient_bytes[stage], everybody, at_once=at_once)
+        for rank in own:
+            free[rank] = end
+    return max(free.values())
+
+
+def forecast_whole(
+    candidate: Candidate,
+    batch: int,
+    forward_s: float,
+    backward_s: float,
+    param_bytes: int,
+    slots: int,
+    cluster: Cluster,
+) -> Forecast:
+    """Each rank computes the whole model.
+
+    Args:
+        forward_s, backward_s: of the largest microbatch.
+        slots: values that the optimizer keeps for each parameter.
+    """
+    ranks = candidate.ranks
+    slow = cluster.slowdown(ranks)
+    units = sum(weights_of(candidate, batch))
+    added = ADDING_PASSES * (len(share_of(0, ranks, candidate.m)) - 1) * param_bytes / cluster.update_bandwidth
+    compute_s = (units * (forward_s + backward_s) + added) * slow
+    update_s = _update_s(param_bytes / (ranks if candidate.name == "fsdp" else 1), slots, cluster, ranks)
+    exchange_s = 0.0
+    if candidate.name == "ddp":
+        sum_s = cluster.sum_s(param_bytes, range(ranks)) * cluster.beside_backward
+        hidden = 0.0 if cluster.kind == "cpu" else backward_s * slow
+        exposed = sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes))
+        exchange_s = max(sum_s - hidden, exposed)
+    elif candidate.name == "fsdp":
+        # Gathering is half of a ring sum, and so is scattering; every microbatch gathers for forward and for backward.
+        gather_s = cluster.sum_s(param_bytes, range(ranks)) / 2 * cluster.gathering
+        hidden = 0.0 if cluster.kind == "cpu" else slow
+        twice = max(0.0, gather_s - forward_s * hidden) + max(0.0, gather_s - backward_s * hidden)
+        exchange_s = units * twice + gather_s
+    return Forecast(compute_s + exchange_s + update_s, 0.0, exchange_s, update_s)
+
+
+def _update_s(param_bytes: float, slots: int, cluster: Cluster, ranks: int) -> float:
+    """Time of an optimizer's update of so many bytes of parameters on each of ``ranks``."""
+    return UPDATE_PASSES[slots] * param_bytes / cluster.update_bandwidth * cluster.slowdown(ranks)

@@ -1,0 +1,30 @@
+"""What is to be trained, as a planner sees it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from parallel.cost.layer_cost import Costs
+from parallel.graph.layers import LayerGraph
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained.
+
+    Attributes:
+        graph: of the model and its loss, traced with a microbatch of one tile.
+        estimate: gives what the layers cost with a microbatch of so many tiles.
+        batch: tiles of a step over all ranks.
+        slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
+        refused: strategy -> why the model cannot be trained with it.
+        one_copy: why no two ranks may hold a copy of a stage; empty where they may.
+    """
+
+    graph: LayerGraph
+    estimate: Callable[[int], Costs]
+    batch: int
+    slots: int
+    refused: Mapping[str, str] = field(default_factory=dict)
+    one_copy: str = ""

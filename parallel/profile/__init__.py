@@ -1,0 +1,1 @@
+"""Times of operations, layers and copies, measured on this device."""

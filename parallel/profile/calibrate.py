@@ -1,0 +1,255 @@
+"""From a device to a model of what layers cost on it, by timing operations for some seconds; kept for the next time.
+
+Takes a device and how ranks will use it; gives a ``CostModel``. Ranks that share a machine share its memory and its
+caches, so as many processes as will run together are timed together. Readings are the fastest of several runs. Models
+are kept as JSON in ``$XDG_CACHE_HOME/megatile``, else ``~/.cache/megatile`` (``cache``), one for each device, number of
+cores, version of torch, threads, processes, type and memory layout; none is shipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from parallel.cost.calibrated import CostModel, Curve, PassModel, load
+from parallel.cost.product import PASSES, Work, work_of_shape
+from parallel.cost.regression import fit
+from parallel.cost.shapes import Product
+from parallel.graph.op import Convolution
+from parallel.profile.cache import keep, kept_at
+from parallel.profile.core_use import BUSY, CoreUse, others_now
+
+log = logging.getLogger(__name__)
+
+QUICK_S, LONG_S = 45.0, 90.0
+"""Budgets: where a plan waits for it, and for the smallest error."""
+
+FORMAT = 3
+"""Raised when models kept by earlier versions no longer hold."""
+
+BEST = 0.1
+"""Quantile of seconds per flop, and per byte, that counts as the device's best."""
+
+LEAST_S = 1e-9
+ROOT = Path(__file__).parents[2]
+
+
+def load_or_calibrate(
+    device: torch.device,
+    *,
+    threads: int = 1,
+    together: int = 1,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = True,
+    heap_kept: bool = False,
+    seconds: float = QUICK_S,
+) -> CostModel:
+    """The model kept of an earlier calibration as long as this one, else a new one, which is kept. As ``calibrate``.
+
+    One that was made on a busy machine is used only as long as that is busy.
+    """
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
+    kept = load(path) if path else None
+    if kept is not None and kept.seconds_taken >= seconds:
+        if kept.others <= BUSY:
+            return kept
+        if (now := others_now()) > BUSY:
+            log.warning(
+                "this machine was calibrated while other programs took %.0f %% of its cores, and now they take "
+                "%.0f %%: real times may be shorter; calibrated again once it is calm",
+                100 * kept.others,
+                100 * now,
+            )
+            return kept
+        log.warning("calibrating again: other programs took %.0f %% of the cores then, and are gone", 100 * kept.others)
+    model = calibrate(
+        device,
+        threads=threads,
+        together=together,
+        dtype=dtype,
+        channels_last=channels_last,
+        heap_kept=heap_kept,
+        seconds=seconds,
+    )
+    if model.others > BUSY:
+        log.warning(
+            "other programs took %.0f %% of the cores while this machine was calibrated: real times may be shorter; "
+            "calibrated again once it is calm",
+            100 * model.others,
+        )
+    keep(path, model.to_json())
+    return model
+
+
+def calibrate(
+    device: torch.device,
+    *,
+    threads: int = 1,
+    together: int = 1,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = True,
+    heap_kept: bool = False,
+    seconds: float = QUICK_S,
+) -> CostModel:
+    """Time operations on ``device`` and fit a model to them.
+
+    Args:
+        threads: of each rank, on a CPU.
+        together: ranks that will compute at the same time on this machine, if it is a CPU; on an accelerator 1.
+        dtype: of the products; half types are mixed precision, for graphs traced in float32.
+        channels_last: memory layout of images.
+        heap_kept: the ranks call ``keep_freed_memory``.
+        seconds: budget of the timing; starting the processes comes on top.
+
+    Raises:
+        RuntimeError: a process could not time enough; says what it printed last.
+    """
+    settings = {
+        "device": str(device),
+        "threads": threads,
+        "dtype": str(dtype).removeprefix("torch."),
+        "channels_last": channels_last,
+        "heap_kept": heap_kept,
+        "seconds": seconds,
+    }
+    use = CoreUse()
+    found = _run([settings | {"seed": seed} for seed in range(together)], seconds)
+    others = use.others() if device.type == "cpu" else 0.0
+    key = calibration_key(device, threads, together, dtype, channels_last, heap_kept)
+    return dataclasses.replace(fit_model(found, key, seconds), others=others)
+
+
+def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
+    """The model that explains ``readings``, as ``calibrate_worker`` gives them; ``key`` as ``calibration_key``."""
+    products: dict[str, list[tuple[Work, dict[str, float]]]] = defaultdict(list)
+    curves: dict[str, dict[str, list[list[float]]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
+    fresh: list[list[float]] = []
+    for reading in readings:
+        if reading["what"] == "fresh":
+            fresh.append([reading["bytes"], reading["seconds"]])
+        elif reading["what"] == "moving":
+            for side, points in curves.items():
+                if reading[side][0] and reading[side][1]:
+                    points[reading["name"]].append(reading[side])
+        else:
+            shape = _shape(reading)
+            seconds_of = {name: reading["reading"][f"{name}_s"] for name in PASSES}
+            work = work_of_shape(shape, 8 if key["dtype"] == str(torch.float64) else 4)
+            products[work.kind].append((work, seconds_of))
+    models: dict[str, dict[str, PassModel]] = {}
+    errors: list[float] = []
+    for kind, rows in products.items():
+        models[kind] = {}
+        for name in PASSES:
+            models[kind][name], left_out = _pass_model([work for work, _ in rows], [taken[name] for _, taken in rows])
+            errors += left_out
+    return CostModel(
+        key,
+        models,
+        {name: _curve(points) for name, points in curves["forward"].items()},
+        {name: _curve(points) for name, points in curves["backward"].items()},
+        _curve(fresh),
+        float(np.median(errors)),
+        seconds,
+    )
+
+
+def calibration_key(
+    device: torch.device,
+    threads: int,
+    together: int,
+    dtype: torch.dtype,
+    channels_last: bool,
+    heap_kept: bool = False,
+) -> dict[str, Any]:
+    """All that a calibration holds for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
+    return {
+        "format": FORMAT,
+        "device": name,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch": torch.__version__,
+        "threads": threads,
+        "together": together,
+        "dtype": str(dtype),
+        "channels_last": channels_last,
+        "heap_kept": heap_kept,
+    }
+
+
+def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    """Readings of one worker for each of ``settings``, all at work at the same time."""
+    with contextlib.ExitStack() as open_processes:
+        workers = []
+        for each in settings:
+            command = [sys.executable, "-m", "parallel.profile.calibrate_worker", json.dumps(each)]
+            worker = subprocess.Popen(
+                command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            open_processes.callback(worker.kill)
+            workers.append(worker)
+        for worker in workers:
+            assert worker.stdout is not None
+            worker.stdout.readline()  # "ready"
+        for worker in workers:
+            assert worker.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended already; what it says comes below
+                worker.stdin.write("go\n")
+                worker.stdin.flush()
+        readings = []
+        for worker in workers:
+            out, err = worker.communicate(timeout=4 * seconds + 300)
+            found = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
+            if not any(reading["what"] == "convolution" for reading in found):
+                last = err.strip().splitlines()[-1:] or [f"nothing; exit code {worker.returncode}"]
+                raise RuntimeError(
+                    f"a calibration has to time operations on {settings[0]['device']}, and its process said: "
+                    f"{last[0]}. Plan with --device-spec and the name of a device instead"
+                )
+            readings += found
+    return readings
+
+
+def _pass_model(works: Sequence[Work], seconds: Sequence[float]) -> tuple[PassModel, list[float]]:
+    taken = np.maximum(np.asarray(seconds), LEAST_S)
+    flops, moved = (np.array([getattr(work, name) for work in works]) for name in ("flops", "bytes"))
+    flop_s, byte_s = (float(np.quantile(taken / amount, BEST)) for amount in (flops, moved))
+    ratio, errors = fit([work.features for work in works], taken / (flops * flop_s + moved * byte_s))
+    return PassModel(flop_s, byte_s, ratio), errors
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    """Means of what was read for the same number of bytes."""
+    at: dict[float, list[float]] = defaultdict(list)
+    for moved, seconds in points:
+        at[moved].append(max(seconds, LEAST_S))
+    ascending = sorted(at)
+    return Curve(tuple(ascending), tuple(float(np.mean(at[moved])) for moved in ascending))
+
+
+def _shape(reading: dict[str, Any]) -> Convolution | Product:
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in reading["shape"].items()
+    }
+    return Product(**fields) if reading["what"] == "product" else Convolution(**fields)
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,123 @@
+"""From a device to the speed of copies between it and the host, measured in a second and kept for the next time.
+
+Takes a device and how ranks will use it; gives a ``CopySpeed``. On a GPU copies go as offloading makes them: from and
+to page-locked memory, on streams of their own. A CPU is its own host: there they are copies in memory, made by as many
+threads at once as ranks will compute together, because these share the memory. Kept beside calibrations, one file for
+each device, number of cores, version of torch, threads and ranks; none is shipped.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.offload.copies import CudaCopies
+from parallel.profile.cache import keep, kept_at
+from parallel.profile.calibrate import calibration_key
+
+FORMAT = 1
+"""Raised when speeds kept by earlier versions no longer hold."""
+SIZE = 64 << 20
+"""Bytes of a copy; of a large tile's activations."""
+WARM_UP, COPIES = 3, 9
+
+
+@dataclass(frozen=True)
+class CopySpeed:
+    """Of large copies of one rank, while all others of its machine copy, too.
+
+    Attributes:
+        to_host, to_device: bytes per second.
+    """
+
+    to_host: float
+    to_device: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of what goes out and comes back."""
+        return 2 / (1 / self.to_host + 1 / self.to_device)
+
+
+def load_or_measure_copies(device: torch.device, *, threads: int = 1, together: int = 1) -> CopySpeed:
+    """The speed kept of an earlier measurement, else measured now and kept. As ``measure_copies``."""
+    key = calibration_key(device, threads, together, torch.uint8, False) | {"format": f"copies {FORMAT}"}
+    path = kept_at(key, "copies")
+    kept = _load(path) if path else None
+    if kept is not None:
+        return kept
+    found = measure_copies(device, threads=threads, together=together)
+    keep(path, json.dumps({"key": key, **asdict(found)}))
+    return found
+
+
+def measure_copies(device: torch.device, *, threads: int = 1, together: int = 1) -> CopySpeed:
+    """The median of several copies each way, after a warm-up.
+
+    Args:
+        threads: of each rank, on a CPU.
+        together: ranks that will copy at the same time on this machine, if it is a CPU; on an accelerator 1.
+    """
+    if device.type == "cuda":
+        return _of_gpu(device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        seconds = statistics.median(_in_memory(together))
+    finally:
+        torch.set_num_threads(before)
+    return CopySpeed(SIZE / seconds, SIZE / seconds)
+
+
+def _of_gpu(device: torch.device) -> CopySpeed:
+    copies = CudaCopies(device)
+    on_device = torch.ones(SIZE, dtype=torch.uint8, device=device)
+    on_host = copies.empty_on_host(SIZE)
+    for number in range(WARM_UP + COPIES):
+        copies.clock.on = number >= WARM_UP
+        copies.synchronize(copies.to_host(on_device, on_host))
+        copies.synchronize(copies.to_device(on_host)[1])
+    median = {
+        way: statistics.median(each.bandwidth for each in copies.clock.times if each.direction == way)
+        for way in ("out", "back")
+    }
+    return CopySpeed(median["out"], median["back"])
+
+
+def _in_memory(together: int) -> list[float]:
+    """Seconds of copies from one place of memory to another, by ``together`` threads at once."""
+    begin = threading.Barrier(together)
+    found: list[float] = []
+
+    def copy() -> None:
+        source, target = (torch.ones(SIZE, dtype=torch.uint8) for _ in range(2))
+        begin.wait()
+        for number in range(WARM_UP + COPIES):
+            start = time.perf_counter()
+            target.copy_(source)
+            if number >= WARM_UP:
+                found.append(time.perf_counter() - start)
+
+    ranks = [threading.Thread(target=copy) for _ in range(together)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return found
+
+
+def _load(path: Path) -> CopySpeed | None:
+    """The speed in a file; None where there is none, or it is damaged."""
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text())
+        speed = CopySpeed(float(kept["to_host"]), float(kept["to_device"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return speed if speed.to_host > 0 and speed.to_device > 0 else None

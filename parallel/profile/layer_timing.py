@@ -1,0 +1,141 @@
+"""Times of the layers of one run of a model: each node of its graph alone, forward and backward.
+
+Takes what ``trace`` gave and a microbatch; gives seconds by layer and run. A node runs on copies of the values that
+earlier nodes gave, without their history, and a value is let go after its last use. As in a step, what goes in has just
+been written, and parameters and what was kept for backward come from memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parallel.profile.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
+from parallel.stage.in_flight import can_need_grad
+from parallel.trace.trace import Traced
+
+
+class Runs(NamedTuple):
+    """Seconds of every run of a layer: forward, backward, and the half of backward for what went in."""
+
+    forward: list[float]
+    backward: list[float]
+    backward_input: list[float]
+
+
+def time_layers(traced: Traced, images: Tensor, repeats: int) -> list[Runs]:
+    """By position in the graph. Buffers, modes and random state of the model stay as they are.
+
+    Args:
+        repeats: runs of each layer, after one that is not counted.
+    """
+    devices = [images.device] if images.device.type == "cuda" else []
+    with _kept(traced), torch.random.fork_rng(devices=devices), torch.enable_grad():
+        traced.training.train()
+        for path, (mode, _) in traced.modes.items():
+            traced.model.get_submodule(path).training = mode
+        interpreter = _Interpreter(traced, images.device, repeats)
+        interpreter.run(images)
+    return [interpreter.runs[layer.name] for layer in traced.graph.layers]
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, traced: Traced, device: torch.device, repeats: int) -> None:
+        super().__init__(traced.training)
+        self.extra_traceback = False
+        self.runs: dict[str, Runs] = {}
+        self._differentiable = {layer.name for layer in traced.graph.layers if layer.differentiable}
+        self._setting = Setting(device)
+        self._repeats = repeats
+
+    def run_node(self, n: fx.Node) -> Any:
+        runs = self.runs[n.name] = Runs([], [], [])
+        if n.op in ("placeholder", "get_attr", "output"):
+            for each in runs:
+                each.append(0.0)
+            return super().run_node(n)
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        parameters = [p for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
+        value: Any = None
+        for _ in range(self._repeats + 1):
+            value = None  # the next run may use its memory
+            value = self._once(n, parameters, runs)
+        for each in runs:
+            del each[0]
+        value = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+        sums = self._sums(n, value)
+        for each in (runs.backward, runs.backward_input):
+            each[:] = [seconds + sums for seconds in each]
+        return value
+
+    def _once(self, n: fx.Node, parameters: list[nn.Parameter], runs: Runs) -> Any:
+        sweep(self._setting)
+        # Copies, since the operation may change what it is given, which must not be a leaf then.
+        given = {
+            node: tree_map(_copy, self.env[node]) for node in n.all_input_nodes if node.name in self._differentiable
+        }
+        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda node: given.get(node, self.env[node]))
+        edges = [get_gradient_edge(leaf) for value in given.values() for leaf in _wanting(value)]
+        call: Callable[..., Any] = getattr(self, n.op)
+        start = now(self._setting)
+        value = call(n.target, args, kwargs)
+        runs.forward.append(now(self._setting) - start)
+        outputs = _wanting(value)
+        runs.backward.append(self._backward(outputs, [*edges, *parameters], retain=bool(parameters)))
+        runs.backward_input.append(self._backward(outputs, edges) if parameters else runs.backward[-1])
+        return value
+
+    def _backward(self, outputs: list[Tensor], wanted: Sequence[Any], retain: bool = False) -> float:
+        if not outputs or not wanted:
+            return 0.0
+        sweep(self._setting)
+        gradients = [torch.ones_like(output) for output in outputs]
+        empty_backward(self._setting.device)()
+        start = now(self._setting)
+        torch.autograd.grad(outputs, wanted, gradients, retain_graph=retain, allow_unused=True)
+        return max(now(self._setting) - start - empty_backward_s(self._setting), LEAST_S)
+
+    def _sums(self, n: fx.Node, value: Any) -> float:
+        """Seconds to add up the gradients of ``value``, where several layers use it."""
+        uses = sum(user.name in self._differentiable for user in n.users)
+        if n.name not in self._differentiable or uses < 2:
+            return 0.0
+        taken = []
+        for _ in range(self._repeats + 1):
+            start = now(self._setting)
+            tree_map(lambda leaf: leaf + leaf if isinstance(leaf, Tensor) else leaf, value)
+            taken.append(now(self._setting) - start)
+        return (uses - 1) * statistics.median(taken)
+
+
+@contextmanager
+def _kept(traced: Traced) -> Iterator[None]:
+    """Buffers and modes are put back."""
+    modes = [(part, part.training) for part in (*traced.model.modules(), *traced.training.modules())]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in traced.model.buffers()]
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _copy(leaf: Any) -> Any:
+    """With a history, as in training."""
+    if not isinstance(leaf, Tensor) or not can_need_grad(leaf):
+        return leaf
+    return leaf.detach().requires_grad_().clone()
+
+
+def _wanting(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]

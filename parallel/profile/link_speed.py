@@ -1,0 +1,171 @@
+"""From this machine to the speed of messages and sums between its ranks, measured in some seconds and kept.
+
+Takes how many ranks will run on the machine's cores; gives a ``LinkSpeed``. So many are started and talk over Gloo as
+those of a run do: messages there and back, sums by themselves, and the sums and gathered parameters of
+DistributedDataParallel and FSDP2 beside backward passes that need the same cores. Kept beside calibrations, one file
+for each processor, number of cores, version of torch, threads and ranks; none is shipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.cost.devices import LinkSpec
+from parallel.profile.cache import keep, kept_at
+from parallel.profile.calibrate import calibration_key
+from parallel.profile.core_use import BUSY, CoreUse, others_now
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when speeds kept by earlier versions no longer hold."""
+ROUNDS = 7
+TAKES_S = 20
+"""About, with the start of the ranks."""
+TIMEOUT_S = 300.0
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Between the ranks of this machine, all at it at once.
+
+    Attributes:
+        message_bandwidth, message_s: bytes per second of a large message one way, and seconds of an empty one.
+        sum_bandwidth, sum_s: the same of the links of a ring that would sum in the time that sums take.
+        beside_backward: times as long as by themselves that DistributedDataParallel's sums hold up a backward pass.
+        gathering: times half a sum that FSDP2 holds up a pass by gathering or scattering.
+        others: share of the cores that other programs took meanwhile.
+    """
+
+    message_bandwidth: float
+    message_s: float
+    sum_bandwidth: float
+    sum_s: float
+    beside_backward: float
+    gathering: float
+    others: float = 0.0
+
+    @property
+    def messages(self) -> LinkSpec:
+        return LinkSpec("between ranks of this machine", self.message_bandwidth, self.message_s)
+
+    @property
+    def sums(self) -> LinkSpec:
+        return LinkSpec("sums of ranks of this machine", self.sum_bandwidth, self.sum_s)
+
+
+def links_kept_at(ranks: int, threads: int) -> Path | None:
+    """The file of the speed between ``ranks`` of ``threads`` each, whether there is one or not."""
+    return kept_at(_key(ranks, threads), "links")
+
+
+def load_or_measure_links(ranks: int, *, threads: int = 1) -> LinkSpeed:
+    """The speed kept of an earlier measurement, else measured now and kept. As ``measure_links``.
+
+    One of an earlier version is measured anew, and one that was taken on a busy machine as soon as that is calm.
+    """
+    path = links_kept_at(ranks, threads)
+    kept = _load(path) if path else None
+    if kept is not None:
+        if kept.others <= BUSY or others_now() > BUSY:
+            return kept
+        log.warning(
+            "measuring messages and sums between ranks again: other programs took %.0f %% of the cores then, and are "
+            "gone",
+            100 * kept.others,
+        )
+    speed = measure_links(ranks, threads=threads)
+    if speed.others > BUSY:
+        log.warning(
+            "other programs took %.0f %% of the cores while messages and sums between ranks were measured: real ones "
+            "may be faster; measured again once this machine is calm",
+            100 * speed.others,
+        )
+    keep(path, json.dumps({"format": FORMAT, "key": _key(ranks, threads), **asdict(speed)}))
+    return speed
+
+
+def measure_links(ranks: int, *, threads: int = 1, rounds: int = ROUNDS) -> LinkSpeed:
+    """Medians over ``rounds``, after a warm-up.
+
+    Args:
+        ranks: started for it; 2 or more.
+        threads: of each.
+
+    Raises:
+        RuntimeError: the ranks did not come to an end; says what they printed last.
+    """
+    use = CoreUse()
+    with tempfile.TemporaryDirectory(prefix="megatile-links-") as name:
+        path = Path(name) / "seconds.json"
+        asked = json.dumps({"ranks": ranks, "threads": threads, "rounds": rounds, "path": str(path)})
+        command = [sys.executable, "-m", "parallel.profile.link_worker", "start", asked]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+            told = done.stderr.strip().splitlines()[-1:] or [f"nothing; exit code {done.returncode}"]
+        except subprocess.TimeoutExpired:
+            told = [f"nothing for {TIMEOUT_S:g} s"]
+        if not path.exists():
+            raise RuntimeError(
+                f"a plan has to know how fast {ranks} ranks of this machine talk to each other, and those that were "
+                f"started to measure it said: {told[0]}. Plan with --device-spec and the name of a device instead"
+            )
+        seconds = json.loads(path.read_text())
+    return dataclasses.replace(speed_of(seconds, ranks), others=use.others())
+
+
+def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
+    """What follows from ``seconds``, as ``link_worker.measure`` gives them.
+
+    A ring sends 2 (n - 1) / n of what n ranks sum, in 2 (n - 1) turns (Patarasuk and Yuan 2009).
+    """
+    turns = 2 * (ranks - 1)
+    moved = max(seconds["message"] - seconds["empty_message"], 1e-9)
+    summed = max(seconds["sum"] - seconds["empty_sum"], 1e-9)
+    sum_bandwidth = turns / ranks * seconds["sum_bytes"] / summed
+    of_net = turns / ranks * seconds["net_bytes"] / sum_bandwidth + seconds["empty_sum"]
+    return LinkSpeed(
+        message_bandwidth=seconds["message_bytes"] / moved,
+        message_s=seconds["empty_message"],
+        sum_bandwidth=sum_bandwidth,
+        sum_s=seconds["empty_sum"] / turns,
+        beside_backward=max(0.0, seconds["replicated"] - seconds["alone"]) / of_net,
+        # Gathered for each of the two passes, and scattered once.
+        gathering=max(0.0, seconds["sharded"] - seconds["alone"]) / 3 / (of_net / 2),
+    )
+
+
+def _key(ranks: int, threads: int) -> dict[str, Any]:
+    known = calibration_key(torch.device("cpu"), threads, ranks, torch.float32, False)
+    return {name: value for name, value in known.items() if name != "format"}
+
+
+def _load(path: Path) -> LinkSpeed | None:
+    """The speed in a file; None where there is none, it is damaged, or of an earlier version, which is told."""
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text())
+        if kept["format"] != FORMAT:
+            log.warning(
+                "messages and sums between ranks were measured by another version (format %s, now %s): measured anew, "
+                "about %d s",
+                kept["format"],
+                FORMAT,
+                TAKES_S,
+            )
+            return None
+        speed = LinkSpeed(**{field.name: float(kept[field.name]) for field in dataclasses.fields(LinkSpeed)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return speed if speed.message_bandwidth > 0 and speed.sum_bandwidth > 0 else None

@@ -1,0 +1,273 @@
+"""Times of single operations on the device, forward and backward apart, as autograd runs them.
+
+Takes a shape, of a convolution or a matrix product, or the name of an operation and a number of bytes; gives
+``Reading``. Each pass runs once to warm up, then several times, of which the median counts. A CPU's caches hold before
+each run what they hold in a training step: what the layer before has just written, and nothing of what this one kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from parallel.cost.shapes import Product
+from parallel.graph.op import Convolution, Op
+
+LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 5, 0.01
+"""Runs of a pass after the first: at least, at most, and the time after which no more follow."""
+SIDE_BY_SIDE = 8
+"""Runs that an accelerator is given at once, so that launching them is not what is timed."""
+
+SWEPT = 48 << 20
+"""Bytes that are read so that nothing else is in the caches; more than these hold."""
+
+LEAST_S = 1e-7
+"""Of a backward pass, when the call is taken off."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and how operations are timed.
+
+    Attributes:
+        channels_last: memory layout of images and of the kernels of convolutions.
+        clock: seconds; of the thread instead of the wall to look at a model's form on a machine that is busy.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = True
+    clock: Clock = time.perf_counter
+
+    def tensor(self, *shape: int) -> Tensor:
+        """Random numbers, in the layout of the setting where there are four dims."""
+        made = torch.randn(shape, device=self.device, dtype=self.dtype)
+        return made.contiguous(memory_format=torch.channels_last) if self.channels_last and len(shape) == 4 else made
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Seconds of one operation.
+
+    Attributes:
+        input_s: of the backward pass for the gradient of what goes in.
+        weight_s: of the backward pass for the gradients of the parameters alone; 0 where there are none.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+
+def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None = None) -> float:
+    """Seconds of a run: the median of several.
+
+    Args:
+        fresh: what is in the caches when a run begins; None: what the run before has left there.
+    """
+    at_once = 1 if setting.device.type == "cpu" else SIDE_BY_SIDE
+    run()
+    taken: list[float] = []
+    while len(taken) < LEAST_RUNS or (len(taken) < MOST_RUNS and sum(taken) * at_once < ENOUGH_S):
+        if fresh is not None:
+            sweep(setting)
+            fresh.add_(0)
+        start = now(setting)
+        for _ in range(at_once):
+            run()
+        taken.append((now(setting) - start) / at_once)
+    return statistics.median(taken)
+
+
+def sweep(setting: Setting) -> None:
+    """Fill the caches with what nobody needs. Those of accelerators are small beside what layers keep."""
+    if setting.device.type == "cpu":
+        _swept().sum()
+
+
+@functools.cache
+def _swept() -> Tensor:
+    return torch.zeros(SWEPT // 4)
+
+
+def time_convolution(shape: Convolution, setting: Setting) -> Reading:
+    """A convolution of two dims with a kernel of its own."""
+    images = setting.tensor(shape.batch, shape.channels_in, *shape.size_in).requires_grad_()
+    outer, inner = (
+        (shape.channels_in, shape.channels_out) if shape.transposed else (shape.channels_out, shape.channels_in)
+    )
+    weight = setting.tensor(outer, inner // shape.groups, *shape.kernel).requires_grad_()
+    if shape.transposed:
+        padding = [max(math.ceil((k - s) / 2), 0) for k, s in zip(shape.kernel, shape.stride, strict=True)]
+        rest = [s - k + 2 * p for s, k, p in zip(shape.stride, shape.kernel, padding, strict=True)]
+        return _time(
+            lambda: F.conv_transpose2d(images, weight, None, shape.stride, padding, rest), images, [weight], setting
+        )
+    padding = [d * (k - 1) // 2 for d, k in zip(shape.dilation, shape.kernel, strict=True)]
+    return _time(
+        lambda: F.conv2d(images, weight, None, shape.stride, padding, shape.dilation, shape.groups),
+        images,
+        [weight],
+        setting,
+    )
+
+
+def time_product(shape: Product, setting: Setting) -> Reading:
+    """A linear layer."""
+    rows = setting.tensor(shape.rows, shape.inner).requires_grad_()
+    weight = setting.tensor(shape.columns, shape.inner).requires_grad_()
+    bias = setting.tensor(shape.columns).requires_grad_()
+    return _time(lambda: F.linear(rows, weight, bias), rows, [weight, bias], setting)
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """An operation that moves bytes.
+
+    Attributes:
+        run: it, on so many images (n, c, h, w) and on its parameters, if it has any.
+        parameters: tensors of a number for each channel.
+        backward: a backward pass follows.
+        copies: autograd keeps a copy of what goes in, which graphs have as an operation of its own.
+    """
+
+    run: Callable[..., Tensor]
+    inputs: int = 1
+    parameters: int = 0
+    backward: bool = True
+    copies: bool = False
+
+
+def _batch_norm(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    mean, variance = torch.zeros_like(weight), torch.ones_like(bias)
+    return F.batch_norm(images, mean, variance, weight, bias, training=True)
+
+
+def _layer_norm(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    rows = images.view(-1, images.shape[1]) if images.is_contiguous() else images.permute(0, 2, 3, 1)
+    return F.layer_norm(rows, rows.shape[-1:], weight, bias)
+
+
+MOVING: dict[str, Moving] = {
+    "native_batch_norm": Moving(_batch_norm, parameters=2),
+    "relu": Moving(F.relu),
+    "relu_": Moving(torch.relu_),
+    "add": Moving(torch.add, inputs=2),
+    "add_": Moving(lambda images, others: images.add_(others), inputs=2),
+    "cat": Moving(lambda images, others: torch.cat([images, others], 1), inputs=2),
+    "max_pool2d_with_indices": Moving(lambda images: F.max_pool2d(images, 2)),
+    "avg_pool2d": Moving(lambda images: F.avg_pool2d(images, 2)),
+    "mean": Moving(lambda images: images.mean((2, 3), keepdim=True)),
+    "upsample_nearest2d": Moving(lambda images: F.interpolate(images, scale_factor=2.0)),
+    "upsample_bilinear2d": Moving(lambda images: F.interpolate(images, scale_factor=2.0, mode="bilinear")),
+    "mul": Moving(lambda images, scale: images * scale.view(1, -1, 1, 1), parameters=1),
+    "gelu": Moving(F.gelu),
+    "silu": Moving(F.silu),
+    "silu_": Moving(lambda images: F.silu(images, inplace=True), copies=True),
+    "hardswish": Moving(F.hardswish),
+    "hardswish_": Moving(lambda images: F.hardswish(images, inplace=True), copies=True),
+    "hardtanh": Moving(F.relu6),
+    "hardtanh_": Moving(lambda images: F.relu6(images, inplace=True), copies=True),
+    "sigmoid": Moving(torch.sigmoid),
+    "clone": Moving(torch.clone),
+    "native_layer_norm": Moving(_layer_norm, parameters=2),
+    "native_group_norm": Moving(lambda images, *parameters: F.group_norm(images, 8, *parameters), parameters=2),
+    "_softmax": Moving(lambda images: images.softmax(-1)),
+    "div_": Moving(lambda images: images.div_(0.5), backward=False),
+    "bernoulli_": Moving(lambda images: images.bernoulli_(0.5), backward=False),
+}
+"""torch's name of an operation -> how it is run; those first that nets have most of."""
+
+
+def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Reading]:
+    """The operation ``name`` on ``images`` (n, c, h, w): as a graph has it, and its times.
+
+    Each run works on values that were just written, as those are that another layer gives.
+    """
+    moving = MOVING[name]
+    parameters = [setting.tensor(images.shape[1]).requires_grad_() for _ in range(moving.parameters)]
+    forward: list[float] = []
+    backward: list[float] = []
+    output, call_s = images, empty_backward_s(setting)
+    while len(forward) <= LEAST_RUNS or (len(forward) <= MOST_RUNS and sum(forward) + sum(backward) < 2 * ENOUGH_S):
+        given = [images.detach().requires_grad_(moving.backward).clone() for _ in range(moving.inputs)]
+        wanted: list[Any] = [get_gradient_edge(each) for each in given] if moving.backward else []
+        with torch.set_grad_enabled(not moving.copies):
+            start = now(setting)
+            output = moving.run(*given, *parameters)
+            forward.append(now(setting) - start)
+        if moving.copies:
+            given = [images.detach().requires_grad_().clone() for _ in wanted]
+            wanted = [get_gradient_edge(each) for each in given]
+            output = moving.run(*given, *parameters)
+        if moving.backward:
+            gradient = torch.ones_like(output)
+            sweep(setting)
+            gradient.fill_(1)
+            empty_backward(setting.device)()
+            start = now(setting)
+            # Normalisations give the gradients of their parameters with that of what went in, and slower without.
+            torch.autograd.grad(output, [*wanted, *parameters], gradient)
+            backward.append(max(now(setting) - start - call_s, LEAST_S))
+    indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
+    op = Op(name, 0, moving.inputs * _bytes(images), _bytes(output) + indices)
+    return op, Reading(statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0]), 0.0)
+
+
+def time_fresh(size: int, setting: Setting) -> float:
+    """Seconds that ``size`` bytes cost for being new to the process each time, besides being written."""
+    kept = torch.empty(size, dtype=torch.uint8, device=setting.device)
+    new_s = typical_s(lambda: torch.empty_like(kept).fill_(1), setting)
+    return max(new_s - typical_s(lambda: kept.fill_(1), setting), 0.0)
+
+
+def _time(run: Callable[[], Tensor], images: Tensor, weights: list[Tensor], setting: Setting) -> Reading:
+    forward_s = typical_s(run, setting, fresh=images.detach())
+    output = run()
+    return Reading(forward_s, _backward_s(output, [images], setting), _backward_s(output, weights, setting))
+
+
+@functools.cache
+def empty_backward(device: torch.device) -> Callable[[], object]:
+    """A call of autograd's engine that has nothing to do. A training step makes one for all its layers, so that it is
+    taken off each; called just before, it also brings the engine back into caches that a layer has swept."""
+    leaf = torch.zeros(1, device=device, requires_grad=True)
+    output, gradient = leaf.view(1), torch.ones(1, device=device)
+    return lambda: torch.autograd.grad(output, leaf, gradient, retain_graph=True)
+
+
+@functools.cache
+def empty_backward_s(setting: Setting) -> float:
+    """Seconds of ``empty_backward``."""
+    return min(typical_s(empty_backward(setting.device), setting) for _ in range(LEAST_RUNS))
+
+
+def _backward_s(output: Tensor, wanted: list[Tensor], setting: Setting) -> float:
+    gradient = torch.randn_like(output)
+    run = lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True)  # noqa: E731
+    seconds = typical_s(run, setting, fresh=gradient)
+    return max(seconds - empty_backward_s(setting), LEAST_S)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """As graphs have them, which are traced in float32 where arithmetic is in a half type."""
+    return tensor.numel() * max(tensor.element_size(), 4)
+
+
+def now(setting: Setting) -> float:
+    """Seconds on the setting's clock, once the device has done all that it was given."""
+    if setting.device.type == "cuda":
+        torch.cuda.synchronize(setting.device)
+    return setting.clock()

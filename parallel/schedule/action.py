@@ -1,0 +1,110 @@
+"""One step of a schedule, and the schedule: who computes what in which order.
+
+An action prints as papers draw it and parses back: ``2F0`` is the forward pass of microbatch 0 through stage 2,
+``1:2F0`` the same in replica 1, ``0SEND_F3>1`` the sending of stage 0's outputs for microbatch 3 to stage 1. Logs, CSV
+files, tests, pictures and errors use this text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an action does. The first four are written by schedules; passes add the others."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of inputs and of parameters."""
+    BACKWARD_INPUT = "I"
+    """Gradients of the inputs only; a WEIGHT action of the same microbatch follows (zero bubble)."""
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "R"
+    """The forward pass again, before the backward pass that needs what it saves."""
+    SEND_FORWARD = "SEND_F"
+    """Send the stage's outputs that stage ``peer`` uses."""
+    RECEIVE_FORWARD = "RECV_F"
+    """Receive the outputs of stage ``peer`` that this stage uses."""
+    SEND_BACKWARD = "SEND_B"
+    """Send the gradients of what stage ``peer`` had sent forward."""
+    RECEIVE_BACKWARD = "RECV_B"
+    """Receive, from stage ``peer``, the gradients of what was sent to it."""
+    OFFLOAD = "O"
+    """What the forward pass keeps is on the host from here on."""
+    PREFETCH = "P"
+    """Begin to bring back to the device what the backward pass needs first."""
+    REDUCE = "REDUCE"
+    """Begin to sum the stage's gradients over all ranks that hold a copy of it; the update waits for the sum."""
+
+    __hash__ = object.__hash__  # members are single: their names need not be hashed, as often as plans look actions up
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+"""Actions that take the rank's time."""
+
+PER_PEER = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD})
+"""Actions that name another stage."""
+
+_TEXT = re.compile(
+    r"(?:(?P<replica>\d+):)?(?P<stage>\d+)"
+    r"(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|F|B|I|W|R|O|P)(?P<microbatch>\d+)?(?:[<>](?P<peer>\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one rank.
+
+    Attributes:
+        stage: of the model, from 0.
+        microbatch: of the global batch, from 0; None for REDUCE, which concerns the whole step.
+        replica: copy of the model within its group of ranks.
+        peer: stage at the other end, for sends and receives; it belongs to the same replica.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None
+    replica: int = 0
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.microbatch is None) == (self.kind is Kind.REDUCE), self
+        assert (self.peer is not None) == (self.kind in PER_PEER), self
+
+    def __str__(self) -> str:
+        replica = f"{self.replica}:" if self.replica else ""
+        microbatch = "" if self.microbatch is None else self.microbatch
+        arrow = ">" if self.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else "<"
+        peer = "" if self.peer is None else f"{arrow}{self.peer}"
+        return f"{replica}{self.stage}{self.kind.value}{microbatch}{peer}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that prints as ``text``.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found = _TEXT.fullmatch(text.strip())
+        if found:
+            number = {
+                key: None if value is None else int(value) for key, value in found.groupdict().items() if key != "kind"
+            }
+            kind, stage = Kind(found["kind"]), number["stage"]
+            assert stage is not None
+            action = (number["microbatch"] is None) == (kind is Kind.REDUCE) and (number["peer"] is not None) == (
+                kind in PER_PEER
+            )
+            if action:
+                return cls(kind, stage, number["microbatch"], number["replica"] or 0, number["peer"])
+        raise ValueError(
+            f"{text!r} is no action: write stage, kind and microbatch as in 2F0 (F forward, B backward, I and W its "
+            "halves, R recompute, O offload, P prefetch), with the replica before a colon as in 1:2F0"
+        )
+
+
+Schedule = dict[int, list[Action]]
+"""Rank -> its actions in order. Written compute-only, as ``registry`` has them; ``passes`` adds everything else."""

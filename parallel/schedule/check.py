@@ -1,0 +1,159 @@
+"""Proof, before any process starts, that a schedule computes what the model is and comes to its end.
+
+Takes a schedule, compute-only or lowered, where the stages are and what passes between them. Gives a short report, or
+one error with every fault. Progress alone does not prove a schedule right (a backward pass may stand before its forward
+pass and still not block anyone), so ownership, completeness and order are proved first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
+from parallel.schedule.check_messages import Channels
+from parallel.schedule.error import ScheduleError, ScheduleFault
+from parallel.schedule.placement import Placement
+from parallel.schedule.progress import Progress, Stop
+
+EARLIER = {
+    Kind.BACKWARD: (Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.PREFETCH),
+    Kind.BACKWARD_INPUT: (Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.PREFETCH),
+    Kind.BACKWARD_WEIGHT: (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT),
+    Kind.RECOMPUTE: (Kind.FORWARD, Kind.OFFLOAD, Kind.PREFETCH),
+    Kind.OFFLOAD: (Kind.FORWARD,),
+    Kind.PREFETCH: (Kind.FORWARD, Kind.OFFLOAD),
+}
+"""What stands before an action of the same stage and microbatch, where it stands at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What is worth knowing of a schedule that may be run.
+
+    Attributes:
+        microbatches: of the global batch, m.
+        lowered: messages are in the schedule; without them nothing is said about how values travel.
+        rendezvous_stops: where each rank would stop for ever if every send waited until its receive has begun.
+    """
+
+    microbatches: int
+    lowered: bool
+    rendezvous_stops: tuple[Stop, ...]
+
+    @property
+    def blocking_safe(self) -> bool:
+        """True when no message needs a buffer: the schedule runs through with sends that block."""
+        return not self.rendezvous_stops
+
+
+def check(schedule: Schedule, placement: Placement, links: Mapping[tuple[int, int], bool]) -> CheckReport:
+    """Prove ``schedule`` right.
+
+    Args:
+        schedule: compute-only, or with messages and sums of gradients; a receive means to begin to receive.
+        links: (source stage, target stage) -> gradients flow back.
+
+    Raises:
+        ScheduleError: it is not; has every fault, and the grid with the first faulty cell marked. Whether the schedule
+            comes to its end is tried only when nothing else is wrong.
+    """
+    actions = [action for row in schedule.values() for action in row]
+    lowered = any(action.kind not in COMPUTE for action in actions)
+    faults = [*_ranks(schedule, placement), *_owners(schedule, placement), *_repeats(schedule)]
+    faults += [*_complete(schedule, placement), *_order(schedule)]
+    if lowered:
+        faults += Channels(schedule, placement, links).faults()
+    progress = Progress(schedule, placement, links, lowered=lowered)
+    if not faults:
+        faults += [
+            ScheduleFault(stop.reason, stop.rank, stop.position, stop.action) for stop in progress.buffered_stops()
+        ]
+    if faults:
+        raise ScheduleError(schedule, faults)
+    microbatches = len({action.microbatch for action in actions} - {None})
+    return CheckReport(microbatches, lowered, tuple(progress.rendezvous_stops()) if lowered else ())
+
+
+def _ranks(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFault]:
+    mesh = f"{placement.groups} x {placement.depth} ranks"
+    for rank in sorted(set(range(placement.world)) - set(schedule)):
+        yield ScheduleFault(f"has no row in the schedule, which is for {mesh}", rank)
+    for rank in sorted(set(schedule) - set(range(placement.world))):
+        yield ScheduleFault(f"has a row in the schedule, which is for {mesh}", rank)
+
+
+def _owners(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFault]:
+    """Every action stands on the rank that holds its stage."""
+    for rank, n, action in _cells(schedule):
+        if not (0 <= action.stage < placement.stages and 0 <= action.replica < placement.replicas):
+            text = f"there are {placement.stages} stages in {placement.replicas} replicas, counted from 0"
+            yield ScheduleFault(text, rank, n, action)
+        elif (owner := _owner(action, placement, placement.group_of(rank))) != rank:
+            text = f"stage {action.stage} of replica {action.replica} is on rank {owner} of this group"
+            yield ScheduleFault(text, rank, n, action)
+
+
+def _repeats(schedule: Schedule) -> Iterator[ScheduleFault]:
+    seen: dict[Action, tuple[int, int]] = {}
+    for rank, n, action in _cells(schedule):
+        if action.kind is not Kind.REDUCE:
+            before = seen.setdefault(action, (rank, n))
+            if before != (rank, n):
+                yield ScheduleFault(f"stands on rank {before[0]}, position {before[1]} already", rank, n, action)
+
+
+def _complete(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFault]:
+    """Each microbatch goes forward and backward through all stages of one replica of one group."""
+    present = {action for _, _, action in _cells(schedule)}
+    homes: dict[int, tuple[int, int]] = {}
+    for rank, n, action in _cells(schedule):
+        if action.microbatch is None:
+            continue
+        here = (placement.group_of(rank), action.replica)
+        home = homes.setdefault(action.microbatch, here)
+        if here != home:
+            text = (
+                f"microbatch {action.microbatch} is in group {home[0]}, replica {home[1]}, not in {here[0]}, {here[1]}"
+            )
+            yield ScheduleFault(text, rank, n, action)
+    if not homes:
+        yield ScheduleFault("no microbatch is computed")
+    for i in sorted(set(range(max(homes, default=0))) - set(homes)):
+        yield ScheduleFault(f"microbatch {i} is not computed; microbatches are counted from 0")
+    for i, (group, replica) in sorted(homes.items()):
+        for stage in range(placement.stages):
+            forward = Action(Kind.FORWARD, stage, i, replica)
+            whole, inputs, weights = (
+                replace(forward, kind=kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            )
+            halves = {inputs, weights} & present
+            absent = [forward] if forward not in present else []
+            if halves:
+                absent += [half for half in (inputs, weights) if half not in present]
+            elif whole not in present:
+                absent.append(whole)
+            for action in absent:
+                yield ScheduleFault("is missing", _owner(action, placement, group), None, action)
+            if halves and whole in present:
+                text = f"is there, and {' and '.join(sorted(map(str, halves)))} too: one backward pass a microbatch"
+                yield ScheduleFault(text, _owner(whole, placement, group), None, whole)
+
+
+def _order(schedule: Schedule) -> Iterator[ScheduleFault]:
+    """Within a stage: F before B, I before W, a recomputation between F and B."""
+    for rank, actions in schedule.items():
+        position = {action: n for n, action in enumerate(actions)}
+        for n, action in enumerate(actions):
+            for kind in EARLIER.get(action.kind, ()):
+                earlier = replace(action, kind=kind)
+                if position.get(earlier, n) > n:
+                    yield ScheduleFault(f"stands before {earlier}, position {position[earlier]}", rank, n, action)
+
+
+def _owner(action: Action, placement: Placement, group: int) -> int:
+    return placement.rank_of(action.stage, action.replica, group)
+
+
+def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    return ((rank, n, action) for rank, actions in schedule.items() for n, action in enumerate(actions))

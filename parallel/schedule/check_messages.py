@@ -1,0 +1,156 @@
+"""The messages of a lowered schedule: that each arrives, in time, and in the order in which it was sent.
+
+Takes a lowered schedule, where the stages are and what passes between them; gives the faults. Between two ranks, the
+order of receives is that of the sends, so that channels without tags (NCCL) deliver what was meant. Sums of gradients
+are messages too: ranks that hold copies of the same stages begin to sum them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from parallel.schedule.action import PER_PEER, Action, Kind, Schedule
+from parallel.schedule.error import ScheduleFault
+from parallel.schedule.placement import Placement
+from parallel.schedule.progress import SENDS, other_end
+
+
+class Channels:
+    """The messages of one schedule.
+
+    Args:
+        links: (source stage, target stage) -> gradients flow back.
+    """
+
+    def __init__(self, schedule: Schedule, placement: Placement, links: Mapping[tuple[int, int], bool]) -> None:
+        self._schedule = schedule
+        self._placement = placement
+        self._links = links
+        self._position = {
+            (rank, action): n for rank, actions in schedule.items() for n, action in reversed([*enumerate(actions)])
+        }
+
+    def faults(self) -> list[ScheduleFault]:
+        """All that is wrong with messages and sums; nothing is said about actions that another rank should have."""
+        return [*self._pairs(), *self._times(), *self._order(), *self._sums(), *self._order_of_sums()]
+
+    def _peer_rank(self, rank: int, action: Action, stage: int) -> int:
+        return self._placement.rank_of(stage, action.replica, self._placement.group_of(rank))
+
+    def _pairs(self) -> Iterator[ScheduleFault]:
+        """Every message follows a link and has its other end."""
+        for rank, n, message in self._messages():
+            assert message.peer is not None
+            ahead = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+            source, target = (message.stage, message.peer) if ahead else (message.peer, message.stage)
+            forward = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+            peer_rank = self._peer_rank(rank, message, message.peer)
+            text = ""
+            if (source, target) not in self._links:
+                text = f"nothing passes from stage {source} to stage {target}"
+            elif not forward and not self._links[source, target]:
+                text = f"no gradient flows from stage {target} back to stage {source}"
+            elif peer_rank == rank:
+                text = f"stage {message.peer} is on this rank too: nothing to send"
+            elif (peer_rank, other_end(message)) not in self._position:
+                text = f"{other_end(message)} is missing on rank {peer_rank}"
+            if text:
+                yield ScheduleFault(text, rank, n, message)
+
+    def _times(self) -> Iterator[ScheduleFault]:
+        """A receive stands before the computation that needs it, a send after the one that makes it."""
+        for rank, actions in self._schedule.items():
+            for n, action in enumerate(actions):
+                for receive in self._needs(action):
+                    sender = self._peer_rank(rank, action, receive.peer or 0)
+                    stands = self._position.get((rank, receive))
+                    if sender == rank:
+                        continue
+                    if stands is None and (sender, other_end(receive)) not in self._position:
+                        yield ScheduleFault(f"{receive} is missing, and its send on rank {sender}", rank, n, action)
+                    elif stands is not None and stands > n:
+                        yield ScheduleFault(f"stands before {receive}, which it needs", rank, n, action)
+                if action.kind in SENDS:
+                    made = [self._position.get((rank, maker)) for maker in _makers(action)]
+                    if all(stands is None or stands > n for stands in made):
+                        yield ScheduleFault("stands before the computation that makes what it sends", rank, n, action)
+
+    def _needs(self, action: Action) -> list[Action]:
+        """The receives that a computation needs, if they come from other ranks."""
+        if action.kind is Kind.FORWARD:
+            sources = [source for source, target in self._links if target == action.stage]
+            return [replace(action, kind=Kind.RECEIVE_FORWARD, peer=source) for source in sources]
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            consumers = [target for (source, target), back in self._links.items() if back and source == action.stage]
+            return [replace(action, kind=Kind.RECEIVE_BACKWARD, peer=consumer) for consumer in consumers]
+        return []
+
+    def _order(self) -> Iterator[ScheduleFault]:
+        """First in, first out, between each ordered pair of ranks."""
+        sent: dict[tuple[int, int], list[Action]] = {}
+        received: dict[tuple[int, int], list[tuple[int, Action]]] = {}
+        for rank, n, message in self._messages():
+            assert message.peer is not None
+            peer_rank = self._peer_rank(rank, message, message.peer)
+            if (peer_rank, other_end(message)) not in self._position:
+                continue
+            if message.kind in SENDS:
+                sent.setdefault((rank, peer_rank), []).append(other_end(message))
+            else:
+                received.setdefault((peer_rank, rank), []).append((n, message))
+        for (source, target), receives in sorted(received.items()):
+            for (n, message), expected in zip(receives, sent[source, target], strict=False):
+                if message != expected:
+                    yield ScheduleFault(f"rank {source} sends {other_end(expected)} before that", target, n, message)
+                    break
+
+    def _sums(self) -> Iterator[ScheduleFault]:
+        """A stage with copies on several ranks is summed once on each, after its last backward pass there."""
+        backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        for rank, actions in self._schedule.items():
+            # A rank with both replicas of a stage has one copy of its parameters.
+            for stage, replica in dict(reversed(self._placement.held_by(rank))).items():
+                if len(self._placement.holders(stage)) < 2:
+                    continue
+                sums = [(n, a) for n, a in enumerate(actions) if a.kind is Kind.REDUCE and a.stage == stage]
+                last = max((n for n, a in enumerate(actions) if a.kind in backward and a.stage == stage), default=-1)
+                if not sums:
+                    missing = Action(Kind.REDUCE, stage, None, replica)
+                    yield ScheduleFault("is missing: other ranks hold copies of the stage", rank, None, missing)
+                for n, action in sums[:1]:
+                    if n < last:
+                        yield ScheduleFault(f"stands before the last backward pass, {actions[last]}", rank, n, action)
+                for n, action in sums[1:]:
+                    yield ScheduleFault("the stage's gradients are summed a second time", rank, n, action)
+
+    def _order_of_sums(self) -> Iterator[ScheduleFault]:
+        """Ranks that sum the same stages do it in the same order."""
+        first: dict[tuple[int, ...], tuple[int, list[int]]] = {}
+        for rank, actions in sorted(self._schedule.items()):
+            mine: dict[tuple[int, ...], list[tuple[int, Action]]] = {}
+            for n, action in enumerate(actions):
+                if action.kind is Kind.REDUCE:
+                    mine.setdefault(self._placement.holders(action.stage), []).append((n, action))
+            for holders, sums in mine.items():
+                stages = [action.stage for _, action in sums]
+                first_rank, expected = first.setdefault(holders, (rank, stages))
+                if stages != expected and sorted(stages) == sorted(expected):
+                    n, action = next(cell for cell, stage in zip(sums, expected, strict=True) if cell[1].stage != stage)
+                    text = f"rank {first_rank} sums stages {expected} in this order, this rank {stages}"
+                    yield ScheduleFault(text, rank, n, action)
+
+    def _messages(self) -> Iterator[tuple[int, int, Action]]:
+        """(rank, position, message) of all."""
+        return (
+            (rank, n, action)
+            for rank, actions in self._schedule.items()
+            for n, action in enumerate(actions)
+            if action.kind in PER_PEER
+        )
+
+
+def _makers(send: Action) -> list[Action]:
+    """The computations one of which makes what ``send`` sends."""
+    kinds = (Kind.FORWARD,) if send.kind is Kind.SEND_FORWARD else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    return [replace(send, kind=kind, peer=None) for kind in kinds]

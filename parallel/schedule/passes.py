@@ -1,0 +1,243 @@
+"""From what a schedule computes to everything a rank does: recomputation, messages, the summing of gradients, and where
+activations leave for the host and come back.
+
+Takes a compute-only schedule, the placement and the links between stages; gives the schedule that the engine walks.
+Four passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
+2024). They take it that ``check`` found nothing wrong with the schedule.
+
+A receive only announces that a message is awaited; the compute action that needs it waits. Receives are announced one
+compute action ahead, so that messages travel while ranks compute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
+from parallel.schedule.placement import Placement
+from parallel.schedule.progress import SENDS, other_end
+from parallel.schedule.step_cost import StageCost
+
+Links = Mapping[tuple[int, int], bool]
+"""(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""
+
+BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""Actions that need the gradients of a stage's outputs and give those of its inputs."""
+
+
+def lower(
+    schedule: Schedule,
+    placement: Placement,
+    links: Links,
+    *,
+    recompute: bool = False,
+    offload: bool = False,
+    costs: Sequence[StageCost] | None = None,
+    reduce_at_end: bool = False,
+) -> Schedule:
+    """Everything that each rank does in a step.
+
+    Args:
+        schedule: compute-only, of all ranks.
+        recompute: keep no activations between the forward pass of a microbatch and its backward pass.
+        offload: move them to the host meanwhile.
+        costs: of the stages, for ``offload``.
+        reduce_at_end: sum no gradients before everything is computed.
+    """
+    if recompute:
+        schedule = add_recompute(schedule)
+    lowered = add_reduction(add_communication(schedule, placement, links), placement, at_end=reduce_at_end)
+    return add_offload(lowered, costs) if offload else lowered
+
+
+def add_offload(schedule: Schedule, costs: Sequence[StageCost] | None = None) -> Schedule:
+    """An OFFLOAD after each F whose microbatch has time to go to the host and to come back before its backward pass,
+    and a PREFETCH as long before that as it takes to come back.
+
+    Args:
+        costs: of the stages, with their copies. Without them, anything computed meanwhile is time enough, and a
+            microbatch comes back one compute action ahead.
+    """
+    return {rank: list(_with_offload(actions, costs)) for rank, actions in schedule.items()}
+
+
+def _with_offload(actions: list[Action], costs: Sequence[StageCost] | None) -> Iterator[Action]:
+    computing = [n for n, action in enumerate(actions) if action.kind in COMPUTE]
+    order = {n: k for k, n in enumerate(computing)}
+    ahead: dict[int, list[Action]] = defaultdict(list)
+    behind: dict[int, list[Action]] = defaultdict(list)
+    begun: dict[tuple[int, int | None, int], int] = {}
+    for n in computing:
+        place = (actions[n].stage, actions[n].microbatch, actions[n].replica)
+        if actions[n].kind is Kind.FORWARD:
+            begun[place] = n
+        elif (start := begun.pop(place, None)) is not None:
+            between = computing[order[start] + 1 : order[n]]
+            first = _prefetched([actions[k] for k in between], place[0], costs)
+            if first is not None:
+                behind[_end_of_sends(actions, start)].append(Action(Kind.OFFLOAD, *place))
+                ahead[between[first]].append(Action(Kind.PREFETCH, *place))
+    for n, action in enumerate(actions):
+        yield from ahead[n]
+        yield action
+        yield from behind[n]
+
+
+def _prefetched(between: Sequence[Action], stage: int, costs: Sequence[StageCost] | None) -> int | None:
+    """Before which of the compute actions between a forward pass and its backward pass the way back begins; None where
+    there is not the time to go and come back."""
+    if costs is None or not between:
+        return len(between) - 1 if between else None
+    own = costs[stage]
+    # Copies out have begun with the forward pass, those back go on beside the backward pass.
+    out_s, back_s = max(0.0, own.out_s - own.forward_s), max(0.0, own.back_s - own.backward_s)
+    seconds = [_seconds(action, costs[action.stage]) for action in between]
+    if sum(seconds) < out_s + back_s:
+        return None
+    first, room = len(between) - 1, seconds[-1]
+    while room < back_s:
+        first -= 1
+        room += seconds[first]
+    return first
+
+
+def _seconds(action: Action, cost: StageCost) -> float:
+    if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+        return cost.forward_s
+    return {Kind.BACKWARD_INPUT: cost.backward_input_s, Kind.BACKWARD_WEIGHT: cost.backward_weight_s}.get(
+        action.kind, cost.backward_s
+    )
+
+
+def add_recompute(schedule: Schedule) -> Schedule:
+    """A RECOMPUTE right before each B or I, unless the rank has just computed that very forward pass."""
+    return {rank: list(_with_recompute(actions)) for rank, actions in schedule.items()}
+
+
+def _with_recompute(actions: list[Action]) -> Iterator[Action]:
+    previous = None
+    for action in actions:
+        if action.kind in BEGINS_BACKWARD:
+            place = (action.stage, action.microbatch, action.replica)
+            if previous != Action(Kind.FORWARD, *place):
+                yield Action(Kind.RECOMPUTE, *place)
+        yield action
+        previous = action
+
+
+def add_communication(schedule: Schedule, placement: Placement, links: Links) -> Schedule:
+    """Sends after the compute action that makes what they send, receives one compute action before the one in need.
+
+    The receives of a rank from another stand in the order in which that one sends, so that a channel between two ranks
+    needs no tags; where that order asks for it, a receive is announced further ahead. The gradient of a message is
+    never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
+    """
+    positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
+    sends = {action: sends_after(action, placement, links) for action in positions}
+    channels: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, actions in schedule.items():
+        for action in actions:
+            for send in sends[action]:
+                channels[rank, peer_rank(send, placement, rank)].append(other_end(send))
+
+    receives: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
+    for (_, target), channel in sorted(channels.items()):
+        for receive, position in zip(channel, _announced(channel, positions), strict=True):
+            receives[target][position].append(receive)
+    return {
+        rank: [
+            each
+            for position, action in enumerate(actions)
+            for each in (*receives[rank][position], action, *sends[action])
+        ]
+        for rank, actions in schedule.items()
+    }
+
+
+def sends_after(action: Action, placement: Placement, links: Links) -> list[Action]:
+    """What ``action`` makes for stages on other ranks, the nearest stage first: it is the one that waits for it."""
+    if action.kind is Kind.FORWARD:
+        kind, peers = Kind.SEND_FORWARD, sorted(target for source, target in links if source == action.stage)
+    elif action.kind in BEGINS_BACKWARD:
+        sources = (source for (source, target), back in links.items() if target == action.stage and back)
+        kind, peers = Kind.SEND_BACKWARD, sorted(sources, reverse=True)
+    else:
+        return []
+    # Groups are alike, so whether two stages share a rank can be asked of the first.
+    here = placement.rank_of(action.stage, action.replica)
+    return [
+        Action(kind, action.stage, action.microbatch, action.replica, peer)
+        for peer in peers
+        if placement.rank_of(peer, action.replica) != here
+    ]
+
+
+def peer_rank(action: Action, placement: Placement, rank: int) -> int:
+    """The rank at the other end of a send or receive of ``rank``."""
+    assert action.peer is not None
+    return placement.rank_of(action.peer, action.replica, placement.group_of(rank))
+
+
+def _announced(channel: list[Action], positions: Mapping[Action, int]) -> list[int]:
+    """Positions of the compute actions before which the receives of a channel are announced, in ascending order."""
+    found = []
+    latest = len(positions)
+    for receive in reversed(channel):
+        latest = min(latest, max(0, _needed_by(receive, positions) - 1))
+        found.append(latest)
+    found.reverse()
+    earliest = 0
+    for n, receive in enumerate(channel):
+        if receive.kind is Kind.RECEIVE_BACKWARD:
+            forward = Action(Kind.FORWARD, receive.stage, receive.microbatch, receive.replica)
+            earliest = max(earliest, positions[forward] + 1)
+        found[n] = max(found[n], earliest)
+    return found
+
+
+def _needed_by(receive: Action, positions: Mapping[Action, int]) -> int:
+    kinds = (Kind.FORWARD,) if receive.kind is Kind.RECEIVE_FORWARD else BEGINS_BACKWARD
+    actions = (Action(kind, receive.stage, receive.microbatch, receive.replica) for kind in kinds)
+    return next(positions[action] for action in actions if action in positions)
+
+
+def add_reduction(schedule: Schedule, placement: Placement, *, at_end: bool = False) -> Schedule:
+    """A REDUCE of each stage that several ranks hold, on each of them, as early as its last B or W allows, or
+    ``at_end`` of everything.
+
+    Sums are collective: ranks that hold the same stages begin them in the same order, which is that of the number of
+    compute actions that the slowest of them has done by then. A rank with both replicas of a stage sums them once.
+    """
+    last: dict[tuple[int, int], int] = {}  # (rank, stage) -> position of its last backward action
+    done: dict[int, int] = defaultdict(int)  # stage -> compute actions
+    for rank, actions in schedule.items():
+        computed = 0
+        for position, action in enumerate(actions):
+            computed += action.kind in COMPUTE
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                last[rank, action.stage] = position
+                done[action.stage] = max(done[action.stage], computed)
+    order = [stage for stage in sorted(done, key=lambda s: (done[s], s)) if len(placement.holders(stage)) > 1]
+    lowered: Schedule = {}
+    for rank, actions in schedule.items():
+        replicas: dict[int, int] = {}
+        for stage, replica in placement.held_by(rank):
+            replicas.setdefault(stage, replica)
+        after: dict[int, list[Action]] = defaultdict(list)
+        # A copy that no microbatch went through is summed all the same.
+        position = len(actions) - 1 if at_end else -1
+        for stage in order:
+            if stage in replicas:
+                if (rank, stage) in last:
+                    position = max(position, _end_of_sends(actions, last[rank, stage]))
+                after[position].append(Action(Kind.REDUCE, stage, None, replicas[stage]))
+        lowered[rank] = after[-1] + [each for n, action in enumerate(actions) for each in (action, *after[n])]
+    return lowered
+
+
+def _end_of_sends(actions: list[Action], position: int) -> int:
+    """Last position of the sends that follow the compute action at ``position``: other ranks wait for them."""
+    while position + 1 < len(actions) and actions[position + 1].kind in SENDS:
+        position += 1
+    return position

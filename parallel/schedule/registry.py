@@ -1,0 +1,183 @@
+"""Every schedule under its name, and the schedule of a whole mesh of ranks.
+
+Takes a name, a placement and the number of microbatches of the global batch; gives the compute-only actions of every
+rank of every data-parallel group, with the microbatch numbers of the global batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallel.schedule.action import Action, Schedule
+from parallel.schedule.bidirectional import bidirectional
+from parallel.schedule.gems import mast, master
+from parallel.schedule.gpipe import gpipe
+from parallel.schedule.interleaved import interleaved
+from parallel.schedule.microbatch import share_of
+from parallel.schedule.mp_basic import mp_basic
+from parallel.schedule.one_f_one_b import one_f_one_b
+from parallel.schedule.placement import Placement
+from parallel.schedule.zero_bubble import zero_bubble
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """A family of schedules.
+
+    Attributes:
+        build: (depth, microbatches) -> Schedule of one group; with ``chunks`` a third argument, the chunks a rank.
+        replicas: copies of the model in a group; with 2 the second is inverted.
+        chunks: a rank holds several stages of a replica, 2 or more.
+        splits_backward: I and W instead of B.
+        summary: what it does, for lists of schedules.
+        paper: where it comes from.
+    """
+
+    name: str
+    build: Callable[..., Schedule]
+    replicas: int
+    chunks: bool
+    splits_backward: bool
+    summary: str
+    paper: str
+
+
+_KINDS = (
+    ScheduleKind("mp-basic", mp_basic, 1, False, False, "one microbatch at a time", "GEMS, Jain et al., SC'20"),
+    ScheduleKind(
+        "gpipe", gpipe, 1, False, False, "all forward passes, then all backward", "GPipe, Huang et al., NeurIPS 2019"
+    ),
+    ScheduleKind(
+        "1f1b",
+        one_f_one_b,
+        1,
+        False,
+        False,
+        "backward as early as possible",
+        "PipeDream-flush, Narayanan et al., ICML 2021; DAPPLE, Fan et al., PPoPP 2021",
+    ),
+    ScheduleKind(
+        "interleaved",
+        interleaved,
+        1,
+        True,
+        False,
+        "1f1b with several chunks a rank",
+        "Megatron-LM, Narayanan et al., SC 2021",
+    ),
+    ScheduleKind(
+        "zero-bubble",
+        zero_bubble,
+        1,
+        False,
+        True,
+        "1f1b with gradients of parameters put off into the bubbles",
+        "ZB-H1, Qi et al., ICLR 2024",
+    ),
+    ScheduleKind(
+        "mast", mast, 2, False, False, "two inverted replicas, one microbatch each", "GEMS, Jain et al., SC'20"
+    ),
+    ScheduleKind("master", master, 2, False, False, "mast over any number of microbatches", "GEMS, Jain et al., SC'20"),
+    ScheduleKind(
+        "bidirectional",
+        bidirectional,
+        2,
+        False,
+        False,
+        "two inverted replicas, each with several microbatches in flight",
+        "Chimera, Li & Hoefler, SC'21",
+    ),
+)
+SCHEDULES: dict[str, ScheduleKind] = {kind.name: kind for kind in _KINDS}
+
+
+def default_microbatches(name: str, depth: int) -> int:
+    """Microbatches of one group when the user names none: 1 for mp-basic, a pair for mast, 2D for all that pipeline or
+    repeat, which leaves gpipe and 1f1b a bubble of a third at most.
+
+    Raises:
+        ValueError: no schedule has this name.
+    """
+    return {"mp-basic": 1, "mast": 2}.get(_kind(name).name, 2 * depth)
+
+
+def placement_for(name: str, *, groups: int, depth: int, chunks: int = 1) -> Placement:
+    """The mesh that schedule ``name`` runs on.
+
+    Args:
+        groups: data-parallel groups.
+        depth: ranks of a group.
+        chunks: stages a rank holds of each replica; only interleaved takes more than 1, and it takes at least 2.
+
+    Raises:
+        ValueError: no schedule has this name, or it cannot run on such a mesh.
+    """
+    placement = Placement(groups, depth, depth * chunks, _kind(name).replicas)
+    _raise_all(_mesh_faults(name, placement))
+    return placement
+
+
+def build_schedule(name: str, placement: Placement, m: int) -> Schedule:
+    """The schedule of all groups: group g computes its share of the microbatches, consecutive ones.
+
+    Args:
+        m: microbatches of the global batch.
+
+    Raises:
+        ValueError: no schedule has this name, or it cannot run on this mesh or with ``m``.
+    """
+    kind, groups = _kind(name), placement.groups
+    assert kind.replicas == placement.replicas, (name, placement)
+    faults = _mesh_faults(name, placement)
+    if m < groups:
+        faults.append(
+            f"{m} microbatches cannot keep {groups} data-parallel groups busy: raise --microbatches to {groups} or more"
+        )
+    elif name == "mast" and m != 2 * groups:
+        faults.append(
+            f"mast computes 2 microbatches a group, {2 * groups} in {groups} groups, not {m}: set --microbatches "
+            f"{2 * groups}, or use master, which is mast for any number"
+        )
+    _raise_all(faults)
+    schedule: Schedule = {}
+    for g in range(groups):
+        share = share_of(g, groups, m)
+        extra = (placement.stages // placement.depth,) if kind.chunks else ()
+        for k, actions in kind.build(placement.depth, len(share), *extra).items():
+            schedule[g * placement.depth + k] = [_renumbered(action, share) for action in actions]
+    return schedule
+
+
+def _kind(name: str) -> ScheduleKind:
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def _mesh_faults(name: str, placement: Placement) -> list[str]:
+    kind, depth, chunks = SCHEDULES[name], placement.depth, placement.stages // max(1, placement.depth)
+    faults = []
+    if placement.groups < 1 or depth < 1:
+        faults.append(f"a mesh has at least one group of at least one rank, not {placement.groups} x {depth}")
+    if kind.replicas > 1 and depth < 2:
+        faults.append(f"{name} inverts its second replica, which takes at least 2 ranks a group, not {depth}")
+    if kind.chunks and chunks < 2:
+        faults.append(
+            f"{name} needs 2 or more stages a rank, not {chunks}: ask for {2 * depth} stages on {depth} ranks, "
+            "or use 1f1b"
+        )
+    if not kind.chunks and chunks != 1:
+        faults.append(f"{name} has one stage a rank, not {chunks}: ask for {depth} stages, or use interleaved")
+    return faults
+
+
+def _raise_all(faults: list[str]) -> None:
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+def _renumbered(action: Action, share: range) -> Action:
+    assert action.microbatch is not None
+    return dataclasses.replace(action, microbatch=share[action.microbatch])

@@ -1,0 +1,1 @@
+"""One stage at work: forward, backward, running statistics, random numbers."""

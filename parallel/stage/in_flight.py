@@ -1,0 +1,72 @@
+"""What one microbatch leaves behind in a stage between its two passes, and where gradients enter and leave it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parallel.stage.arrivals import Arrival
+
+
+@dataclass
+class InFlight:
+    """What one microbatch leaves behind between forward and backward.
+
+    Attributes:
+        values: received, by name; their tensors are leaves of this stage's part of the autograd graph. Where
+            activations go to the host, put away, or gone.
+        random: where the stage's random numbers began: a seed, or a state handed on by an earlier stage.
+        recomputed: the first forward pass kept nothing else.
+        buffers: values that forward passes update, as the first one found them, where it is recomputed.
+        roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
+        arrivals: by name of the value received: where its gradients end up, where activations go to the host.
+    """
+
+    tiles: int
+    values: dict[str, Any]
+    targets: Tensor | None
+    random: int | Tensor
+    recomputed: bool
+    buffers: list[Tensor | None] = field(default_factory=list)
+    roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
+    arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
+
+
+def can_need_grad(tensor: Tensor) -> bool:
+    """True of the types that autograd differentiates: real and complex floating point."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def edges_of(value: Any, was_promised: bool) -> list[GradientEdge | None]:
+    """Of the tensors of ``value`` that a gradient comes back for.
+
+    Args:
+        was_promised: gradients of all of them were asked for, whether anything flows back from there or not.
+    """
+    wanted = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and can_need_grad(leaf)]
+    if was_promised:
+        return [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in wanted]
+    return [get_gradient_edge(leaf) for leaf in wanted if leaf.requires_grad]
+
+
+def promised(value: Any) -> Any:
+    """``value`` of a pass without gradients, marked where recomputation will ask for one."""
+    return tree_map(
+        lambda leaf: leaf.detach().requires_grad_(can_need_grad(leaf)) if isinstance(leaf, Tensor) else leaf,
+        value,
+    )
+
+
+def gradients_of(value: Any) -> list[Tensor]:
+    """Gradients of the leaves of ``value`` that need one, taken out of them; zeros where nothing flowed back."""
+    taken = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            taken.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            leaf.grad = None
+    return taken

@@ -1,0 +1,248 @@
+"""A stage at work: the part of the model between two cuts, and what its microbatches in flight need for backward.
+
+Takes the values that earlier stages made, gives those that later stages use; the last stage gives the loss. Knows
+nothing of schedules or ranks: the engine calls it in whatever order the schedule says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.graph.layers import RANDOM_STATE
+from parallel.memory.policy import Keeping
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import put_away, restore
+from parallel.offload.saved_tensors import Keeper
+from parallel.offload.updated_buffers import UpdatedBuffers
+from parallel.stage.arrivals import arrived
+from parallel.stage.batchnorm import RunningStatistics
+from parallel.stage.in_flight import InFlight, edges_of, gradients_of, promised
+from parallel.stage.recompute_context import surroundings
+from parallel.stage.rng import drawing
+from parallel.stage.split_backward import DeferredWeights
+from parallel.trace.stage_module import Run, SegmentRun, StageModule
+
+LOSS = "#loss"
+"""Name of the last stage's only value."""
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(output of the model, targets) -> scalar: the mean over the tiles of a microbatch, so that losses add up by size."""
+
+Gradients = dict[str, list[Tensor]]
+"""Name of a value -> gradients of those of its tensors that need one, in order."""
+
+
+class Stage:
+    """Forward and backward of one stage, for any number of microbatches in flight.
+
+    Args:
+        module: the layers.
+        loss: of the last stage: (output, targets) -> mean over the microbatch; None for the others.
+        differentiable: names of the values given whose gradients come back.
+        statistics: of the module's normalisation layers.
+        draws: the module may draw random numbers.
+        split: backward is called in two halves (zero bubble).
+        compiled: run the module through ``torch.compile``.
+        keeper: of the rank; says what becomes of what forward passes keep. By default autograd keeps it.
+        meter: counts the bytes kept between the halves of a split backward pass.
+        updated: names of buffers that forward passes update, outside normalisation layers.
+
+    Raises:
+        ValueError: ``split`` for a module whose backward pass cannot be split exactly.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        *,
+        device: torch.device,
+        statistics: RunningStatistics,
+        loss: Loss | None = None,
+        differentiable: Iterable[str] = (),
+        draws: bool = False,
+        autocast: torch.dtype | None = None,
+        split: bool = False,
+        compiled: bool = False,
+        keeper: Keeper | None = None,
+        meter: ActivationMeter | None = None,
+        updated: Collection[str] = (),
+    ) -> None:
+        self.module = module
+        self.statistics = statistics
+        self._loss = loss
+        self._differentiable = frozenset(differentiable)
+        self._device = device
+        self._draws = draws
+        self._autocast = autocast
+        self._weights = DeferredWeights(module, meter) if split else None
+        self._keeper = keeper or Keeper(Keeping(), device, meter=meter)
+        self._updated = UpdatedBuffers(module, updated)
+        self._keeper.copies_of(self._updated)
+        # Inductor's own random numbers would differ from those of the plain model.
+        self._run: Callable[..., Any] = torch.compile(module, options={"fallback_random": True}) if compiled else module
+        self._in_flight: dict[int, InFlight] = {}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the whole model."""
+        return dict(self.module.named_parameters())
+
+    def forward(
+        self,
+        i: int,
+        tiles: int,
+        values: dict[str, Any],
+        random: int | Tensor,
+        *,
+        targets: Tensor | None = None,
+        recomputed: bool = False,
+    ) -> dict[str, Any]:
+        """Forward pass of microbatch ``i``.
+
+        Args:
+            tiles: in the microbatch.
+            values: what the module uses, by name. They belong to the stage until its backward pass.
+            random: a seed, or the state handed on by an earlier stage.
+            targets: for the loss, in the last stage.
+            recomputed: keep only what came in; ``recompute`` is called before backward.
+
+        Returns:
+            By name what later stages use, with ``RANDOM_STATE`` if the stage draws; ``LOSS`` in the last stage.
+        """
+        self._in_flight[i] = flight = InFlight(tiles, values, targets, random, recomputed)
+        flight.buffers = self._updated.values() if recomputed else []
+        with self.statistics.microbatch(i, tiles):
+            if not recomputed:
+                return self._compute(i, flight)
+            with torch.no_grad():
+                outputs = self._compute(i, flight)
+            if self._keeper.moves:
+                flight.values = put_away(values, self._keeper.packer((self, i)))
+            return {name: promised(value) if name in self._differentiable else value for name, value in outputs.items()}
+
+    def flush(self, i: int) -> None:
+        """What microbatch ``i`` keeps leaves the device now."""
+        self._keeper.flush((self, i))
+
+    def prefetch(self, i: int) -> None:
+        """What microbatch ``i`` keeps begins to come back to the device."""
+        self._keeper.prefetch((self, i))
+
+    def recompute(self, i: int) -> None:
+        """The forward pass of microbatch ``i`` again, keeping what backward needs; counted nowhere."""
+        flight = self._in_flight[i]
+        flight.values = restore(flight.values)
+        with self.statistics.frozen(), self._updated.as_of(flight.buffers):
+            self._compute(i, flight)
+
+    def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
+        """Backward pass of microbatch ``i``; parameters' gradients add up in place.
+
+        With ``split`` the gradients of the deferred weights follow in ``backward_weight``.
+
+        Args:
+            gradients: of the values given, summed over the stages that use them.
+            weight: of the loss, in the last stage.
+
+        Returns:
+            Gradients of the values that came in.
+        """
+        flight = self._in_flight.pop(i)
+        if self._loss is not None:
+            gradients = {LOSS: [torch.tensor(weight, dtype=self._loss_dtype, device=self._device)]}
+        flows = [
+            (edge, gradient)
+            for name, edges in flight.roots.items()
+            for edge, gradient in zip(edges, gradients[name], strict=True)
+            if edge is not None
+        ]
+        if flows:
+            torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
+        self._keeper.landed((self, i))
+        arrived = {name: [one.take() for one in arrivals] for name, arrivals in flight.arrivals.items()}
+        return arrived or {name: gradients_of(value) for name, value in flight.values.items()}
+
+    def backward_weight(self, i: int) -> None:
+        """Gradients of the weights that ``backward`` put off."""
+        assert self._weights is not None
+        self._weights.backward_weight(i)
+
+    @torch.no_grad()
+    def predict(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """By name what the module gives in evaluation mode; a value that only training makes is missing."""
+        with self._precision():
+            given = self.module(*(values.get(name) for name in self.module.inputs))
+        return dict(zip(self.module.outputs, given, strict=True))
+
+    def forget(self) -> None:
+        """Drop every microbatch in flight, after a step that was given up."""
+        self._in_flight.clear()
+        self._keeper.forget()
+
+    def _compute(self, i: int, flight: InFlight) -> dict[str, Any]:
+        with contextlib.ExitStack() as scopes:
+            state = scopes.enter_context(drawing(flight.random, self._device)) if self._draws else None
+            scopes.enter_context(self._precision())
+            if torch.is_grad_enabled():
+                if self._weights is not None:
+                    scopes.enter_context(self._weights.recording(i))
+                scopes.enter_context(self._keeper.watching((self, i), self._state()))
+            scopes.enter_context(self._in_segments())
+            given = self._run(*self._entering(flight))
+            outputs = dict(zip(self.module.outputs, self._updated.apart(given), strict=True))
+            if self._loss is not None:
+                (output,) = outputs.values()
+                assert flight.targets is not None
+                loss = self._loss(output, flight.targets)
+                self._loss_dtype = loss.dtype
+                outputs = {LOSS: loss}
+        if torch.is_grad_enabled():
+            # Edges, not tensors: what was sent can be freed before its gradient comes back.
+            for name, value in outputs.items():
+                was_promised = flight.recomputed and name in self._differentiable
+                if edges := edges_of(value, was_promised):
+                    flight.roots[name] = edges
+        if state is not None:
+            outputs[RANDOM_STATE] = state.end
+        return outputs
+
+    def _entering(self, flight: InFlight) -> Iterator[Any]:
+        """The values the module takes. Where activations go to the host, the stage itself holds none of them."""
+        if not (self._keeper.moves and torch.is_grad_enabled()):
+            return (flight.values[name] for name in self.module.inputs)
+        values, flight.values = flight.values, {}
+        flight.arrivals = {}
+        entering = []
+        for name in self.module.inputs:
+            value, flight.arrivals[name] = arrived(values.pop(name))
+            entering.append(value)
+        return iter(entering)
+
+    @contextlib.contextmanager
+    def _in_segments(self) -> Iterator[None]:
+        """The module is run by the keeper, segment by segment where it has any."""
+        self.module.through = self._through if torch.is_grad_enabled() else None
+        try:
+            yield
+        finally:
+            self.module.through = None
+
+    def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        around = functools.partial(surroundings, segment, self._device, self.statistics, self._precision, self._updated)
+        return self._keeper.through(segment, compute, values, self._state(), around)
+
+    def _state(self) -> tuple[Tensor, ...]:
+        """Parameters and buffers, which are there anyway and do not change between two passes."""
+        changing = {id(tensor) for tensor in self._updated.tensors}
+        return tuple(t for t in (*self.module.parameters(), *self.module.buffers()) if id(t) not in changing)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)

@@ -1,0 +1,201 @@
+"""One stage of a model as a module of its own: ``cut_stage`` takes the layers between two cuts out of a traced model.
+
+Takes what ``trace`` and a partition gave; gives a ``StageModule`` that maps the values the stage receives to those it
+sends. It runs the user's modules themselves, at their paths in the whole model, and holds nothing of other stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from parallel.graph.layers import RANDOM_STATE
+from parallel.graph.partition import Partition
+from parallel.memory.policy import Segment
+from parallel.trace.stage_code import compiled, paths_of, segment_runs
+from parallel.trace.stage_module import StageModule
+from parallel.trace.trace import Traced
+
+
+def cut_stage(
+    traced: Traced,
+    partition: Partition,
+    stage: int,
+    segments: Sequence[Segment] = (),
+    kind: type[StageModule] = StageModule,
+) -> StageModule:
+    """Stage ``stage`` of the model, in training mode or not as the model is.
+
+    Args:
+        segments: that cover it, where it is to be run segment by segment.
+
+    Raises:
+        ValueError: evaluation would need values that training does not send between these stages.
+    """
+    placed = {layer.name: partition.stage_of(layer.name) for layer in partition.graph.layers}
+    training = [node for node in traced.training.graph.nodes if placed[node.name] == stage]
+    slots: dict[str, str] = {}
+    if traced.evaluation is traced.training:
+        evaluation = training
+    else:
+        placed = _stages_in_evaluation(traced, partition, placed)
+        slots = _slots(traced, partition, placed)
+        evaluation = [node for node in traced.evaluation.graph.nodes if placed[node.name] == stage]
+    module = kind(partition.inputs_of(stage), partition.outputs_of(stage))
+    _install(module, traced, training)
+    _install(module, traced, evaluation)
+    _install_aliases(module, traced, unused=stage == partition.depth - 1)
+    _order_as(traced.model, module)
+    ends = module.inputs, module.outputs
+    module._run_training = compiled(training, *ends, {}, f"stage {stage} in training")
+    module._run_evaluation = compiled(evaluation, *ends, slots, f"stage {stage} in evaluation")
+    module.segments = tuple(segment_runs(module, traced, training, partition, segments))
+    own = {id(part) for part in module.modules()}
+    for path, modes in traced.modes.items():
+        part = traced.model.get_submodule(path)
+        if id(part) in own:
+            module._modes.append((part, *modes))
+    module.training = traced.model.training
+    return module
+
+
+def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str, int]) -> dict[str, int]:
+    """Stage of every node of the evaluation graph: that of training, else where its module and its inputs are."""
+    owners = {
+        str(node.target): stages[node.name]
+        for node in traced.training.graph.nodes
+        if node.op in ("call_module", "get_attr")
+    }
+    nodes = list(traced.evaluation.graph.nodes)
+    placed: dict[str, int] = {}
+    for node in nodes:
+        earliest = max((placed[argument.name] for argument in node.all_input_nodes), default=0)
+        placed[node.name] = stages.get(node.name, owners.get(str(node.target), earliest))
+    for node in reversed(nodes):  # what takes nothing from other layers is made where it is used
+        if not node.all_input_nodes and node.name not in stages and str(node.target) not in owners and node.users:
+            placed[node.name] = min(placed[user.name] for user in node.users)
+    return placed
+
+
+def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict[str, str]:
+    """Value that only evaluation sends -> value that only training sends, in whose place it travels.
+
+    Raises:
+        ValueError: there are more of the first than of the second between two stages.
+    """
+    offered: dict[str, set[int]] = {}
+    for edge in partition.edges:
+        offered.setdefault(edge.value, set()).add(edge.target)
+    needed: dict[str, set[int]] = {}
+    for node in traced.evaluation.graph.nodes:
+        for argument in node.all_input_nodes:
+            if placed[argument.name] != placed[node.name]:
+                needed.setdefault(argument.name, set()).add(placed[node.name])
+    free = {value: targets for value, targets in offered.items() if value not in needed}
+    slots: dict[str, str] = {}
+    faults = []
+    for value, targets in needed.items():
+        if targets <= offered.get(value, set()):
+            continue
+        source = placed[value]
+        fitting = [v for v, t in free.items() if v != RANDOM_STATE and partition.stage_of(v) == source and targets <= t]
+        if fitting and min(targets) > source:
+            slots[value] = fitting[0]
+            del free[fitting[0]]
+        else:
+            faults.append(f"{value} from stage {source} to {', '.join(map(str, sorted(targets)))}")
+    if faults:
+        begin = ", ".join(partition.graph.layers[start].name for start in partition.starts[1:])
+        raise ValueError(
+            f"evaluation would send values between stages where training sends none: {'; '.join(faults)}. The model "
+            f"does different things in its two modes near a cut; stages begin at {begin}: cut elsewhere"
+        )
+    return slots
+
+
+def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node]) -> None:
+    """Put the modules and tensors that ``nodes`` name where their paths say."""
+    for path in sorted(paths_of(nodes, "call_module"), key=len):  # a module before those inside it
+        owner, name = _owner(module, path)
+        if name not in owner._modules:
+            owner.add_module(name, traced.model.get_submodule(path))
+    for path in sorted(paths_of(nodes, "get_attr")):
+        _register(module, path, _tensor(traced, path), traced.model)
+
+
+def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> None:
+    """Every name that the model's state has for what the stage holds; the last stage also keeps what no layer uses."""
+    model = traced.model
+    state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    if unused:
+        used: set[int] = set()
+        for graph in (traced.training.graph, traced.evaluation.graph):
+            for path in paths_of(graph.nodes, "call_module"):
+                part = model.get_submodule(path)
+                used |= {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+            used |= {id(_tensor(traced, path)) for path in paths_of(graph.nodes, "get_attr")}
+        own |= {id(tensor) for _, tensor in state} - used
+    for path, tensor in state:
+        if id(tensor) in own:
+            _register(module, path, tensor, model)
+
+
+def _order_as(model: nn.Module, module: nn.Module) -> None:
+    """Names in the order of the whole model: the first of two names of one tensor is the same in both."""
+    for registry in ("_parameters", "_buffers", "_modules"):
+        place = {name: k for k, name in enumerate(getattr(model, registry))}
+        own = getattr(module, registry)
+        ordered = sorted(own.items(), key=lambda item: place.get(item[0], len(place)))
+        own.clear()
+        own.update(ordered)
+    for name, child in module.named_children():
+        whole = model._modules[name]
+        if whole is not None and child is not whole:
+            _order_as(whole, child)
+
+
+def _tensor(traced: Traced, path: str) -> Any:
+    """What the model has at ``path`` now: ``to()`` replaces buffers. Constants made while tracing are in the graph."""
+    owner, _, name = path.rpartition(".")
+    for graph in (traced.model, traced.training, traced.evaluation):
+        with contextlib.suppress(AttributeError):
+            return getattr(graph.get_submodule(owner), name)
+    raise AssertionError(path)
+
+
+def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds ``path`` and the last part of it; modules on the way are made where there are none."""
+    *way, name = path.split(".")
+    for part in way:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        child = module._modules[part]
+        assert child is not None
+        module = child
+    return module, name
+
+
+def _register(module: nn.Module, path: str, value: Any, model: nn.Module) -> None:
+    owner, name = _owner(module, path)
+    if name in owner._parameters or name in owner._buffers or name in owner.__dict__:
+        return
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(name, value)
+    elif isinstance(value, Tensor):
+        owner.register_buffer(name, value, persistent=_persistent(model, path))
+    else:
+        setattr(owner, name, value)
+
+
+def _persistent(model: nn.Module, path: str) -> bool:
+    """Whether the model's ``state_dict`` has the buffer; constants made while tracing are in no model."""
+    source, _, name = path.rpartition(".")
+    try:
+        owner = model.get_submodule(source)
+    except AttributeError:
+        return False
+    return name in owner._buffers and name not in owner._non_persistent_buffers_set

@@ -1,0 +1,75 @@
+"""From nodes of a traced model to functions that run them: of a whole stage, and of its segments."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from parallel.graph.partition import Partition
+from parallel.memory.policy import Segment
+from parallel.trace.stage_module import Run, SegmentRun, StageModule
+from parallel.trace.trace import Traced
+
+
+def segment_runs(
+    module: StageModule, traced: Traced, nodes: Sequence[fx.Node], partition: Partition, segments: Sequence[Segment]
+) -> Iterator[SegmentRun]:
+    """The segments of a stage, ready to run; none where there is only one, that is not computed again."""
+    if not any(segment.recompute for segment in segments):
+        return
+    place = partition.graph.position
+    own = [[node for node in nodes if one.start <= place[node.name] < one.stop] for one in segments]
+    used = [{argument.name for node in part for argument in node.all_input_nodes} for part in own]
+    made = [{node.name for node in part if node.op != "placeholder"} for part in own]
+    for k, (segment, part) in enumerate(zip(segments, own, strict=True)):
+        later = set(module.outputs).union(*used[k + 1 :])
+        entering = tuple(sorted(used[k] - made[k], key=lambda name: place[name]))
+        leaving = tuple(node.name for node in part if node.name in made[k] & later)
+        before = set(module.inputs).union(*made[:k])
+        layers = partition.graph.layers[segment.start : segment.stop]
+        yield SegmentRun(
+            compiled(part, entering, leaving, {}, f"layers {segment.start} to {segment.stop}"),
+            entering,
+            leaving,
+            tuple(sorted(name for name in before & used[k] if name not in later)),
+            segment.recompute,
+            any(layer.random for layer in layers),
+            frozenset(
+                inner for path in paths_of(part, "call_module") for inner in traced.model.get_submodule(path).modules()
+            ),
+        )
+
+
+def compiled(
+    nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], name: str
+) -> Run:
+    """A function (stage module, values) -> values that runs ``nodes``; values are let go of after their last use."""
+    graph = fx.Graph()
+    copies: dict[str, fx.Node] = {}
+    for value in inputs:
+        copies[value] = graph.placeholder(value)
+    for value, slot in slots.items():
+        if slot in copies:
+            copies[value] = copies[slot]
+    results: dict[str, Any] = {}
+    for node in nodes:
+        if node.op == "output":
+            results[node.name] = fx.map_arg(node.args[0], lambda argument: copies[argument.name])
+        elif node.op != "placeholder":
+            copies[node.name] = graph.node_copy(node, lambda argument: copies[argument.name])
+    results |= {slot: copies[value] for value, slot in slots.items() if slot in outputs}
+    graph.output(tuple(results.get(value, copies.get(value)) for value in outputs))
+    code = graph.python_code("self")
+    file = f"<{name}>"
+    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+    space = dict(code.globals)
+    exec(compile(code.src, file, "exec"), space)
+    run: Run = space["forward"]
+    return run
+
+
+def paths_of(nodes: Iterable[fx.Node], op: str) -> set[str]:
+    return {str(node.target) for node in nodes if node.op == op}

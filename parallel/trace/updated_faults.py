@@ -1,0 +1,113 @@
+"""Strategies under which buffers that forward passes update would not be the plain step's: refused, before any step.
+
+Takes what ``updated_search`` found and who computes what; gives nothing, or says which buffer, why, and what to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from parallel.graph.partition import Partition
+from parallel.schedule.action import Action, Kind
+from parallel.schedule.placement import Placement
+from parallel.trace.trace import Traced
+from parallel.trace.updated_search import Updated
+
+EXACT = "single, or mp-basic, gpipe, 1f1b or interleaved with --stages as many as --ranks"
+"""Strategies in which one copy of each stage sees all microbatches in order."""
+
+
+def refuse_copies(updated: Mapping[str, Updated], copies: int, strategy: str) -> None:
+    """Refuse several copies of modules with buffers that forward passes update.
+
+    Args:
+        updated: path -> buffer.
+        copies: each of which sees some of the microbatches.
+
+    Raises:
+        ValueError: names the first buffer, and says what to do.
+    """
+    if updated and copies > 1:
+        raise ValueError(_fault(updated, strategy, f"{copies} copies would each do so for some of the microbatches"))
+
+
+def refuse_checkpointed(norm: str) -> None:
+    """Refuse a layer with running statistics that the model's own ``torch.utils.checkpoint`` runs twice.
+
+    Args:
+        norm: its path; "" where there is none.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    if norm:
+        raise ValueError(
+            f"{norm} keeps running statistics inside of the model's own torch.utils.checkpoint, which updates them a "
+            "second time in the backward pass; what is split, computed again or spread over ranks updates them once: "
+            "switch the model's checkpointing off (timm: set_grad_checkpointing(False)) and use --recompute block, or "
+            "one process with --recompute none"
+        )
+
+
+def copies_fault(updated: Mapping[str, Updated]) -> str:
+    """Why no two ranks may hold a copy of the whole model, for a planner; empty where they may."""
+    return f"{_named(updated)}, which copies would each do for some of the microbatches" if updated else ""
+
+
+def refuse_schedule(
+    traced: Traced,
+    partition: Partition,
+    schedule: Mapping[int, Collection[Action]],
+    placement: Placement,
+    strategy: str,
+) -> None:
+    """Refuse a schedule under which a stage with such buffers has several copies, or sees microbatches in another order
+    than the plain step. Every rank finds the same.
+
+    Raises:
+        ValueError: names the first buffer, and says what to do.
+    """
+    for stage, updated in _by_stage(traced, partition).items():
+        holders = placement.holders(stage)
+        refuse_copies(updated, len(holders), strategy)
+        actions = (a for a in schedule[holders[0]] if a.kind is Kind.FORWARD and a.stage == stage)
+        seen = [action.microbatch for action in actions if action.microbatch is not None]
+        if seen != sorted(seen):
+            raise ValueError(_fault(updated, strategy, f"stage {stage} would see the microbatches in the order {seen}"))
+
+
+def _by_stage(traced: Traced, partition: Partition) -> dict[int, dict[str, Updated]]:
+    """The buffers of each stage that has some.
+
+    Raises:
+        ValueError: a buffer that no layer uses, so that nothing would update it.
+    """
+    found: dict[int, dict[str, Updated]] = {}
+    targets = {
+        str(node.target): partition.stage_of(node.name)
+        for node in traced.training.graph.nodes
+        if node.op in ("call_module", "get_attr")
+    }
+    for name, buffer in traced.updated.items():
+        stages = {stage for path, stage in targets.items() if f"{name}.".startswith(f"{path}.")}
+        if not stages:
+            raise ValueError(
+                f"{name} of {buffer.owner}: a buffer that each forward pass of training updates, in a way that a graph "
+                "of layers does not record: call its module, or update it in place, as copy_(...) does"
+            )
+        for stage in stages:
+            found.setdefault(stage, {})[name] = buffer
+    return found
+
+
+def _fault(updated: Mapping[str, Updated], strategy: str, what: str) -> str:
+    return (
+        f"{_named(updated)}; under --parallel {strategy} {what}, and it would not be what one process has: use "
+        f"--parallel {EXACT}, or leave the update out of forward"
+    )
+
+
+def _named(updated: Mapping[str, Updated]) -> str:
+    name, buffer = next(iter(updated.items()))
+    more = f" (and {len(updated) - 1} more)" if len(updated) > 1 else ""
+    return f"{name} of {buffer.owner}{more} is a {buffer.kind} that each forward pass of training updates"

@@ -1,0 +1,212 @@
+"""Which buffers a model's forward pass updates in training, outside layers whose running statistics are kept elsewhere.
+
+Takes a model and the shape of a microbatch; gives the buffers by path: spectral norm's vectors, a user's running
+averages and counters, and codebooks kept as parameters without gradient. Such a buffer sees every microbatch once and
+in order, or it is not the plain step's. Also tells which of those layers a model's own ``torch.utils.checkpoint``
+computes twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import checkpoint
+
+from parallel.trace.fake_run import empty_like, once_each
+from parallel.trace.op_watch import OpWatch, memory_of
+
+CHECKPOINT = "_checkpoint_without_reentrant_generator"
+"""What torch.utils.checkpoint puts around a part of a model, begins with this; the end depends on torch's version."""
+
+SIDES = (64, 128, 224, 256)
+"""px of tiles on which a model that looks at its data is tried before those of the run, which may be large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A buffer that forward passes update.
+
+    Attributes:
+        owner: class of its module.
+        assigned: another tensor takes its place; else its values are changed.
+        kind: what it is registered as.
+    """
+
+    owner: str
+    assigned: bool
+    kind: str = "buffer"
+
+
+def updated_buffers(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Updated]:
+    """Of ``module`` in training mode, by path. Its parameters, buffers and the generators stay as they are; whoever
+    calls this puts back what forward assigns.
+
+    What the first of two passes sets and the second leaves alone is a cache, and none of them.
+
+    Args:
+        shape: (n, c, h, w) of a microbatch.
+    """
+    kept = {f"{path}.{name}" for path, layer in _tracking(module) for name, _ in layer.named_buffers(recurse=False)}
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)} - {name.lstrip(".") for name in kept}
+    buffers |= {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    if not buffers:
+        return {}
+    watched = _Watched(module, buffers)
+    _run(module, watched, shape, dtype)
+    return watched.updated
+
+
+def checkpointed_norm(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Path of the first layer with running statistics that runs inside of ``torch.utils.checkpoint``, "" if none does.
+
+    Torch computes such a layer again in the backward pass, and updates its statistics once more.
+
+    Args:
+        shape: (n, c, h, w) of a microbatch.
+    """
+    watched = _Checkpointed(module)
+    if watched.paths:
+        _run(module, watched, shape, dtype)
+    return watched.first
+
+
+def _tracking(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    tracking = set(tracking_layers(module))
+    return ((path, part) for path, part in module.named_modules(remove_duplicate=False) if part in tracking)
+
+
+def _attempts(module: nn.Module, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], FakeTensorMode | None]]:
+    yield shape, FakeTensorMode(allow_non_fake_inputs=True)
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        for side in SIDES:
+            if side < min(shape[2:], default=0):
+                yield (*shape[:2], side, side), None
+        yield shape, None
+
+
+def _run(module: nn.Module, watched: _Watched | _Checkpointed, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Run ``watched`` on what it can be run on; on nothing where it takes no such tiles, as training will say."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for sizes, fake in _attempts(module, shape):
+            with contextlib.suppress(Exception):  # looks at its data, or takes no such tiles: the next one
+                _run_once(module, watched, sizes, dtype, fake)
+                return
+
+
+def _run_once(
+    module: nn.Module,
+    watched: _Watched | _Checkpointed,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    fake: FakeTensorMode | None,
+) -> None:
+    """On copies of the buffers, without data where ``fake`` is given."""
+    state: dict[str, Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    device = torch.device("cpu") if fake else next((t.device for t in state.values()), torch.device("cpu"))
+    with fake or contextlib.nullcontext():
+        replaced = once_each(
+            state, lambda t: empty_like(t, device) if fake else t if t.requires_grad else t.detach().clone()
+        )
+        example = torch.zeros(shape, dtype=dtype, device=device)
+    mode: AbstractContextManager[Any] = fake or contextlib.nullcontext()
+    with mode, watched.watch:
+        named = {f"model.{name}": tensor for name, tensor in replaced.items()}
+        torch.func.functional_call(watched, named, (example,), tie_weights=False)
+
+
+class _Watched(nn.Module):
+    """Runs a model twice and notes what the second pass does to buffers; a module so that ``functional_call`` swaps and
+    restores what it uses."""
+
+    def __init__(self, model: nn.Module, buffers: set[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.watch = OpWatch(set())
+        self.updated: dict[str, Updated] = {}
+        self._names = sorted(buffers)
+
+    def forward(self, example: Tensor) -> None:
+        self.model(example)
+        before = {name: self._now(name) for name in self._names}
+        self.watch.begin()
+        self.model(example)
+        for name, tensor in before.items():
+            assigned = self._now(name) is not tensor
+            if assigned or (tensor is not None and memory_of(tensor) in self.watch.written):
+                owner = self.model.get_submodule(name.rpartition(".")[0])
+                kind = "buffer" if name.rpartition(".")[2] in owner._buffers else "parameter without gradient"
+                self.updated[name] = Updated(type(owner).__name__, assigned, kind)
+
+    def _now(self, name: str) -> Tensor | None:
+        owner, _, own = name.rpartition(".")
+        part = self.model.get_submodule(owner)
+        return part._buffers[own] if own in part._buffers else part._parameters.get(own)
+
+
+class _Checkpointed(nn.Module):
+    """Runs a model once and notes the first of its layers with running statistics that a checkpoint will run again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.paths = {id(layer): path for path, layer in _tracking(model)}
+        self.first = ""
+        self._depth = 0
+
+    @property
+    def watch(self) -> AbstractContextManager[Any]:
+        return self._counting()
+
+    def forward(self, example: Tensor) -> None:
+        self.model(example)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        around = {name: make for name, make in vars(checkpoint).items() if name.startswith(CHECKPOINT)}
+        reentrant = vars(checkpoint.CheckpointFunction)["forward"]
+        layers = [layer for layer in self.model.modules() if id(layer) in self.paths]
+        hooks = [layer.register_forward_pre_hook(self._note) for layer in layers]
+        vars(checkpoint).update({name: functools.partial(self._within, make) for name, make in around.items()})
+        inside = functools.partial(self._inside, checkpoint.CheckpointFunction.forward)
+        setattr(checkpoint.CheckpointFunction, "forward", staticmethod(inside))  # noqa: B010  # no method to mypy
+        try:
+            yield
+        finally:
+            setattr(checkpoint.CheckpointFunction, "forward", reentrant)  # noqa: B010
+            vars(checkpoint).update(around)
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, layer: nn.Module, _: Any) -> None:
+        if self._depth and layer.training:
+            self.first = self.first or self.paths[id(layer)]
+
+    def _within(self, make: Callable[..., Iterator[None]], *args: Any, **kwargs: Any) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield from make(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _inside(self, forward: Callable[..., Any], *args: Any) -> Any:
+        self._depth += 1
+        try:
+            return forward(*args)
+        finally:
+            self._depth -= 1
+
+
+def tracking_layers(module: nn.Module) -> list[_NormBase]:
+    return [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]

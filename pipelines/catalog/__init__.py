@@ -1,0 +1,1 @@
+"""The slides of a folder: found, held open, checked, and those that failed."""

@@ -1,0 +1,323 @@
+"""The slides of a folder: which files are slides, and what each is called.
+
+Takes a folder and the user's overrides (mpp, backend), gives one ``SlideSpec`` per slide, sorted by id. Nothing is
+opened: a damaged file, or a text file named ``.svs``, stays a candidate and fails where it is first read, alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.catalog.slide_state import SlideState
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.slides.slide import Slide, SlideError
+
+log = logging.getLogger(__name__)
+
+FILE_SUFFIXES = frozenset(
+    {".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}
+    | {".svslide", ".dcm", ".png", ".jpg", ".jpeg"}
+)
+"""A file with one of these, in any case, is taken for a slide."""
+
+PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
+"""Files with these record no um/px, only how large they are to be printed."""
+
+FOLDER_SUFFIX = ".zarr"
+"""A folder that ends like this is one slide."""
+
+SKIPPED_FOLDERS = frozenset({"annotations", "masks", "tissue"})
+"""Folders that hold pictures of slides, not slides; ``tissue`` is what a run folder calls its overlays."""
+
+MASK_ENDINGS = ("_mask", "-mask")
+
+HAMAMATSU_INDEXES = frozenset({".vms", ".vmu"})
+"""Text files that name the JPEG files which are their slide's pixels."""
+
+HEAD_BYTES = 256 << 10
+"""As much of a file as is looked at: a whole VMS file; of a DICOM file what stands before the pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlideSpec:
+    """How to open one slide. Small and picklable: it travels to worker processes, an open slide does not.
+
+    Attributes:
+        slide_id: file stem (``x`` for ``x.svs``, ``x.ome.tif`` and ``x.ome.zarr``); unique in a catalog.
+        path: file, or folder of a Zarr slide.
+        mpp: um/px of level 0, in place of what the file says; None: what the file says.
+        backend: auto, tiled, openslide, zarr or image.
+        state: what the file was when it was indexed; None where nobody cares.
+    """
+
+    slide_id: str
+    path: Path
+    mpp: float | None = None
+    backend: str = "auto"
+    state: SlideState | None = None
+
+    def check_unchanged(self) -> None:
+        """Refuse a slide that was replaced since it was indexed: its tiles may lie elsewhere, or be none.
+
+        Raises:
+            SlideError: it is not the same.
+        """
+        if self.state is not None and not self.state.is_of(self.path):
+            raise SlideError(
+                f"{self.path}: this is not the slide that was indexed: it was replaced, changed or taken away since; "
+                "put the file back, or index anew in another --out"
+            )
+
+    def open(self) -> Slide:
+        """The open slide, to be closed by the caller.
+
+        Raises:
+            SlideError: as ``open_slide``; also for a name that cannot be printed, a folder that cannot be listed, and
+                what is neither file nor folder.
+        """
+        _check_path(self.path)
+        from pipelines.backends.registry import open_slide  # here, so that listing a folder loads no slide library
+
+        return open_slide(self.path, mpp=self.mpp, backend=self.backend)
+
+
+def _check_path(path: Path) -> None:
+    """Refuse what would fail, or block, in whoever opens or names it."""
+    name = printable(str(path))
+    if name != str(path):
+        raise SlideError(f"{name}: a slide's path must be UTF-8 without control characters; rename the file or folder")
+    try:
+        mode = path.stat().st_mode
+    except OSError as fault:
+        link = " (a link that leads nowhere)" if path.is_symlink() else ""
+        raise SlideError(f"{path}: there is no such file{link}: {fault.strerror}; copy it again") from fault
+    if stat.S_ISDIR(mode):
+        try:
+            os.scandir(path).close()
+        except OSError as fault:
+            raise SlideError(f"{path}: the folder cannot be listed: {fault.strerror}; check its permissions") from fault
+    elif not stat.S_ISREG(mode):
+        raise SlideError(f"{path}: a slide is a file or a folder; this is a pipe, socket or device: take it away")
+
+
+def printable(text: str) -> str:
+    r"""``text`` with what cannot be printed escaped: bytes of a file name that are no UTF-8, control characters.
+
+    >>> printable("a\tb" + chr(0xDCFF))
+    'a\\x09b\\xff'
+    """
+    return "".join(f"\\x{ord(c) & 0xFF:02x}" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+
+
+def slide_stem(name: str) -> str:
+    """The slide id that a file name stands for: the name without its slide suffix and without ``.ome``.
+
+    >>> slide_stem("case.7.ome.tif"), slide_stem("case.7.svs"), slide_stem("case.7")
+    ('case.7', 'case.7', 'case.7')
+    """
+    stem, suffix = os.path.splitext(name)
+    if suffix.lower() not in FILE_SUFFIXES and suffix.lower() != FOLDER_SUFFIX:
+        return name
+    return stem[:-4] if stem.lower().endswith(".ome") else stem
+
+
+class SlideNames:
+    """What the names in a table mean; a name costs the same whatever the number of slides."""
+
+    def __init__(self, ids: Iterable[str]) -> None:
+        self._known = frozenset(ids)
+        self._folded: defaultdict[str, set[str]] = defaultdict(set)
+        for slide_id in self._known:
+            self._folded[slide_id.casefold()].add(slide_id)
+
+    def match(self, name: str) -> str | None:
+        """The slide id that ``name`` means, or None.
+
+        A path or a file extension in the name is tolerated. Upper and lower case count first; a name that fits a
+        single id without them is that one.
+        """
+        base = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
+        for exact in (name, base, slide_stem(base)):
+            if exact in self._known:
+                return exact
+        without_case = {base.casefold(), slide_stem(base).casefold()}
+        folded = set().union(*(self._folded.get(text, ()) for text in without_case))
+        return folded.pop() if len(folded) == 1 else None
+
+
+def find_slides(
+    root: Path,
+    *,
+    mpp: float | None = None,
+    mpp_by_slide: Mapping[str, float] | None = None,
+    picture_mpp: float | None = None,
+    backend: str = "auto",
+) -> tuple[SlideSpec, ...]:
+    """All slides under ``root``, sub-folders included, sorted by id.
+
+    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, files that end in ``_mask`` or ``-mask``, the data
+    folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and one series are one slide:
+    its file is the largest of them (the finest level; OpenSlide finds the others), its id the folder's name, or that
+    file's stem where the folder holds several series. A folder that cannot be listed stands for the slides in it, under
+    its name and a slash: it fails when it is opened.
+
+    Args:
+        root: folder.
+        mpp: um/px of level 0 for every slide, in place of what the files say.
+        mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
+        picture_mpp: um/px that PNG and JPEG files without any are taken to have; None: they must be given one.
+        backend: handed to ``open_slide``.
+
+    Raises:
+        ValueError: ``root`` is no folder or holds no slide, two slides have one id, or an mpp is implausible.
+    """
+    named = mpp_by_slide or {}
+    for where, value in [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]:
+        if value is not None and not check_mpp(value):
+            raise ValueError(f"{where} must be between {MPP_MIN:g} and {MPP_MAX:g} um/px; got {value:g}")
+    _check_folder(root)
+    paths: dict[str, Path] = {}
+    twice: list[str] = []
+    for name, path in _candidates(root):
+        slide_id = printable(name)
+        if slide_id in paths:
+            twice.append(f"  {slide_id!r}: {printable(str(paths[slide_id]))} and {printable(str(path))}")
+        else:
+            paths[slide_id] = path
+    if twice:
+        listed = "\n".join(sorted(twice))
+        raise ValueError(
+            f"the file stem is the slide's name and must be unique under --slides {root}; found\n{listed}\n"
+            "rename one of each, or move the copies out of the folder"
+        )
+    if not paths:
+        raise ValueError(
+            f"--slides {root} holds no slide: looked, sub-folders included, for {' '.join(sorted(FILE_SUFFIXES))} "
+            f"files and {FOLDER_SUFFIX} folders; folders named {', '.join(sorted(SKIPPED_FOLDERS))} and files ending "
+            "in _mask are taken for annotations. Give the folder that holds the slides"
+        )
+    names = SlideNames(paths)
+    overrides = {names.match(name): value for name, value in named.items()}
+    pictures = {s for s in paths if mpp is None and paths[s].suffix.lower() in PICTURE_SUFFIXES} - set(overrides)
+    if pictures and picture_mpp is not None:
+        log.warning(
+            "%d pictures record no um/px, as %r: their px are taken as they are, as if of %g um; --slide-mpp, or the "
+            "column mpp of the CSV, says what they are",
+            *(len(pictures), min(pictures), picture_mpp),
+        )
+        overrides |= dict.fromkeys(pictures, picture_mpp)
+    return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend) for s in sorted(paths))
+
+
+def _check_folder(root: Path) -> None:
+    if not root.exists():
+        raise ValueError(f"--slides must be a folder of slides; {root} does not exist. Check the path")
+    if not root.is_dir():
+        raise ValueError(f"--slides must be a folder of slides; {root} is a file. Give its folder, {root.parent}")
+    if root.suffix.lower() == FOLDER_SUFFIX:
+        raise ValueError(f"--slides must be a folder of slides; {root} is one slide. Give its folder, {root.parent}")
+
+
+def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
+    """(slide id, path) of every slide under ``root``, in a fixed order."""
+    seen: set[str] = set()  # links to folders are followed, a loop of them once
+    unlisted: list[str] = []
+    for folder_name, folders, files in os.walk(
+        root, followlinks=True, onerror=lambda fault: unlisted.append(str(fault.filename))
+    ):
+        folder = Path(folder_name)
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        names = sorted(f for f in files if _is_slide_name(f))
+        yield from ((slide_stem(f), folder / f) for f in sorted(folders) if _is_zarr(f))
+        mrxs_data = {slide_stem(f) for f in names if f.lower().endswith(".mrxs")}
+        folders[:] = sorted(
+            f
+            for f in folders
+            if not f.startswith(".")
+            and not f.lower().endswith(FOLDER_SUFFIX)
+            and f.lower() not in SKIPPED_FOLDERS
+            and f not in mrxs_data
+        )
+        parts = _hamamatsu_parts(folder, names)
+        dicom = [f for f in names if f.lower().endswith(".dcm")]
+        yield from ((slide_stem(f), folder / f) for f in names if f not in parts and f not in dicom)
+        yield from _dicom_slides(folder, dicom)
+    yield from ((f"{os.path.relpath(folder_name, root)}/", Path(folder_name)) for folder_name in sorted(unlisted))
+
+
+def _is_slide_name(name: str) -> bool:
+    stem, suffix = os.path.splitext(name)
+    return suffix.lower() in FILE_SUFFIXES and not name.startswith(".") and not is_mask_name(stem)
+
+
+def _is_zarr(name: str) -> bool:
+    return name.lower().endswith(FOLDER_SUFFIX) and not name.startswith(".") and not is_mask_name(slide_stem(name))
+
+
+def is_mask_name(stem: str) -> bool:
+    """True when a file stem says that the file is a mask of another one."""
+    return stem.lower().removesuffix(".ome").endswith(MASK_ENDINGS)
+
+
+def _hamamatsu_parts(folder: Path, names: list[str]) -> set[str]:
+    """The files of ``names`` that a VMS or VMU file of the same folder names as its pixels."""
+    indexes = [f for f in names if os.path.splitext(f)[1].lower() in HAMAMATSU_INDEXES]
+    text = b"\n".join(_head(folder / f) for f in indexes).decode("utf-8", "replace")
+    values = {line.partition("=")[2].strip() for line in text.splitlines()}
+    return values.intersection(names)
+
+
+def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
+    """(slide id, path) for each DICOM series among ``names``; a file whose series is not found stands for itself."""
+    series: dict[bytes, list[Path]] = {}
+    for name in names:
+        path = folder / name
+        series.setdefault(_series_uid(path) or os.fsencode(name), []).append(path)
+    for files in series.values():
+        largest = max(files, key=lambda path: (_size(path), path.name))
+        named_after_folder = len(files) > 1 and len(series) == 1
+        yield (folder.resolve().name if named_after_folder else slide_stem(largest.name)), largest
+
+
+def _series_uid(path: Path) -> bytes | None:
+    """SeriesInstanceUID (0020,000E) of a little-endian DICOM file, explicit or implicit (DICOM PS3.5, section 7.1)."""
+    head = _head(path)
+    at = head.find(b"\x20\x00\x0e\x00")
+    if head[128:132] != b"DICM" or at < 0:
+        return None
+    length = int.from_bytes(
+        head[at + 6 : at + 8] if head[at + 4 : at + 6] == b"UI" else head[at + 4 : at + 8], "little"
+    )
+    return head[at + 8 : at + 8 + length].rstrip(b"\0 ")
+
+
+def _head(path: Path) -> bytes:
+    """The first ``HEAD_BYTES`` of a file; none of what cannot be read, or waits for a writer: that fails when it is
+    opened as a slide."""
+    if _size(path) < 0:
+        return b""
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return b""
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 of what is none, such as a link that leads nowhere or a pipe."""
+    try:
+        found = path.stat()
+    except OSError:
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1

@@ -1,0 +1,145 @@
+"""Which file is the drawing of which slide: by name, in a folder of annotations or beside the slides.
+
+Takes the slides, gives ``AnnotationFiles``: a path per slide, and what fits nothing. A file belongs to the slide of its
+stem: ``x.geojson``, ``x.svs.geojson``, ``x_mask.tif`` are all of slide ``x``. Of several kinds for one slide GeoJSON
+goes before a mask, and both before ``.json``, which also holds other things.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.catalog.catalog import MASK_ENDINGS, SlideNames, SlideSpec, slide_stem
+from pipelines.catalog.table import listed
+
+GEOJSON_SUFFIXES = (".geojson", ".json")
+MASK_SUFFIXES = (".tif", ".tiff", ".png")
+RANK = {".geojson": 0} | dict.fromkeys(MASK_SUFFIXES, 1) | {".json": 2}
+
+CLASSES_FILE = "classes.txt"
+"""Names the class ids of the masks in its folder."""
+
+BESIDE_FOLDERS = ("annotations", "masks")
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationFiles:
+    """Annotation files and the slides they belong to.
+
+    Attributes:
+        path: annotation file by slide id, only slides that have one.
+        unknown: files of annotations without a slide.
+        source: where they were found, for the log.
+    """
+
+    path: Mapping[str, Path]
+    unknown: tuple[Path, ...]
+    source: str
+
+
+def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
+    """The annotation files of ``folder``, sub-folders included.
+
+    Raises:
+        ValueError: no folder, no file in it belongs to a slide, or two of one kind belong to the same.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--annotations must be a folder of annotation files; {folder} is none. Check the path")
+    found = _assign(_files_below(folder), specs, str(folder))
+    if not found.path:
+        others = sorted({f.suffix for f in folder.rglob("*") if f.is_file()} - set(RANK))
+        raise ValueError(
+            f"--annotations {folder} holds nothing for the slides: looked, sub-folders included, for <slide>.geojson, "
+            f"<slide>.json, <slide>.tif and <slide>.png, for example {specs[0].slide_id}.geojson. "
+            + (f"Found annotations for {listed([f.stem for f in found.unknown])}. " if found.unknown else "")
+            + (
+                f"Other files end in {', '.join(others)}: ASAP and Aperio XML are not read. "
+                if ".xml" in others
+                else ""
+            )
+            + "Name the files after the slides"
+        )
+    return found
+
+
+def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles | None:
+    """Annotation files next to the slides: siblings, and ``annotations/`` and ``masks/`` in their folder or ``root``.
+
+    None where there are none. Raises ValueError where two of one kind belong to the same slide.
+    """
+    slides = {spec.path for spec in specs}
+    folders = sorted({spec.path.parent for spec in specs} | {root})
+    files: list[Path] = []
+    for folder in folders:
+        # A picture beside a slide is a slide itself unless its name says mask.
+        files += [f for f in _files_in(folder) if f not in slides and (f.suffix in GEOJSON_SUFFIXES or _is_mask(f))]
+        for name in BESIDE_FOLDERS:
+            files += _files_below(folder / name)
+    found = _assign(files, specs, f"annotations beside the slides of {root}")
+    return found if found.path else None
+
+
+def classes_files(files: AnnotationFiles) -> list[Path]:
+    """The ``classes.txt`` in the folders of the masks among ``files``."""
+    folders = {p.parent for p in files.path.values() if p.suffix.lower() in MASK_SUFFIXES}
+    return sorted(folder / CLASSES_FILE for folder in folders if (folder / CLASSES_FILE).is_file())
+
+
+def _assign(files: Iterable[Path], specs: Sequence[SlideSpec], source: str) -> AnnotationFiles:
+    slides = SlideNames(spec.slide_id for spec in specs)
+    by_slide: defaultdict[str, list[Path]] = defaultdict(list)
+    unknown: list[Path] = []
+    for file in sorted(set(files)):
+        slide = next((s for name in _names(file) if (s := slides.match(name)) is not None), None)
+        if slide is not None:
+            by_slide[slide].append(file)
+        elif file.suffix.lower() != ".json":
+            unknown.append(file)
+    path: dict[str, Path] = {}
+    faults: list[str] = []
+    for slide, candidates in by_slide.items():
+        best = min(RANK[f.suffix.lower()] for f in candidates)
+        same = [f for f in candidates if RANK[f.suffix.lower()] == best]
+        path[slide] = same[0]
+        if len(same) > 1:
+            faults.append(f"slide {slide!r} has {' and '.join(map(str, same))}")
+    if faults:
+        raise ValueError(f"{source}: a slide has one annotation file; " + "\n  ".join(faults) + "\nkeep one of them")
+    return AnnotationFiles(path, tuple(unknown), source)
+
+
+def _names(file: Path) -> Iterator[str]:
+    """What the file may call its slide, the closest first: ``x.svs_mask.tif`` gives x.svs_mask, then x.svs."""
+    stem = slide_stem(file.name) if file.suffix.lower() in MASK_SUFFIXES else file.stem
+    yield stem
+    for ending in MASK_ENDINGS:
+        if stem.lower().endswith(ending):
+            yield stem[: -len(ending)]
+
+
+def _is_mask(file: Path) -> bool:
+    return slide_stem(file.name).lower().endswith(MASK_ENDINGS)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        return [f for f in folder.iterdir() if f.suffix.lower() in RANK and not f.name.startswith(".") and f.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files: list[Path] = []
+    seen: set[str] = set()  # links to folders are followed, a loop of them once
+    for below, folders, _ in os.walk(folder, followlinks=True):
+        real = os.path.realpath(below)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        files += _files_in(Path(below))
+    return files

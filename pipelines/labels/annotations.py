@@ -1,0 +1,257 @@
+"""Class ids of the pixels of a tile, from what was drawn on its slide.
+
+Takes annotation files (QuPath GeoJSON, mask TIFF, mask PNG), one per slide; gives ``SlideAnnotations``, whose
+``read_mask`` fills a uint8 array for any region: 0 background, then the classes, 255 where the loss must not look.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.backends.mask import Mask
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.table import listed
+from pipelines.labels.annotation_cache import AnnotationCache, damaged_is_slide_error
+from pipelines.labels.annotation_files import AnnotationFiles, classes_files
+from pipelines.labels.geojson import UNNAMED_CLASS, Drawing
+from pipelines.labels.rasterize import PixelGrid, paint
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import Slide, SlideError
+
+logger = logging.getLogger(__name__)
+
+BACKGROUND = "background"
+IGNORE = 255
+"""Written where pixels shall not count: outside no class was decided on."""
+
+IGNORED_CLASS = re.compile(r"ignore|exclude", re.IGNORECASE)
+"""Areas of a class that starts like this are not learnt from; QuPath itself has a class ``Ignore*``."""
+
+CLASS_LINE = re.compile(r"([0-9]{1,9})[\s:=,;]+(\S.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class SlideAnnotations:
+    """A drawing per slide.
+
+    Attributes:
+        classes: names by class id; 0 is the background.
+        patient: by slide id; the slide id itself where nothing says otherwise.
+        source: where the drawings come from, for the log.
+        paths: annotation file by slide id; only slides whose file could be read.
+        mask_ids: class id by value, for mask files.
+        failed: what is wrong with the annotation, by slide id, for slides whose file is damaged.
+        unlabelled: slides without an annotation file; they take no part.
+        unknown: annotation files without a slide.
+    """
+
+    classes: tuple[str, ...]
+    patient: Mapping[str, str]
+    source: str
+    paths: Mapping[str, Path]
+    mask_ids: Mapping[int, int] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    unlabelled: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    _cache: AnnotationCache = field(default_factory=AnnotationCache, repr=False, compare=False)
+
+    def read_mask(self, slide_id: str, slide: Slide, region: Region, out: NDArray[np.uint8]) -> None:
+        """Fill ``out`` with the class ids of ``region``: those of the pixels that ``slide.read(region)`` gives.
+
+        A pixel has the class of its centre. GeoJSON counts from the corner of the slide's bounds, as QuPath does; a
+        mask covers the whole of level 0, or the bounds where only these have its proportions. Safe in many threads.
+
+        Args:
+            slide_id: one of ``paths``.
+            slide: that slide, open.
+            region: as for ``slide.read``.
+            out: uint8 (region.height, region.width).
+
+        Raises:
+            SlideError: the annotation file is damaged, or a mask has not the slide's proportions.
+            ValueError: ``out`` has another shape or type.
+        """
+        if out.shape != (region.height, region.width) or out.dtype != np.uint8:
+            raise ValueError(f"out must be uint8 {(region.height, region.width)}; got {out.dtype} {out.shape}")
+        path, grid = self.paths[slide_id], PixelGrid.of(slide, region)
+        with damaged_is_slide_error(path):
+            annotation = self._cache.get(path)
+            if isinstance(annotation, Drawing):
+                out[...] = 0
+                ids = np.array([class_id(name, self.classes) for name in annotation.classes], np.uint8)
+                paint(annotation, ids, grid, (slide.bounds.l0_x, slide.bounds.l0_y), out)
+                return
+            columns, rows = _mask_pixels(annotation, slide, grid)
+            annotation.sample(columns, rows, out)
+        table = np.arange(256, dtype=np.uint8)
+        for value, class_of_value in self.mask_ids.items():
+            table[value] = class_of_value
+        np.take(table, out, out=out, mode="clip")
+
+
+def read_annotations(
+    files: AnnotationFiles, specs: Sequence[SlideSpec], patient: Mapping[str, str]
+) -> SlideAnnotations:
+    """Read every file once for the classes in it, and settle the class ids: sorted by name; for masks by value.
+
+    Masks with the values 0 and 1, or 0 and 255, have one class, ``foreground``. Other masks hold class ids 1, 2, ...
+    without a gap; where a ``classes.txt`` in their folder (lines ``1 tumour``) names ids, these and no others count.
+    255 is then "ignore", as are areas of a class named ``ignore...`` or ``exclude...``.
+
+    Raises:
+        ValueError: no file can be read, nothing is drawn in any of them, or ids without a name.
+    """
+    cache = AnnotationCache()
+    slides = sorted(files.path)
+    failed: dict[str, str] = {}
+    names: set[str] = set()
+    values: dict[str, set[int]] = {}
+    without_area = 0
+
+    def contents(slide: str) -> tuple[Drawing, None] | tuple[None, set[int]] | SlideError:
+        path = files.path[slide]
+        try:
+            with damaged_is_slide_error(path):
+                annotation = cache.get(path)
+                if isinstance(annotation, Drawing):
+                    if len(annotation.classes) >= IGNORE:
+                        raise SlideError(
+                            f"annotation {path} draws {len(annotation.classes)} classes, above {IGNORE - 2}"
+                        )
+                    return annotation, None
+                values = annotation.values()
+                if odd := [value for value in sorted(values) if not 0 <= value <= IGNORE]:
+                    raise SlideError(f"mask {path} has the value {odd[0]}; class ids are 0 to {IGNORE}. Is it a mask?")
+                return None, values
+        except SlideError as fault:
+            return fault
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for slide, content in zip(slides, pool.map(contents, slides), strict=True):
+            if isinstance(content, SlideError):
+                failed[slide] = str(content)
+            elif content[0] is not None:
+                names.update(content[0].classes)
+                without_area += content[0].without_area
+            else:
+                values[slide] = content[1]
+    if len(failed) == len(slides):
+        raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
+    mask_names = _mask_classes(values, files)
+    drawn = sorted(
+        n for n in names - set(mask_names.values()) if not IGNORED_CLASS.match(n) and n.casefold() != BACKGROUND
+    )
+    classes = (BACKGROUND, *dict.fromkeys(mask_names[value] for value in sorted(mask_names)), *drawn)
+    if not 2 <= len(classes) < IGNORE:
+        raise ValueError(
+            f"{files.source}: the {len(slides) - len(failed)} files that can be read must draw between 1 and "
+            f"{IGNORE - 2} classes; they draw {len(classes) - 1}"
+            + (f" (and {without_area} points or lines)" if without_area else "")
+        )
+    unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in files.path))
+    _log(files, failed, unlabelled, without_area)
+    return SlideAnnotations(
+        classes,
+        {slide: patient[slide] for slide in slides if slide not in failed},
+        files.source,
+        {slide: files.path[slide] for slide in slides if slide not in failed},
+        {value: classes.index(name) for value, name in mask_names.items()},
+        failed,
+        unlabelled,
+        tuple(map(str, files.unknown)),
+        cache,
+    )
+
+
+def class_id(name: str, classes: Sequence[str]) -> int:
+    """What is painted for a class name: its id, ``IGNORE``, or 0 for an area that is named background."""
+    if IGNORED_CLASS.match(name):
+        return IGNORE
+    return 0 if name.casefold() == BACKGROUND else classes.index(name)
+
+
+def _mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
+    """Class name by mask value."""
+    if not values:
+        return {}
+    named = _named_ids(classes_files(files))
+    present = set().union(*values.values()) - {0}
+    if not named and present in ({1}, {IGNORE}):
+        return {present.pop(): UNNAMED_CLASS}
+    classes = named or {value: f"class_{value}" for value in range(1, len(present - {IGNORE}) + 1)}
+    faults = [
+        f"{files.path[slide]} has {listed([str(v) for v in sorted(odd)])}"
+        for slide, of_slide in sorted(values.items())
+        if (odd := of_slide - {0, IGNORE} - set(classes))
+    ]
+    if faults:
+        where = min(files.path[slide].parent for slide in values)
+        raise ValueError(
+            f"{files.source}: mask values are class ids, {', '.join(f'{v} {n}' for v, n in classes.items())}, "
+            f"0 for background and {IGNORE} for ignore; " + "\n  ".join(faults[:8]) + "\n"
+            f"Name the ids in {where / 'classes.txt'}, a line `1 tumour` for each"
+        )
+    return classes
+
+
+def _named_ids(paths: Sequence[Path]) -> dict[int, str]:
+    """Class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name."""
+    named: dict[int, str] = {}
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as fault:
+            raise ValueError(f"{path} must be a text file in UTF-8: {fault}. Save it as UTF-8") from fault
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            match = CLASS_LINE.fullmatch(line.strip())
+            if match is None or not 0 <= int(match[1]) <= IGNORE:
+                raise ValueError(
+                    f"{path} line {number}: expected an id of 0..{IGNORE} and a name, as `1 tumour`; got {line!r}"
+                )
+            value, name = int(match[1]), match[2]
+            if value not in (0, IGNORE) and named.setdefault(value, name) != name:
+                raise ValueError(
+                    f"{path} line {number}: id {value} is {name!r} here and {named[value]!r} before; keep one"
+                )
+    return named
+
+
+def _mask_pixels(mask: Mask, slide: Slide, grid: PixelGrid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Column and row of the mask under each column and row of the grid; may lie outside the mask."""
+    level, bounds = slide.levels[0], slide.bounds
+    boxes = [(0, 0, level.width, level.height), (bounds.l0_x, bounds.l0_y, bounds.width, bounds.height)]
+    for l0_x, l0_y, width, height in boxes:
+        # a reduced mask is rounded to whole pixels, up or down
+        if abs(width / height * mask.height - mask.width) <= 1 + width / height + 0.005 * mask.width:
+            columns = np.floor((grid.centres_x() - l0_x) * (mask.width / width))
+            rows = np.floor((grid.centres_y() - l0_y) * (mask.height / height))
+            return columns.astype(np.int64), rows.astype(np.int64)
+    raise SlideError(
+        f"mask {mask.path} must have the proportions of its slide; it is {mask.width} x {mask.height} px, "
+        f"{slide.path.name} is {level.width} x {level.height} px. Is it the mask of another slide, or of a part of it?"
+    )
+
+
+def _log(files: AnnotationFiles, failed: Mapping[str, str], unlabelled: Sequence[str], without_area: int) -> None:
+    for fault in failed.values():
+        logger.warning("left out: %s", fault)
+    if unlabelled:
+        logger.warning(
+            "%s: %d slides have no annotation and are left out: %s", files.source, len(unlabelled), listed(unlabelled)
+        )
+    if files.unknown:
+        names = [path.name for path in files.unknown]
+        logger.warning("%s: %d files are for slides that are not there: %s", files.source, len(names), listed(names))
+    if without_area:
+        logger.warning("%s: %d points, lines and empty features have no area: not used", files.source, without_area)

@@ -1,0 +1,207 @@
+"""What the slides are labelled with: one class per slide, or a drawing per slide.
+
+Takes the slides and what the user said (``--labels``, ``--annotations``, or nothing); gives ``SlideLabels`` for
+classification or ``SlideAnnotations`` for segmentation. The four ways are tried in the order of ``find_labels``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.catalog.catalog import SlideNames, SlideSpec
+from pipelines.catalog.table import Table, listed, read_table, shown
+from pipelines.labels.annotation_files import annotations_beside, annotations_in
+from pipelines.labels.annotations import SlideAnnotations, read_annotations
+from pipelines.labels.splits import split_folders
+
+logger = logging.getLogger(__name__)
+
+LABELS_FILE = "labels.csv"
+"""A table of this name in the slides' folder is used without being asked for."""
+
+LONGEST_NUMBER = 18
+"""Digits of a class name that is sorted as a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlideLabels:
+    """One class per slide.
+
+    Attributes:
+        classes: names in the order of their index: by number where all are numbers, else by name.
+        label: index into ``classes``, by slide id; only slides that have one.
+        patient: by slide id; the slide id itself where nothing says otherwise.
+        source: where the labels come from, for the log.
+        unlabelled: slides of the folder without a label; they take no part.
+        unknown: names that have a label and no slide.
+    """
+
+    classes: tuple[str, ...]
+    label: Mapping[str, int]
+    patient: Mapping[str, str]
+    source: str
+    unlabelled: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+def find_labels(
+    root: Path, specs: Sequence[SlideSpec], *, labels: Path | None = None, annotations: Path | None = None
+) -> SlideLabels | SlideAnnotations:
+    """The labels of ``specs``, from the first of these that is there.
+
+    1. ``labels``: a table with columns slide and label, and as it likes patient and mpp.
+    2. ``annotations``: a folder of ``<slide>.geojson``, or mask ``.tif`` or ``.png``.
+    3. beside the slides: ``labels.csv``, or such annotation files, also in ``annotations/`` and ``masks/``.
+    4. class sub-folders of ``root``: ``root/CLASS/slide.svs``, or ``root/SPLIT/CLASS/slide.svs`` where the folders are
+       called like splits (``train``, ``val``, ``test``).
+
+    With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
+    patients. Slides without a label and labels without a slide are logged.
+
+    Raises:
+        ValueError: none of them, or all faults of the one that was found.
+    """
+    table_path = labels if labels is not None else root / LABELS_FILE
+    table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
+    if annotations is not None:
+        return read_annotations(annotations_in(annotations, specs), specs, _patients(table, specs))
+    if table is not None and (labels is not None or "label" in table.roles):
+        return _labels_from_table(read_table(table_path, ("slide", "label")), specs)
+    if beside := annotations_beside(root, specs):
+        return read_annotations(beside, specs, _patients(table, specs))
+    if by_folder := _labels_from_folders(root, specs):
+        return by_folder
+    raise ValueError(
+        f"the slides of {root} have no labels. Give them in one of four ways:\n"
+        "  1. --labels FILE.csv with a line per slide and columns slide,label (patient and mpp are read too)\n"
+        "  2. --annotations DIR with <slide>.geojson from QuPath, or masks <slide>.tif or <slide>.png\n"
+        f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson, <slide>_mask.tif or .png, or folders "
+        "annotations/ or masks/\n"
+        f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one"
+        + (
+            f"\nIts folders {', '.join(sorted(set(splits.values())))} are taken for splits, not for classes: make "
+            f"class folders in each of them, as {root / 'train' / 'CLASS' / 'slide.svs'}"
+            if (splits := split_folders(root, specs))
+            else ""
+        )
+    )
+
+
+def read_mpp_column(path: Path) -> dict[str, float]:
+    """um/px of level 0 by slide name, from the ``mpp`` column of a table; blanks and a missing column give nothing.
+
+    Raises:
+        ValueError: the table cannot be read, or values that are no number, all at once.
+    """
+    found: dict[str, float] = {}
+    faults: list[str] = []
+    for row in read_table(path, ("slide",)).rows:
+        text = row["mpp"]
+        try:
+            if text:
+                found[row["slide"]] = float(text.replace(",", "."))  # a decimal comma is what a German Excel writes
+        except ValueError:
+            faults.append(f"line {row.line} ({row['slide']}): {text!r}")
+    if faults:
+        raise ValueError(f"{path}: column mpp is a number in um/px or empty; got {shown(faults)}")
+    return found
+
+
+def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
+    ids = {spec.slide_id for spec in specs}
+    names = SlideNames(ids)
+    faults: list[str] = []
+    name_of: dict[str, str] = {}
+    unknown: list[str] = []
+    for row in table.rows:
+        slide = names.match(row["slide"])
+        if slide is None:
+            unknown.append(row["slide"] or f"(line {row.line}: no slide)")
+        elif not row["label"]:
+            faults.append(f"line {row.line}: slide {slide!r} has an empty label; fill it in or remove the line")
+        elif name_of.setdefault(slide, row["label"]) != row["label"]:
+            faults.append(
+                f"line {row.line}: slide {slide!r} is {row['label']!r} here and {name_of[slide]!r} before; keep one"
+            )
+    patients, patient_faults = _patients_from_table(table, ids)
+    faults += patient_faults
+    if not name_of and not faults:
+        faults.append(
+            f"no line names a slide of the folder; the file has {listed(unknown)}, the folder {listed(sorted(ids))}. "
+            "A slide is named by its file name, with or without the extension"
+        )
+    elif not faults and len(set(name_of.values())) == 1:
+        faults.append(
+            f"at least two classes are needed; all {len(name_of)} labelled slides of the folder are "
+            f"{next(iter(name_of.values()))!r}"
+        )
+    if faults:
+        raise ValueError(f"labels {table.path}: {shown(faults)}")
+    return _labels(name_of, patients, specs, str(table.path), unknown)
+
+
+def _labels_from_folders(root: Path, specs: Sequence[SlideSpec]) -> SlideLabels | None:
+    """Labels from ``root/CLASS/...`` or ``root/SPLIT/CLASS/...``, or None where the folders are not classes.
+
+    Folders are not classes when they are called like splits, when a slide lies outside of them, when there is one only,
+    and when each holds one slide of more than two: that is a folder per slide.
+    """
+    name_of: dict[str, str] = {}
+    below_root = 1 if split_folders(root, specs) else 0
+    for spec in specs:
+        parts = spec.path.relative_to(root).parts[below_root:]
+        if len(parts) < 2 or parts[0] == spec.slide_id:
+            return None
+        name_of[spec.slide_id] = parts[0]
+    classes = len(set(name_of.values()))
+    if classes < 2 or (classes == len(name_of) and classes > 2):
+        return None
+    return _labels(name_of, {s: s for s in name_of}, specs, f"class sub-folders of {root}", [])
+
+
+def _labels(
+    name_of: Mapping[str, str], patients: Mapping[str, str], specs: Sequence[SlideSpec], source: str, unknown: list[str]
+) -> SlideLabels:
+    names = set(name_of.values())
+    numbers = all(name.isdecimal() and len(name) <= LONGEST_NUMBER for name in names)
+    classes = tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
+    index = {name: number for number, name in enumerate(classes)}
+    unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in name_of))
+    if unlabelled:
+        logger.warning("%s: %d slides have no label and are left out: %s", source, len(unlabelled), listed(unlabelled))
+    if unknown:
+        logger.warning("%s: %d labels are for slides that are not there: %s", source, len(unknown), listed(unknown))
+    return SlideLabels(
+        classes,
+        {slide: index[name] for slide, name in sorted(name_of.items())},
+        {slide: patients[slide] for slide in sorted(name_of)},
+        source,
+        unlabelled,
+        tuple(unknown),
+    )
+
+
+def _patients(table: Table | None, specs: Sequence[SlideSpec]) -> dict[str, str]:
+    ids = {spec.slide_id for spec in specs}
+    if table is None:
+        return {slide: slide for slide in ids}
+    patients, faults = _patients_from_table(table, ids)
+    if faults:
+        raise ValueError(f"labels {table.path}: {shown(faults)}")
+    return patients
+
+
+def _patients_from_table(table: Table, ids: set[str]) -> tuple[dict[str, str], list[str]]:
+    """Patient of every slide of ``ids`` (the slide itself where the table has none), and the contradictions found."""
+    named: defaultdict[str, set[str]] = defaultdict(set)
+    names = SlideNames(ids)
+    for row in table.rows:
+        slide = names.match(row["slide"])
+        if slide is not None and row["patient"]:
+            named[slide].add(row["patient"])
+    faults = [f"slide {s!r} has two patients: {', '.join(sorted(p))}; keep one" for s, p in named.items() if len(p) > 1]
+    return {slide: min(named[slide]) if slide in named else slide for slide in ids}, faults

@@ -1,0 +1,251 @@
+"""Which slides train, which validate, which test: decided per patient, so that no patient is on two sides.
+
+Takes the patient and the label of every slide; gives ``Splits``, which a run writes to ``splits.csv`` and reads back
+when the file is there. Patients are shared out within each class (stratified) in an order drawn from the seed and the
+patient's name alone: the order of the slides does not matter, and another slide of the same patient changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from pipelines.catalog.catalog import SlideNames, SlideSpec
+from pipelines.catalog.csv_cells import original, write_rows
+from pipelines.catalog.table import listed, read_table, shown
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("train", "val", "test")
+
+SPELLINGS = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"} | {
+    name: name for name in NAMES
+}
+"""What a split may be called in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The split of every slide.
+
+    Attributes:
+        split: train, val or test, by slide id.
+        patient: by slide id.
+        label: class index by slide id; empty where slides have no label of their own (segmentation).
+    """
+
+    split: Mapping[str, str]
+    patient: Mapping[str, str]
+    label: Mapping[str, int] = field(default_factory=dict)
+
+    def slides(self, name: str) -> tuple[str, ...]:
+        """Ids of the slides of one split, sorted."""
+        assert name in NAMES, name
+        return tuple(sorted(slide for slide, split in self.split.items() if split == name))
+
+    def patient_overlap(self) -> int:
+        """Number of patients with slides in more than one split. 0, or scores are worth nothing."""
+        return len(_patients_in_two(self.split, self.patient))
+
+    def save(self, path: Path) -> None:
+        """Write columns slide, patient, label, split, one line per slide."""
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = ((s, self.patient[s], self.label.get(s), self.split[s]) for s in sorted(self.split))
+            write_rows(file, [("slide", "patient", "label", "split"), *rows])
+
+    @classmethod
+    def load(cls, path: Path, patient: Mapping[str, str] | None = None) -> Splits:
+        """Read a split file: the one a run wrote, or a user's own with columns slide and split.
+
+        Args:
+            path: CSV; its ``patient`` column counts when ``patient`` is not given; without both a slide is a patient.
+            patient: patient of every slide of the run. With it the result has exactly these slides; slides that only
+                the file knows are left out and logged.
+
+        Raises:
+            ValueError: all faults of the file at once: an unknown split, a slide in two, a slide of the run that the
+                file lacks (it is not guessed into a split: scores would no longer be those of the file's test set), a
+                patient on two sides, no training slide.
+        """
+        table = read_table(path, ("slide", "split"))
+        faults: list[str] = []
+        split: dict[str, str] = {}
+        patients: dict[str, str] = {}
+        labels: dict[str, int] = {}
+        foreign: list[str] = []
+        names = SlideNames(patient or ())
+        for row in table.rows:
+            named = original(row["slide"])
+            slide = named if patient is None else names.match(named)
+            if slide is None:
+                foreign.append(named)
+                continue
+            name = SPELLINGS.get(row["split"].casefold())
+            if name is None:
+                faults.append(f"line {row.line}: a split is train, val or test; got {row['split']!r}")
+            elif split.setdefault(slide, name) != name:
+                faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
+            patients[slide] = (original(row["patient"]) or slide) if patient is None else patient[slide]
+            if row["label"].lstrip("-").isdecimal():
+                labels[slide] = int(row["label"])
+        missing = sorted(set(patient or ()) - set(patients))
+        if missing:
+            faults.append(
+                f"slides without a line: {listed(missing)}; add a line for each, or delete the file to split anew"
+            )
+        for who in _patients_in_two(split, patients):
+            where = ", ".join(f"{s} in {split[s]}" for s in sorted(split) if patients[s] == who)
+            faults.append(f"patient {who!r} is on two sides ({where}); put all slides of a patient in one split")
+        if not faults and "train" not in split.values():
+            faults.append("no slide is in train")
+        if faults:
+            raise ValueError(f"split file {path}: {shown(faults)}")
+        if foreign:
+            logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
+        return cls(split, patients, labels)
+
+
+def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
+    """The split of every slide by slide id, where all of them lie in folders of ``root`` that are called like splits
+    (``train/``, ``val/``, ...); nothing where they do not.
+
+    Raises:
+        ValueError: some do, in folders of two splits or more, and some do not.
+    """
+    folder = {spec.slide_id: _first_folder(root, spec) for spec in specs}
+    split = {slide: SPELLINGS[name.casefold()] for slide, name in folder.items() if name.casefold() in SPELLINGS}
+    if len(split) == len(specs):
+        return split
+    if len(set(split.values())) > 1:
+        others = sorted({name or "none" for slide, name in folder.items() if slide not in split})
+        named = sorted({folder[slide] for slide in split})
+        raise ValueError(
+            f"folders called like splits hold every slide of {root} or none: {', '.join(named)} are splits, and there "
+            f"are slides in {listed(others)}, too. Move these into train/, val/ or test/, or give the folders of "
+            "splits other names"
+        )
+    return {}
+
+
+def _first_folder(root: Path, spec: SlideSpec) -> str:
+    parts = spec.path.relative_to(root).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def fixed_splits(
+    split: Mapping[str, str], patient: Mapping[str, str], label: Mapping[str, int], *, validation: float, seed: int
+) -> Splits:
+    """Splits that are given by slide id; where none is "val", patients of "train" are drawn for it, as ``make_splits``
+    does.
+
+    Raises:
+        ValueError: a patient is on two sides, or no slide is in train.
+    """
+    split = dict(split)
+    both = _patients_in_two(split, patient)
+    if both:
+        raise ValueError(
+            f"folders of splits: patients with slides in two of them: {listed(both)}; put all of a patient in one"
+        )
+    train = {slide: patient[slide] for slide, name in split.items() if name == "train"}
+    if not train:
+        raise ValueError(
+            f"folders of splits: no usable slide is in train; got {', '.join(sorted(set(split.values())))}"
+        )
+    if "val" not in split.values():
+        split |= make_splits(
+            train, {slide: label[slide] for slide in train} if label else None, validation=validation, seed=seed
+        ).split
+    return Splits(split, dict(patient), dict(label))
+
+
+def make_splits(
+    patient: Mapping[str, str],
+    label: Mapping[str, int] | None = None,
+    *,
+    validation: float = 0.2,
+    test: float = 0.0,
+    seed: int,
+) -> Splits:
+    """Split the patients of each class by the asked fractions.
+
+    A patient counts for the rarest class among their slides. Of a class with two patients or more at least one trains
+    and, where a fraction is asked, at least one validates (then tests), so that small sets are scored on every class;
+    each part is off its fraction by at most one patient per class. A class with one patient only trains, and this is
+    logged.
+
+    Args:
+        patient: patient of every slide, by slide id.
+        label: class of every slide, by slide id; None: slides have no class (segmentation).
+        validation, test: fractions of the patients, each at least 0, together below 1.
+        seed: of the order in which patients are drawn.
+
+    Raises:
+        ValueError: no slides, or fractions out of range.
+    """
+    if not patient:
+        raise ValueError("a split needs at least one slide; got none")
+    if not (validation >= 0 and test >= 0 and validation + test < 1):
+        raise ValueError(f"fractions are at least 0 and together below 1; got validation {validation:g}, test {test:g}")
+    classes: defaultdict[str, set[int]] = defaultdict(set)
+    for slide, who in patient.items():
+        classes[who].add(label[slide] if label else 0)
+    strata = _strata(classes)
+    name_of: dict[str, str] = {}
+    for stratum, members in sorted(strata.items()):
+        ordered = sorted(members, key=lambda who: blake2b(f"{seed}:{who}".encode()).digest())
+        val, tests = _counts(len(ordered), validation, test)
+        names = ["val"] * val + ["test"] * tests + ["train"] * (len(ordered) - val - tests)
+        name_of.update(zip(ordered, names, strict=True))
+        lacking = [n for n, fraction, got in (("val", validation, val), ("test", test, tests)) if fraction and not got]
+        if lacking:
+            of_class = f" of class {stratum}" if label else ""
+            logger.warning(
+                "too few patients%s (%d) for every split: none in %s", of_class, len(ordered), " and ".join(lacking)
+            )
+    _keep_classes_in_train(name_of, classes)
+    return Splits({s: name_of[p] for s, p in patient.items()}, dict(patient), dict(label or {}))
+
+
+def _strata(classes: Mapping[str, set[int]]) -> dict[int, list[str]]:
+    """Patients by the class they count for: the rarest of theirs."""
+    frequency = Counter(c for of_patient in classes.values() for c in of_patient)
+    strata: defaultdict[int, list[str]] = defaultdict(list)
+    for who, of_patient in classes.items():
+        strata[min(of_patient, key=lambda c: (frequency[c], c))].append(who)
+    return strata
+
+
+def _counts(patients: int, validation: float, test: float) -> tuple[int, int]:
+    """How many of ``patients`` validate and test; at least one is left to train."""
+    val, tests = (max(1, math.floor(patients * f + 0.5)) if f else 0 for f in (validation, test))
+    while val + tests > patients - 1:
+        if tests >= val:
+            tests -= 1
+        else:
+            val -= 1
+    return val, tests
+
+
+def _keep_classes_in_train(name_of: dict[str, str], classes: Mapping[str, set[int]]) -> None:
+    """Move a patient to train for every class that only patients counted for another class have."""
+    in_train: set[int] = set()
+    for who, name in name_of.items():
+        if name == "train":
+            in_train |= classes[who]
+    for who in sorted(name_of):
+        if not classes[who] <= in_train:
+            name_of[who] = "train"
+            in_train |= classes[who]
+
+
+def _patients_in_two(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
+    sides: defaultdict[str, set[str]] = defaultdict(set)
+    for slide, name in split.items():
+        sides[patient[slide]].add(name)
+    return sorted(who for who, names in sides.items() if len(names) > 1)

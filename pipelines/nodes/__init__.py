@@ -1,1 +1,0 @@
-"""The links of a TileStream, one transformation per module."""

@@ -1,0 +1,87 @@
+"""Augmentation: what may change in a tile, and the random numbers for it.
+
+Takes settings, the run's seed and sample numbers; gives the numbers each sample is changed by. They depend on nothing
+else, so every rank, thread and resumed run draws the same. ``cpu_augment.py`` applies them on the CPU with
+albumentations, ``device.py`` on the device that trains. Stain jitter after Tellez et al. 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.stream import stain
+
+DRAW, ALBUMENTATIONS = 3, 4
+"""Purposes of random numbers, part of each seed; ``order.py`` has 1 and 2."""
+
+
+@dataclass(frozen=True)
+class AugmentSettings:
+    """How tiles are varied in training. Strengths are the largest change; 0 switches one off."""
+
+    augment: Literal["none", "device", "cpu"] = "device"
+    """device: flips, quarter turns, stain, brightness, where the model runs; cpu: also --affine and --blur, in the
+    reading threads, which costs more there than reading; none: tiles as they are."""
+    flip: bool = True
+    """Flips and quarter turns, all eight orientations equally often."""
+    stain: float = 0.05
+    """Change of each stain's amount: factor 1 +- this, and +- this in units of optical density."""
+    brightness: float = 0.1
+    """Change of the light: factor 1 +- this."""
+    affine: float = 0.1
+    """cpu only: change of scale and shift, as a part of the tile; rotation up to 90 degrees times this."""
+    blur: float = 1.0
+    """cpu only: largest sigma of a Gaussian blur, in px; every fifth tile is blurred."""
+
+    def validate(self) -> list[str]:
+        """Every fault of these settings, each with its rule and the value received."""
+        faults = [
+            f"augment {name} is at least 0 and less than 1; got {value:g}"
+            for name, value in (("stain", self.stain), ("brightness", self.brightness), ("affine", self.affine))
+            if not 0 <= value < 1
+        ]
+        if self.blur < 0:
+            faults.append(f"augment blur is a sigma in px, at least 0; got {self.blur:g}")
+        return faults
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """What is done to each of n samples: turn, then flip, then colour.
+
+    Attributes:
+        quarter_turns: int64 (n,), 0 to 3, counter-clockwise.
+        flip: bool (n,), left to right.
+        matrix, shift: float32 (n, 3, 3), (n, 3), for optical densities as ``stain.jitter`` gives them; None when the
+            settings leave colour alone.
+    """
+
+    quarter_turns: NDArray[np.int64]
+    flip: NDArray[np.bool_]
+    matrix: NDArray[np.float32] | None
+    shift: NDArray[np.float32] | None
+
+
+def sample_rng(seed: int, sample: int, purpose: int) -> np.random.Generator:
+    """The random numbers of one sample, the same wherever and whenever it is augmented."""
+    return np.random.default_rng([seed, purpose, sample])
+
+
+def draw(settings: AugmentSettings, seed: int, samples: NDArray[np.int64]) -> Draw:
+    """Random numbers of ``samples`` (int64 (n,), global sample numbers), each drawn independently of the others."""
+    uniform = np.array([sample_rng(seed, int(sample), DRAW).random(8) for sample in samples]).reshape(-1, 8)
+    on = settings.augment != "none"
+    orientation = (uniform[:, 0] * 8).astype(np.int64) * (on and settings.flip)
+    matrix = shift = None
+    if on and (settings.stain or settings.brightness):
+        spread = 2 * uniform[:, 1:] - 1
+        matrix, shift = stain.jitter(
+            1 + settings.stain * spread[:, 0:3],
+            settings.stain * spread[:, 3:6],
+            1 + settings.brightness * spread[:, 6],
+        )
+    return Draw(orientation // 2, orientation % 2 == 1, matrix, shift)

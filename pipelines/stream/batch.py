@@ -1,0 +1,119 @@
+"""Batches of tiles, and the buffers they live in.
+
+A ``Batch`` is what the stream gives: uint8 tiles, targets, and where each came from. Its arrays belong to a
+``BufferPool`` that never allocates more than its budget in bytes; ``Batch.release`` gives them back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.slides.slide import Pixels
+from pipelines.stream.order import Rows
+from pipelines.stream.target import Targets
+
+Allocate = Callable[[tuple[int, ...], type[np.generic]], NDArray[Any]]
+"""(shape, dtype) -> array; ``pipelines.stream.device.allocate_pinned`` is another one than numpy's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """This rank's part of one global batch; n may be less than its share at the end of a finite stream, even 0.
+
+    Attributes:
+        images: uint8 (a, h, w, 3), RGB: those of the tiles whose pixels are read here, in order; usually all n.
+        targets: int64 (b,), or uint8 (b, h, w) with 255 for "ignore": those that are read here, in order.
+        rows: int64 (n,), rows of the ``TileTable`` that were read, replacements included, ``UNREAD`` where there is
+            none; where no pixels are read here, the rows that were to be read.
+        samples: int64 (n,), global sample numbers; all randomness of a sample follows from its number.
+        first_sample: the first sample number of the **global** batch.
+        release: gives the arrays back; call it once their contents are no longer needed, more calls do nothing.
+        has_image, has_target: bool (n,), which tiles have a place in ``images`` and ``targets``.
+        wanted: int64 (n,), rows of the table that were to be read.
+    """
+
+    images: Pixels
+    targets: Targets
+    rows: Rows
+    samples: Rows
+    first_sample: int
+    release: Callable[[], None]
+    has_image: NDArray[np.bool_]
+    has_target: NDArray[np.bool_]
+    wanted: Rows
+
+    @property
+    def replaced(self) -> int:
+        """Tiles whose pixels were read here, and are another tile's: their own cannot be read."""
+        return int(np.count_nonzero(self.has_image & (self.rows != self.wanted)))
+
+    def image(self, position: int) -> Pixels:
+        """Where the pixels of tile ``position`` are written."""
+        pixels: Pixels = self.images[np.count_nonzero(self.has_image[:position])]
+        return pixels
+
+    def target(self, position: int) -> NDArray[Any]:
+        """Where the target of tile ``position`` is written."""
+        k = int(np.count_nonzero(self.has_target[:position]))
+        return self.targets[k : k + 1].reshape(self.targets.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Arrays of one batch of full size."""
+
+    images: Pixels
+    targets: NDArray[Any]
+
+
+@dataclass(eq=False)
+class BufferPool:
+    """Buffers of one shape, made when needed and reused. Thread-safe.
+
+    Attributes:
+        image_shape, target_shape, target_dtype: of one buffer.
+        max_bytes: of all buffers together; one buffer is always allowed.
+        allocate: makes the arrays.
+        made: buffers so far.
+    """
+
+    image_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    target_dtype: type[np.generic]
+    max_bytes: int
+    allocate: Allocate
+    made: int = 0
+    _free: list[Buffer] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of one buffer."""
+        image = int(np.prod(self.image_shape, dtype=np.int64))
+        return image + int(np.prod(self.target_shape, dtype=np.int64)) * np.dtype(self.target_dtype).itemsize
+
+    def take(self) -> Buffer | None:
+        """A buffer, or None when the budget is spent on those already out."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self.made and (self.made + 1) * self.buffer_bytes > self.max_bytes:
+                return None
+            buffer = Buffer(
+                self.allocate(self.image_shape, np.uint8), self.allocate(self.target_shape, self.target_dtype)
+            )
+            self.made += 1
+            return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._free.append(buffer)

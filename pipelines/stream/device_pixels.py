@@ -1,0 +1,114 @@
+"""From uint8 tiles on a device to the model's input there: oriented, stains and light jittered, normalised.
+
+Takes what is stored of a microbatch's tiles, and their sample numbers; gives float32 (m, 3, h, w) and targets, turned
+alike. What is done to a sample follows from the seed and its number alone, so it is the same in any microbatch, on any
+rank, thread or stream. Stain jitter as ``stain.py`` (Tellez et al. 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipelines.stream.augment import AugmentSettings, draw
+
+NORMALISATION = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "he": ((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517)),
+}
+"""Mean and standard deviation of R, G, B, 0 to 1. imagenet: torchvision's, for weights trained with them; he: of H&E
+tiles, as the model card of H-optimus-0 (Bioptimus, 2024) gives them."""
+
+Part = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Images and targets of a microbatch; None for what is stored of none of its tiles."""
+
+
+class PixelMaker:
+    """Makes microbatches.
+
+    Args:
+        device: where tiles are, and what is made of them.
+        augment: applied when it says "device".
+        seed: of the run.
+        normalisation: which mean and standard deviation, a key of ``NORMALISATION``.
+        channels_last: memory format of the images.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        augment: AugmentSettings,
+        seed: int,
+        normalisation: Literal["imagenet", "he"],
+        channels_last: bool,
+    ) -> None:
+        self._device = device
+        self._augment = augment
+        self._seed = seed
+        self._channels_last = channels_last
+        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in NORMALISATION[normalisation])
+        self._scale, self._offset = 1 / (255 * std), -mean / std
+
+    def make(self, images: torch.Tensor | None, targets: torch.Tensor | None, samples: NDArray[np.int64]) -> Part:
+        """One microbatch, in memory of its own.
+
+        Args:
+            images: uint8 (m, h, w, 3).
+            targets: int64 (m,) or uint8 (m, h, w).
+            samples: int64 (m,), global sample numbers.
+        """
+        if self._augment.augment != "device":
+            return (
+                None if images is None else self._normalised(self._planes(images)),
+                None if targets is None else targets.clone(),
+            )
+        drawn = draw(self._augment, self._seed, samples)
+        orientation = list(zip(drawn.quarter_turns.tolist(), drawn.flip.tolist(), strict=True))
+        if targets is not None:
+            targets = _oriented(targets, orientation) if targets.ndim > 1 else targets.clone()
+        if images is None:
+            return None, targets
+        pixels = self._planes(_oriented(images, orientation))
+        if drawn.matrix is not None and drawn.shift is not None:
+            _jitter(pixels, self._to_device(drawn.matrix), self._to_device(drawn.shift))
+        return self._normalised(pixels), targets
+
+    def _planes(self, images: torch.Tensor) -> torch.Tensor:
+        """uint8 (m, h, w, 3) as float32 (m, 3, h, w), 0 to 255; new memory."""
+        layout = torch.channels_last if self._channels_last else torch.contiguous_format
+        return images.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout)
+
+    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.mul_(self._scale).add_(self._offset)
+
+    def _to_device(self, array: NDArray[np.float32]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _oriented(images: torch.Tensor, orientation: Sequence[tuple[int, bool]]) -> torch.Tensor:
+    """Turn counter-clockwise, then flip, each of uint8 (m, h, h, ...); quarter turns of oblong tiles become halves."""
+    turned = torch.empty_like(images)
+    for out, image, (turns, flip) in zip(turned, images, orientation, strict=True):
+        whole = torch.rot90(image, turns, (0, 1))
+        out.copy_(whole.flip(1) if flip else whole)
+    return turned
+
+
+def _jitter(pixels: torch.Tensor, matrix: torch.Tensor, shift: torch.Tensor) -> None:
+    """Jitter stains in place: float32 (m, 3, h, w), 0 to 255, with (m, 3, 3) and (m, 3) of ``stain.jitter``.
+
+    Plane by plane, not as a matrix product, whose rounding depends on the size of the microbatch.
+    """
+    density = pixels.add_(1).div_(256).log_().neg_()
+    planes = []
+    for k in range(3):
+        plane = shift[:, k, None, None].expand_as(density[:, 0]).clone()
+        for j in range(3):
+            plane.addcmul_(density[:, j], matrix[:, j, k, None, None])
+        planes.append(plane)
+    for k, plane in enumerate(planes):
+        pixels[:, k] = plane.neg_().exp_().mul_(256).sub_(1).clamp_(0, 255)

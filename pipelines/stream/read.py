@@ -1,0 +1,151 @@
+"""Tiles from slides, straight into the batch; a tile that cannot be read is replaced by one that can, or left blank.
+
+Takes a row of the table and the arrays to fill; gives the row that was used. The replacement is the next tile of the
+same slide in table order, then the next slide's: a function of the row and of the files, so that all ranks agree.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import Pixels, SlideError, TileReadError
+from pipelines.stream.order import Rows
+from pipelines.stream.target import Target
+
+if TYPE_CHECKING:
+    from pipelines.catalog.handles import SlidePool
+    from pipelines.tiles.index import TileTable
+
+MAX_FAULTS = 100
+"""Tiles tried for one sample before it is given up: more than that is a broken disk, not a broken tile."""
+
+MAX_FAULTS_PER_SLIDE = 10
+"""Tiles tried of one slide: the rest of a truncated file is bad, so the next slide comes long before its last tile."""
+
+UNREAD = -1
+"""In place of a row: it could not be read and nothing was read in its place. Where a rank has only the target, whether
+it is replaced is for the rank to say that has the pixels."""
+
+OnFault = Callable[[str, Region | None, Exception], None]
+"""Told (slide_id, region, error), once per tile; region is None for a slide that does not open."""
+
+
+class FaultLog:
+    """Hands each fault on once, from whatever thread. One per iterator: reading itself remembers nothing."""
+
+    def __init__(self, on_fault: OnFault | None) -> None:
+        self._on_fault = on_fault
+        self._told: set[tuple[str, Region | None]] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, slide_id: str, region: Region | None, error: Exception) -> None:
+        with self._lock:
+            if self._on_fault is not None and (slide_id, region) not in self._told:
+                self._told.add((slide_id, region))
+                self._on_fault(slide_id, region, error)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Reads rows of a table through a pool of open slides.
+
+    Attributes:
+        tiles: the table.
+        pool: opens and keeps the slides; knows every slide of the table.
+        on_fault: told of every tile that could not be read, by a reading thread, one call at a time.
+        replaces: read another tile in place of one that cannot be read; otherwise it is blank, and its row ``UNREAD``.
+    """
+
+    tiles: TileTable
+    pool: SlidePool
+    on_fault: OnFault | None
+    replaces: bool = True
+
+    def fill(self, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: FaultLog) -> int:
+        """Write the pixels of ``row``, or of its replacement, into ``image`` and its target into ``out``.
+
+        Args:
+            out: None where another rank has the target; a slide whose targets cannot be read is replaced all the same.
+
+        Returns:
+            the row that was used, or ``UNREAD``.
+
+        Raises:
+            SlideError: ``MAX_FAULTS`` tiles cannot be read; names them.
+        """
+        faults: list[str] = []
+        for rows in self._slides_from(row):
+            for used in islice(rows, MAX_FAULTS_PER_SLIDE):
+                slide_id, region, opened = self.tiles.slide_id(used), self.tiles.region(used), False
+                try:
+                    with self.pool.lease(slide_id) as slide:
+                        opened = True
+                        slide.read(region, out=image)
+                        if out is None:
+                            target.check(slide_id, slide)
+                        else:
+                            target.fill(used, slide_id, slide, region, out)
+                    return used
+                except (SlideError, OSError) as error:
+                    # OSError: the network share under an open slide went away; to training that is the same fault.
+                    self.pool.discard(slide_id)
+                    report(slide_id, region if opened else None, error)
+                    if not self.replaces:
+                        image[...] = 0
+                        return UNREAD
+                    faults.append(f"{slide_id}, {region if opened else 'does not open'}: {error}")
+                    if len(faults) == MAX_FAULTS:
+                        raise self._given_up(row, faults) from error
+                    if not isinstance(error, TileReadError):
+                        break  # the slide is lost, not the tile
+        raise self._given_up(row, faults)
+
+    def fill_target(self, row: int, target: Target, out: NDArray[Any]) -> None:
+        """Write the target of exactly ``row`` into ``out``, without reading pixels.
+
+        Raises:
+            SlideError, OSError: the slide does not open, or its annotation is damaged.
+        """
+        target.fill_alone(row, self.tiles.slide_id(row), self.pool, self.tiles.region(row), out)
+
+    def _slides_from(self, row: int) -> Iterator[Iterator[int]]:
+        """Rows to try, slide by slide: first those of the slide of ``row``, from ``row`` on and around."""
+        yield self._of_own_slide(row)
+        rows, first = self._by_slide
+        own = self._place_of_slide(row)
+        for k in range(1, len(first) - 1):
+            other = (own + k) % (len(first) - 1)
+            yield iter(rows[first[other] : first[other + 1]].tolist())
+
+    def _of_own_slide(self, row: int) -> Iterator[int]:
+        yield row  # before anything is sorted: all other lines here run for faults only
+        rows, first = self._by_slide
+        own = self._place_of_slide(row)
+        here = rows[first[own] : first[own + 1]]
+        yield from np.roll(here, -int(np.searchsorted(here, row)))[1:].tolist()
+
+    def _place_of_slide(self, row: int) -> int:
+        rows, first = self._by_slide
+        return int(np.searchsorted(self.tiles.slide[rows[first[:-1]]], self.tiles.slide[row]))
+
+    @cached_property
+    def _by_slide(self) -> tuple[Rows, Rows]:
+        """Rows of the table in order of their slide, and where each slide begins in them, the end included."""
+        rows = np.argsort(self.tiles.slide, kind="stable")
+        return rows, np.append(np.flatnonzero(np.diff(self.tiles.slide[rows], prepend=-1)), len(rows))
+
+    def _given_up(self, row: int, faults: list[str]) -> SlideError:
+        listed = "\n  ".join(faults)
+        return SlideError(
+            f"no tile could be read in place of row {row} of the tile table ({self.tiles.slide_id(row)}, "
+            f"{self.tiles.region(row)}); {len(faults)} tried. Check the disk, or take these slides out:\n  {listed}"
+        )

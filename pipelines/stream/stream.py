@@ -1,0 +1,207 @@
+"""From a table of tiles to batches: an immutable description, and the iterator that alone holds state.
+
+    stream = (TileStream.over(tiles, seed=0).shuffle(open_slides=16).balance(class_of_tile).read(pool)
+              .label(class_of_tile).augment(AugmentSettings()).batch(64).shard(range(0, 32)).prefetch(threads=4))
+    for batch in iter(stream): ...; batch.release()
+
+Sample i of the endless sequence of epochs is a function of (settings, seed, i), as in grain's MapDataset: the order is
+the same whatever the number of ranks or threads, a rank reads only its rows of each global batch, and resume is one
+number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.batch import Allocate
+from pipelines.stream.iterator import TileIterator
+from pipelines.stream.order import Balance, IndexOrder, Order, Rows, SlideShuffle
+from pipelines.stream.read import OnFault, Read
+from pipelines.stream.target import Labels, Masks, Target
+
+if TYPE_CHECKING:
+    from pipelines.catalog.handles import SlidePool
+    from pipelines.labels.annotations import SlideAnnotations
+    from pipelines.tiles.index import TileTable
+
+NO_AUGMENTATION = AugmentSettings(augment="none")
+
+
+@dataclass(frozen=True, eq=False)
+class TileStream:
+    """What is read, in which order, in what batches. Every method gives a new stream; only ``read`` is required.
+
+    Start with ``TileStream.over``. Iterating opens nothing before the first batch is asked for.
+    """
+
+    tiles: TileTable
+    seed: int
+    epochs: int | None
+    open_slides: int | None = None
+    strata: NDArray[np.int64] | None = None
+    reading: Read | None = None
+    target: Target | None = None
+    augmentation: AugmentSettings = NO_AUGMENTATION
+    global_batch: int = 1
+    rows: range = range(1)
+    image_rows: Sequence[int] = (0,)
+    target_rows: Sequence[int] = (0,)
+    max_bytes: int = 1 << 30
+    threads: int = 4
+    allocate: Allocate = np.empty
+
+    @classmethod
+    def over(cls, tiles: TileTable, *, seed: int = 0, epochs: int | None = None) -> Self:
+        """All tiles of a table, in index order.
+
+        Args:
+            tiles: at least one.
+            seed: of everything random here, 0 to 2**32 - 1.
+            epochs: how often to go through; endless by default, where a batch may reach over the end of an epoch. At
+                the end of a finite stream the last global batch is shorter.
+        """
+        if not len(tiles):
+            raise ValueError("a stream needs at least one tile; the table is empty: lower --min-tissue or --tile")
+        if not 0 <= seed < 1 << 32:
+            raise ValueError(f"seed is 0 to 2**32 - 1; got {seed}")
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs is at least 1, or None for an endless stream; got {epochs}")
+        return cls(tiles, seed, epochs)
+
+    def shuffle(self, open_slides: int = 16) -> Self:
+        """Shuffle slides, and the tiles of ``open_slides`` at a time; a pool of a few more slides than that reads
+        each slide in one go. With ``balance`` the classes share the number, one slide each at least."""
+        if open_slides < 1:
+            raise ValueError(f"open_slides is at least 1; got {open_slides}")
+        return replace(self, open_slides=open_slides)
+
+    def balance(self, class_of_tile: NDArray[np.int64]) -> Self:
+        """Draw each class equally often per epoch.
+
+        Args:
+            class_of_tile: int64 (n,), class of every row of the table, at least 0.
+        """
+        if class_of_tile.shape != (len(self.tiles),) or class_of_tile.min() < 0:
+            raise ValueError(
+                f"balance needs a class >= 0 for each of {len(self.tiles)} tiles; got shape {class_of_tile.shape}, "
+                f"smallest {class_of_tile.min() if class_of_tile.size else 'none'}: leave out tiles without a label"
+            )
+        return replace(self, strata=class_of_tile)
+
+    def read(self, pool: SlidePool, on_fault: OnFault | None = None, *, replaces: bool = True) -> Self:
+        """Read from these slides; ``on_fault(slide_id, region, error)`` is told, once each, of tiles that cannot be
+        read, and, with region None, of slides that do not open.
+
+        Args:
+            replaces: another tile is read in place of each; otherwise it is blank, and ``UNREAD`` in ``Batch.rows``.
+        """
+        return replace(self, reading=Read(self.tiles, pool, on_fault, replaces))
+
+    def label(self, class_of_tile: NDArray[np.int64]) -> Self:
+        """Targets are classes: int64 (n,), one for every row of the table. Without any target they are -1."""
+        if class_of_tile.shape != (len(self.tiles),):
+            raise ValueError(f"one label for each of {len(self.tiles)} tiles; got shape {class_of_tile.shape}")
+        return replace(self, target=Labels(class_of_tile))
+
+    def mask(self, annotations: SlideAnnotations) -> Self:
+        """Targets are masks, uint8 (h, w): a class per pixel, 255 for "ignore"."""
+        return replace(self, target=Masks(annotations))
+
+    def augment(self, settings: AugmentSettings) -> Self:
+        """Vary the tiles. Mode "cpu" is done here; "device" by ``DeviceFeed``, which needs the same settings."""
+        if faults := settings.validate():
+            raise ValueError("; ".join(faults))
+        return replace(self, augmentation=settings)
+
+    def batch(self, global_batch: int) -> Self:
+        """Tiles per batch over all ranks; a following ``shard`` says which of them are this rank's."""
+        if global_batch < 1:
+            raise ValueError(f"the global batch is at least 1 tile; got {global_batch}")
+        return replace(self, global_batch=global_batch).shard(range(global_batch))
+
+    def shard(self, rows: range, images: Sequence[int] | None = None, targets: Sequence[int] | None = None) -> Self:
+        """The rows of each global batch that are this rank's; all by default.
+
+        Args:
+            rows: named in its batches.
+            images: those of ``rows`` whose pixels it reads; None for all.
+            targets: those whose targets it has. Where it does not read the pixels too, ``TileIterator.follow`` has to
+                be told which tile another rank has read.
+        """
+        if not rows or min(rows) < 0 or max(rows) >= self.global_batch:
+            raise ValueError(f"a shard is one or more rows out of range({self.global_batch}); got {rows}")
+        images, targets = (rows if some is None else some for some in (images, targets))
+        if not set(rows).issuperset({*images, *targets}):
+            raise ValueError(f"images and targets are of rows in {rows}; got {list(images)} and {list(targets)}")
+        return replace(self, rows=rows, image_rows=tuple(images), target_rows=tuple(targets))
+
+    def prefetch(self, max_bytes: int = 1 << 30, threads: int = 4, allocate: Allocate = np.empty) -> Self:
+        """Read ahead with ``threads`` threads, batches of up to ``max_bytes`` together, one at least.
+
+        Args:
+            max_bytes: all batches that exist, those the caller holds included.
+            threads: that read and decode.
+            allocate: makes the arrays; ``device.allocate_pinned`` for a CUDA device.
+        """
+        if max_bytes < 0 or threads < 1:
+            raise ValueError(f"prefetch needs max_bytes >= 0 and threads >= 1; got {max_bytes} and {threads}")
+        return replace(self, max_bytes=max_bytes, threads=threads, allocate=allocate)
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of rows that the settings ask for."""
+        every = np.arange(len(self.tiles))
+        if self.strata is None:
+            return self._order(every, 0, 1)
+        classes, of_row = np.unique(self.strata, return_inverse=True)
+        parts = np.split(np.argsort(of_row, kind="stable"), np.cumsum(np.bincount(of_row))[:-1])
+        return Balance(tuple(self._order(rows, k, len(classes)) for k, rows in enumerate(parts)), self.seed)
+
+    def _order(self, rows: Rows, stratum: int, strata: int) -> Order:
+        if self.open_slides is None:
+            return IndexOrder(rows)
+        # Each stratum has a group of slides of its own open, so they share the number.
+        return SlideShuffle(rows, self.tiles.slide[rows], self.seed, stratum, max(1, self.open_slides // strata))
+
+    def __len__(self) -> int:
+        """Global batches that go through all tiles once, the last one shorter or reaching into the next epoch."""
+        return -(-self.order.length // self.global_batch)
+
+    def __iter__(self) -> TileIterator:
+        return TileIterator(self)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str | int]:
+        """All that decides what sample i is, by name. Ranks, threads and memory are not among it."""
+        settings: dict[str, str | int] = {
+            "tiles": _digest(
+                json.dumps([self.tiles.slides, asdict(self.tiles.settings)]).encode(),
+                self.tiles.slide,
+                self.tiles.l0_x,
+                self.tiles.l0_y,
+            ),
+            "seed": self.seed,
+            "epochs": self.epochs or "endless",
+            "open_slides": self.open_slides or "index order",
+            "balance": "no" if self.strata is None else _digest(self.strata),
+            "target": "none" if self.target is None else self.target.fingerprint(),
+            "global_batch": self.global_batch,
+        }
+        varied = asdict(self.augmentation) if self.augmentation.augment != "none" else {"augment": "none"}
+        return settings | {f"augment.{key}": str(value) for key, value in varied.items()}
+
+
+def _digest(*parts: bytes | NDArray[Any]) -> str:
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
+    return digest.hexdigest()

@@ -1,0 +1,105 @@
+"""What a tile is to be recognised as: one class, or a class per pixel.
+
+Takes the row that was read, its open slide and region; writes the target into the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.slides.geometry import Region
+
+if TYPE_CHECKING:
+    from pipelines.catalog.handles import SlidePool
+    from pipelines.labels.annotations import SlideAnnotations
+    from pipelines.slides.slide import Slide
+
+Targets = NDArray[np.int64] | NDArray[np.uint8]
+"""int64 (n,) class per tile, or uint8 (n, h, w) class per pixel with 255 for "ignore"."""
+
+
+class Target(Protocol):
+    """Fills one tile's target."""
+
+    @property
+    def dtype(self) -> type[np.generic]: ...
+
+    def shape(self, tile: int) -> tuple[int, ...]:
+        """Shape of one target, for a tile of ``tile`` px."""
+        ...
+
+    def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
+        """Write the target of ``row`` into ``out``, of that shape and type.
+
+        Raises:
+            TileReadError: the annotation is damaged here.
+        """
+        ...
+
+    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+        """As ``fill``, where no pixels are read: opens the slide only if the target is drawn on it."""
+        ...
+
+    def check(self, slide_id: str, slide: Slide) -> None:
+        """Raise the SlideError that ``fill`` would raise for every tile of the slide."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Says whether two targets are the same."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """One class per tile.
+
+    Attributes:
+        by_row: int64 (n,), class of every row of the table; -1 for unknown.
+    """
+
+    by_row: NDArray[np.int64]
+    dtype: type[np.generic] = np.int64
+
+    def shape(self, tile: int) -> tuple[int, ...]:
+        return ()
+
+    def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
+        out[...] = self.by_row[row]
+
+    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+        out[...] = self.by_row[row]
+
+    def check(self, slide_id: str, slide: Slide) -> None:
+        """A class is always there."""
+
+    def fingerprint(self) -> str:
+        return "labels " + blake2b(np.ascontiguousarray(self.by_row).data, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """One class per pixel, drawn from annotations."""
+
+    annotations: SlideAnnotations
+    dtype: type[np.generic] = np.uint8
+
+    def shape(self, tile: int) -> tuple[int, ...]:
+        return (tile, tile)
+
+    def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
+        self.annotations.read_mask(slide_id, slide, region, out)
+
+    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+        with pool.lease(slide_id) as slide:
+            self.fill(row, slide_id, slide, region, out)
+
+    def check(self, slide_id: str, slide: Slide) -> None:
+        self.annotations.read_mask(slide_id, slide, Region(0, 0, 1, 1, slide.mpp), np.empty((1, 1), np.uint8))
+
+    def fingerprint(self) -> str:
+        return "masks of " + ", ".join(self.annotations.classes)

@@ -1,0 +1,1 @@
+"""Where the tissue is, and the tiles on it: the index."""

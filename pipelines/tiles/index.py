@@ -1,0 +1,250 @@
+"""The tile index of many slides: made once, reused, continued.
+
+Takes slides and ``IndexSettings``; gives a ``TileTable`` and leaves it as Parquet beside a picture of each slide.
+Slides are indexed in processes of their own (``slide_index``); one that fails, or kills its process, is named in
+``failed_slides.csv`` and the others go on. An index made with other settings is refused, the differing key named. Parts
+of the slides can be indexed by processes that know nothing of each other (``index_parts``).
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.processes import ProcessDied, each_in_process
+from pipelines.slides.slide import SlideError
+from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart, merge, take_over
+from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, file_bytes, index_slide, slide_limits
+from pipelines.tiles.tile_table import IndexedSlide, IndexSettings, SlideFault, TileTable, check_settings
+
+__all__ = ["IndexSettings", "TileTable", "build_index", "pinned"]  # the names that go together outside this folder
+
+log = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 60.0
+"""An index of many slides is written this often, so that an interrupted one is continued."""
+
+LISTED_FAULTS = 20
+"""As many slides are named in a message; all are in ``failed_slides.csv``."""
+
+
+def build_index(
+    specs: Sequence[SlideSpec],
+    settings: IndexSettings,
+    out: Path,
+    *,
+    workers: int = 0,
+    progress: Callable[[str], None] = lambda line: None,
+    retry_failed: bool = False,
+    part: IndexPart | None = None,
+    resumed: bool = False,
+) -> TileTable:
+    """The tissue tiles of ``specs``: those that ``out`` has in its index, or in parts of one, and the others found now.
+
+    Writes ``out/tiles.parquet``, ``out/tissue/<slide>.png`` and, for slides that fail, ``out/failed_slides.csv``. A
+    slide whose file has changed in size is indexed anew; one that is in the index and not in ``specs`` stays there and
+    is not in the result.
+
+    Args:
+        specs: the slides, at least one.
+        settings: which tiles to cut.
+        out: folder; made if it is not there.
+        workers: processes; 0: one per core.
+        progress: told one line per slide as it is done.
+        retry_failed: try slides again that failed before; otherwise only when their file has changed.
+        part: only this part of ``specs``, in a file of its own.
+        resumed: a run that has used this index goes on: a slide that is another now is refused, not indexed anew.
+
+    Raises:
+        ValueError: no slides, settings that contradict themselves, an index in ``out`` made with other settings, or a
+            slide that changed under a run that is resumed.
+        SlideError: no slide has tiles; lists the slides and their faults.
+        OSError: ``out`` cannot be written.
+    """
+    if not specs:
+        raise ValueError("an index is of at least one slide; got none: check --slides and the labels")
+    if faults := settings.validate():
+        raise ValueError("; ".join(faults))
+    if part:
+        specs = part.specs(specs)
+    path = out / (part.file_name if part else WHOLE_FILE)
+    (out / "tissue").mkdir(parents=True, exist_ok=True)
+    table = TileTable.load(path) if path.exists() else TileTable.joined(settings, [])
+    check_settings(table.settings, settings, path)
+    _check_overrides(table, specs, path)
+    # A slide that failed may be given the mpp it lacked: that is another try, not another index.
+    wanted = {spec.slide_id: (file_bytes(spec.path), spec.mpp) for spec in specs}
+    known = _tried(table, retry_failed)
+    others = {slide_id: what for slide_id, what in wanted.items() if known.get(slide_id) != what}
+    taken = take_over(table, others, path, faults=not retry_failed)
+    if taken is not table:
+        table = taken
+        table.save(path)
+        known = _tried(table, retry_failed)
+    for slide_id in _changed(table, specs, resumed):
+        del known[slide_id]
+    todo = [spec for spec in specs if known.get(spec.slide_id) != wanted[spec.slide_id]]
+    if len(todo) < len(specs):
+        progress(f"{len(specs) - len(todo)} slides are in {path} already")
+    absent = set(table.slides) - {spec.slide_id for spec in specs}
+    if absent:
+        log.info("%s also holds %d slides that are not asked for, e.g. %s", path, len(absent), min(absent))
+    if todo:
+        table = _index_slides(table, todo, path, workers or default_threads(1), progress)
+    asked = table.of_slides(spec.slide_id for spec in specs)
+    if not len(asked):
+        lines = [f"{fault.slide_id}: {fault.step}: {_first_line(fault.error)}" for fault in asked.faults]
+        if len(lines) > LISTED_FAULTS:
+            lines[LISTED_FAULTS:] = [f"and {len(lines) - LISTED_FAULTS} more, in {out / 'failed_slides.csv'}"]
+        raise SlideError(f"none of the {len(specs)} slides can be used:\n  " + "\n  ".join(lines))
+    return asked
+
+
+def _tried(table: TileTable, retry_failed: bool) -> dict[str, tuple[int, float | None]]:
+    """Slides that need no other try, as they were then."""
+    slides: list[IndexedSlide | SlideFault] = [*([] if retry_failed else table.faults), *table.sources]
+    return {slide.slide_id: (slide.file_bytes, slide.asked_mpp) for slide in slides}
+
+
+def _changed(table: TileTable, specs: Sequence[SlideSpec], resumed: bool) -> list[str]:
+    """Slides of ``table`` whose files are others now.
+
+    Raises:
+        ValueError: there are some, and the run is ``resumed``; names them.
+    """
+    states = {source.slide_id: source.state for source in table.sources}
+    changed = [
+        spec.slide_id
+        for spec in specs
+        if (state := states.get(spec.slide_id)) and not state.is_of(spec.path, thorough=resumed)
+    ]
+    if changed and resumed:
+        more = f" and {len(changed) - LISTED_FAULTS} more" if len(changed) > LISTED_FAULTS else ""
+        raise ValueError(
+            "a run is resumed with the slides it began with; these were replaced or changed since: "
+            f"{', '.join(changed[:LISTED_FAULTS])}{more}. Put the files back, or begin a new run in another --out"
+        )
+    return changed
+
+
+def pinned(specs: Sequence[SlideSpec], table: TileTable) -> tuple[SlideSpec, ...]:
+    """``specs`` that open only while their files are those of which ``table`` was made."""
+    states = {source.slide_id: source.state for source in table.sources}
+    return tuple(replace(spec, state=states.get(spec.slide_id)) for spec in specs)
+
+
+def _index_slides(
+    table: TileTable,
+    specs: Sequence[SlideSpec],
+    path: Path,
+    workers: int,
+    progress: Callable[[str], None],
+) -> TileTable:
+    """``table`` with the tiles or faults of ``specs``, saved as ``path``."""
+    out = path.parent
+    workers = min(workers, len(specs))
+    failed = FailedSlides(out / "failed_slides.csv")
+    failed.forget([spec.slide_id for spec in specs])
+    threads = default_threads(workers)
+    task = functools.partial(index_slide, settings=table.settings, threads=threads)
+    found: dict[str, SlideTiles | SlideFault] = {}
+    saved_s = time.monotonic()
+    try:
+        for done, (spec, result) in enumerate(each_in_process(task, specs, workers, slide_limits(threads)), 1):
+            if isinstance(result, ProcessDied):
+                result = SlideResult(
+                    SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "process", str(result)), None
+                )
+            if result.overlay_png is not None and (fault := _write_overlay(out, spec, result.overlay_png)):
+                result = SlideResult(fault, None)
+            found[spec.slide_id] = result.found
+            if isinstance(result.found, SlideFault):
+                failed.add(spec.slide_id, result.found.step, result.found.error)
+            elif result.found.unreadable_share:
+                share = f"{result.found.unreadable_share:.1%} of the slide is damaged; tiles there are left out"
+                failed.add(spec.slide_id, "tissue", share)
+            if not isinstance(result.found, SlideFault) and result.found.damaged[0]:
+                count, first = result.found.damaged
+                failed.add(
+                    spec.slide_id, "tiles", f"{count} tiles with tissue cannot be read and are left out: {first}"
+                )
+            progress(f"{done}/{len(specs)}  {spec.slide_id}: {_told(result.found)}")
+            if time.monotonic() - saved_s > SAVE_EVERY_S:
+                _merged(table, found).save(path)
+                saved_s = time.monotonic()
+    finally:
+        table = _merged(table, found)
+        table.save(path)
+    return table
+
+
+def _write_overlay(out: Path, spec: SlideSpec, picture: bytes) -> SlideFault | None:
+    """Write the picture of a slide; the fault of a name that no file can have.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    path = out / "tissue" / f"{spec.slide_id}.png"
+    try:
+        path.write_bytes(picture)
+    except OSError as fault:
+        if fault.errno != errno.ENAMETOOLONG:
+            raise
+        error = f"{spec.path}: its picture {path.name} has too long a name: rename the slide or its folder"
+        return SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "overlay", error)
+    return None
+
+
+def _merged(table: TileTable, found: Mapping[str, SlideTiles | SlideFault]) -> TileTable:
+    """``table`` with what was found added, in place of what it had."""
+    return merge(table.settings, [table, *(_one_slide(table.settings, one) for one in found.values())])
+
+
+def _one_slide(settings: IndexSettings, found: SlideTiles | SlideFault) -> TileTable:
+    if isinstance(found, SlideFault):
+        return replace(TileTable.joined(settings, []), faults=(found,))
+    slide = np.zeros(len(found.l0_x), np.int32)
+    source = found.source
+    return TileTable((source.slide_id,), slide, found.l0_x, found.l0_y, found.tissue, settings, (source,))
+
+
+def _told(found: SlideTiles | SlideFault) -> str:
+    if isinstance(found, SlideFault):
+        return f"failed at {found.step}: {_first_line(found.error)}"
+    source = found.source
+    return (
+        f"{len(found.l0_x)} tiles, {found.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
+        f"{source.mpp:.4g} um/px, {source.backend}, {found.seconds:.1f} s"
+        + (f", {found.unreadable_share:.1%} damaged" if found.unreadable_share else "")
+    )
+
+
+def _first_line(error: str) -> str:
+    """What is wrong; the lines after it, say of each backend that was tried, are in ``failed_slides.csv``."""
+    return error.partition("\n")[0]
+
+
+def _check_overrides(table: TileTable, specs: Sequence[SlideSpec], where: Path) -> None:
+    """Refuse an index in which a slide was given another mpp: its tiles would lie elsewhere."""
+    found = {source.slide_id: source.asked_mpp for source in table.sources}
+    differing = [
+        f"slide-mpp of {spec.slide_id} is {found[spec.slide_id] or 'that of the file'} there, "
+        f"{spec.mpp or 'that of the file'} was asked for"
+        for spec in specs
+        if spec.slide_id in found and found[spec.slide_id] != spec.mpp
+    ]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(
+            f"{where} was made with other settings: {'; '.join(differing[:3])}{more}. "
+            "Give another --out, or the same settings as before"
+        )

@@ -1,0 +1,93 @@
+"""A share of the slides that one of several processes indexes, and what the others have left beside it.
+
+Takes ``2/8``; gives every eighth slide and a file name of its own, so that the tasks of an array job write into one
+folder without a word to each other. Whoever comes later, a part or the whole, takes over what lies there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.tiles.tile_table import IndexedSlide, IndexSettings, SlideFault, TileTable, check_settings
+
+WHOLE_FILE = "tiles.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPart:
+    """Part ``number`` of ``count``, from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From ``2/8``.
+
+        Raises:
+            ValueError: text of another form, or a number that is not one of the parts.
+        """
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not found or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"--part is one of several parts, such as 2/8, from 1/8 to 8/8; got {text!r}")
+        return cls(int(found[1]), int(found[2]))
+
+    @property
+    def file_name(self) -> str:
+        return f"tiles.part-{self.number}-of-{self.count}.parquet"
+
+    def specs(self, specs: Sequence[SlideSpec]) -> tuple[SlideSpec, ...]:
+        """Its slides, of all; neighbours, which are often alike in size, go to different parts."""
+        return tuple(specs[self.number - 1 :: self.count])
+
+
+def merge(settings: IndexSettings, tables: Sequence[TileTable]) -> TileTable:
+    """One table of several; a slide of more than one is as the last of them has it. Slides are sorted by id, as if
+    indexed in one go."""
+    kept: list[TileTable] = []
+    for table in tables:
+        ids = set(slides_of(table))
+        kept = [before.of_slides(s for s in slides_of(before) if s not in ids) for before in kept]
+        kept.append(table)
+    joined = TileTable.joined(settings, kept)
+    return joined.of_slides(sorted(slides_of(joined)))
+
+
+def slides_of(table: TileTable) -> list[str]:
+    """Ids of its slides, those without tiles because of a fault included."""
+    return [*table.slides, *(fault.slide_id for fault in table.faults)]
+
+
+def take_over(
+    table: TileTable, wanted: Mapping[str, tuple[int, float | None]], own: Path, *, faults: bool
+) -> TileTable:
+    """``table`` with what other index files of its folder know of ``wanted``.
+
+    Args:
+        table: the content of ``own``.
+        wanted: slide id -> size of its file in bytes and the mpp asked for; a slide that was another then is left out.
+        own: the file that ``table`` belongs to.
+        faults: take over slides that failed, too.
+
+    Raises:
+        ValueError: a file beside ``own`` was made with other settings, or is no tile index.
+    """
+    files = {own.with_name(WHOLE_FILE), *own.parent.glob("tiles.part-*.parquet")} - {own}
+    found = []
+    for path in sorted(path for path in files if path.exists()):
+        other = TileTable.load(path)
+        check_settings(other.settings, table.settings, path)
+        found.append(other.of_slides(_same(other, wanted, faults)))
+    return merge(table.settings, [*found, table]) if any(map(slides_of, found)) else table
+
+
+def _same(table: TileTable, wanted: Mapping[str, tuple[int, float | None]], faults: bool) -> Iterable[str]:
+    known: list[IndexedSlide | SlideFault] = [*table.sources, *(table.faults if faults else ())]
+    for slide in known:
+        if wanted.get(slide.slide_id) == (slide.file_bytes, slide.asked_mpp):
+            yield slide.slide_id

@@ -1,0 +1,117 @@
+"""The picture that shows which tiles of a slide are used.
+
+Takes a thumbnail, the tissue mask and the kept tiles; gives a PNG: outline of the tissue, each tile as a square whose
+tint is stronger the more tissue it holds, a caption and a scale bar.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.slides.slide import Pixels
+from pipelines.tiles.tissue import Overview, TissueMask, is_fluorescence
+
+LONGER_SIDE_PX = 1600
+
+TISSUE_RGB, INK_RGB = (0, 170, 60), (30, 30, 30)
+
+ON_GLASS, ON_DARK = ((0, 110, 255), 0.3), ((255, 190, 0), 0.12)
+"""Colour of tiles, and opacity of one that is all tissue: the tissue must stay visible below."""
+
+CAPTION_PX = 44
+
+
+def draw_overlay(
+    thumbnail: Overview,
+    tissue: TissueMask,
+    l0_x: NDArray[np.int64],
+    l0_y: NDArray[np.int64],
+    fractions: NDArray[np.float32],
+    l0_tile: int,
+    caption: str,
+) -> bytes:
+    """A PNG of the slide with its tissue and tiles.
+
+    Args:
+        thumbnail: the slide; made smaller here when its longer side is above ``LONGER_SIDE_PX``.
+        tissue: outlined.
+        l0_x, l0_y: int64 (n,), top left of the tiles in level-0 px.
+        fractions: float32 (n,), the part of each tile that is tissue.
+        l0_tile: side of a tile in level-0 px.
+        caption: one line below the picture.
+    """
+    picture, downsample = _shrunk(thumbnail)
+    height, width = picture.shape[:2]
+    left, top, right, bottom = (
+        np.rint((edge - start) / downsample).astype(int)
+        for edge, start in [
+            (l0_x, thumbnail.l0_x),
+            (l0_y, thumbnail.l0_y),
+            (l0_x + l0_tile, thumbnail.l0_x),
+            (l0_y + l0_tile, thumbnail.l0_y),
+        ]
+    )
+    colour, opacity = ON_DARK if is_fluorescence(picture) else ON_GLASS
+    _tint(picture, left, top, right, bottom, opacity * fractions, colour)
+    outline = cv2.resize(tissue.mask.view(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)
+    contours, _ = cv2.findContours(outline, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
+    line = max(1, round(max(width, height) / 800))
+    cv2.drawContours(picture, contours, -1, TISSUE_RGB, line, cv2.LINE_AA)
+    if len(left) and (right - left).min() >= 6:  # smaller ones would be all outline
+        for x0, y0, x1, y1 in zip(left.tolist(), top.tolist(), right.tolist(), bottom.tolist(), strict=True):
+            cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), colour, line)
+    framed = np.concatenate([picture, _caption(width, caption, thumbnail.mpp * downsample / thumbnail.downsample)])
+    done, png = cv2.imencode(".png", cv2.cvtColor(framed, cv2.COLOR_RGB2BGR))
+    assert done
+    return png.tobytes()
+
+
+def _shrunk(thumbnail: Overview) -> tuple[Pixels, float]:
+    """A picture of at most ``LONGER_SIDE_PX``, and level-0 px per px of it."""
+    pixels = thumbnail.pixels
+    height, width = pixels.shape[:2]
+    factor = max(1.0, max(width, height) / LONGER_SIDE_PX)
+    size = (max(1, round(width / factor)), max(1, round(height / factor)))
+    return cv2.resize(pixels, size, interpolation=cv2.INTER_AREA).astype(np.uint8), thumbnail.downsample * factor
+
+
+def _tint(
+    picture: Pixels,
+    left: NDArray[np.int_],
+    top: NDArray[np.int_],
+    right: NDArray[np.int_],
+    bottom: NDArray[np.int_],
+    opacities: NDArray[np.float32],
+    colour: tuple[int, int, int],
+) -> None:
+    """Mix ``colour`` into ``picture`` at each tile; where tiles overlap the strongest counts."""
+    opacity = np.zeros(picture.shape[:2], np.float32)
+    for x0, y0, x1, y1, strength in zip(left, top, right, bottom, opacities, strict=True):
+        area = opacity[y0:y1, x0:x1]
+        np.maximum(area, strength, out=area)
+    mixed = picture + opacity[..., None] * (np.array(colour, np.float32) - picture)
+    np.rint(mixed, out=mixed)
+    picture[...] = mixed
+
+
+def _caption(width: int, text: str, mpp: float) -> Pixels:
+    """A white strip of ``width`` px with a scale bar and, as far as there is room, the text."""
+    strip = np.full((CAPTION_PX, width, 3), 255, np.uint8)
+    bar_um = 10 ** math.floor(math.log10(max(width * mpp / 4, 1)))
+    bar_um *= next(step for step in (5, 2, 1) if step * bar_um <= max(width * mpp / 4, 1) or step == 1)
+    bar_px = max(1, min(width - 20, round(bar_um / mpp)))
+    cv2.line(strip, (10, 28), (10 + bar_px, 28), INK_RGB, 3)
+    label = f"{bar_um / 1000:g} mm" if bar_um >= 1000 else f"{bar_um:g} um"
+    font, size = cv2.FONT_HERSHEY_SIMPLEX, 0.5
+    cv2.putText(strip, label, (10, 20), font, size, INK_RGB, 1, cv2.LINE_AA)
+    start = 30 + max(bar_px, cv2.getTextSize(label, font, size, 1)[0][0])
+    room = width - start - 10
+    needed = cv2.getTextSize(text, font, size, 1)[0][0]
+    if needed > 0 and room > 0:
+        fitted = min(size, size * room / needed)
+        cv2.putText(strip, text, (start, 28), font, fitted, INK_RGB, 1, cv2.LINE_AA)
+    return strip

@@ -1,0 +1,252 @@
+"""The tile table: which tiles of which slides are tissue, with the settings that say so, in columns.
+
+Takes numpy columns, or a Parquet file; gives the ``Region`` of each tile, the tiles of some slides, a Parquet file. The
+file says in its metadata what it was made with, so that it is never used for something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipelines.catalog.slide_state import SlideState
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, Region
+
+FORMAT = 1
+"""Of the Parquet file; raised when an older one can no longer be read as it is."""
+
+_METADATA_KEY = b"megatile"
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """Which tiles are cut. Two indexes are interchangeable when these agree."""
+
+    tile: int = 1024
+    """Side of the square tiles, in px at --mpp."""
+    mpp: float = 0.5
+    """Resolution the tiles are read at, in um/px."""
+    stride: int | None = None
+    """Step from tile to tile, in px at --mpp; the tile's side by default, less makes tiles overlap."""
+    min_tissue: float = 0.25
+    """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile."""
+    tissue_mpp: float = 8.0
+    """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
+
+    @property
+    def picture_mpp(self) -> float | None:
+        """um/px that a picture without any may be taken to have: ``mpp`` where nothing but the default is asked."""
+        return self.mpp if self.mpp == IndexSettings.mpp else None
+
+    def validate(self) -> list[str]:
+        """Every fault of these settings, each with its rule and the value received."""
+        faults = []
+        if self.tile < 1:
+            faults.append(f"--tile is at least 1 px; got {self.tile}")
+        if not MPP_MIN <= self.mpp <= MPP_MAX:
+            faults.append(f"--mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.mpp:g}")
+        if self.stride is not None and not 1 <= self.stride <= self.tile:
+            faults.append(f"--stride is 1 to --tile ({self.tile}) px, or tiles leave gaps; got {self.stride}")
+        if not 0 <= self.min_tissue <= 1:
+            faults.append(f"--min-tissue is a part of a tile, 0 to 1; got {self.min_tissue:g}")
+        if not MPP_MIN <= self.tissue_mpp <= MPP_MAX:
+            faults.append(f"--tissue-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.tissue_mpp:g}")
+        elif not faults and self.tile * self.mpp < self.tissue_mpp:
+            faults.append(
+                f"a tile ({self.tile} px at {self.mpp:g} um/px) is smaller than one px of the tissue mask "
+                f"({self.tissue_mpp:g} um); ask for a larger --tile or a finer --tissue-mpp"
+            )
+        return faults
+
+
+@dataclass(frozen=True)
+class IndexedSlide:
+    """What the index remembers of a slide, to tell later whether it still speaks of the same one."""
+
+    slide_id: str
+    file_bytes: int
+    asked_mpp: float | None
+    mpp: float
+    width: int
+    height: int
+    backend: str
+    modified_ns: int = 0
+    digest: str = ""
+
+    @property
+    def state(self) -> SlideState | None:
+        """What its file was; None in an index that was made before this was kept."""
+        return SlideState(self.file_bytes, self.modified_ns, self.digest) if self.digest else None
+
+
+@dataclass(frozen=True)
+class SlideFault:
+    """Why a slide is not in the index. ``step`` is open, tissue, tiles, overlay or process."""
+
+    slide_id: str
+    file_bytes: int
+    asked_mpp: float | None
+    step: str
+    error: str
+
+
+@dataclass(frozen=True, eq=False)
+class TileTable:
+    """Tiles in columns, n rows, ordered by slide, then by row and column within the slide.
+
+    Attributes:
+        slides: slide ids; ``slide`` points into them.
+        slide: int32 (n,).
+        l0_x, l0_y: int64 (n,), top left of each tile in level-0 px.
+        tissue: float32 (n,), the part of the tile that is tissue, 0 to 1.
+        settings: what the tiles were cut with.
+        sources: one per slide, in the order of ``slides``; empty for a table that was not made from files.
+        faults: slides that were tried and have no tiles.
+    """
+
+    slides: tuple[str, ...]
+    slide: NDArray[np.int32]
+    l0_x: NDArray[np.int64]
+    l0_y: NDArray[np.int64]
+    tissue: NDArray[np.float32]
+    settings: IndexSettings
+    sources: tuple[IndexedSlide, ...] = ()
+    faults: tuple[SlideFault, ...] = ()
+
+    @classmethod
+    def joined(cls, settings: IndexSettings, tables: Sequence[TileTable]) -> Self:
+        """One table of the tiles of several, of different slides and the same settings; an empty one of none."""
+        counts = [len(table.slides) for table in tables]
+        shifted = [t.slide + k for t, k in zip(tables, np.cumsum([0, *counts]), strict=False)]
+        return cls(
+            tuple(slide_id for table in tables for slide_id in table.slides),
+            np.concatenate([np.empty(0), *shifted]).astype(np.int32),
+            np.concatenate([np.empty(0, np.int64), *(table.l0_x for table in tables)]),
+            np.concatenate([np.empty(0, np.int64), *(table.l0_y for table in tables)]),
+            np.concatenate([np.empty(0, np.float32), *(table.tissue for table in tables)]),
+            settings,
+            tuple(source for table in tables for source in table.sources),
+            tuple(fault for table in tables for fault in table.faults),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slide)
+
+    def region(self, i: int) -> Region:
+        """What to read for tile ``i``."""
+        size = self.settings.tile
+        return Region(int(self.l0_x[i]), int(self.l0_y[i]), size, size, self.settings.mpp)
+
+    def slide_id(self, i: int) -> str:
+        return self.slides[int(self.slide[i])]
+
+    def select(self, rows: NDArray[np.int64]) -> Self:
+        """The tiles at ``rows``, in that order; ``slides`` stay as they are."""
+        return replace(
+            self, slide=self.slide[rows], l0_x=self.l0_x[rows], l0_y=self.l0_y[rows], tissue=self.tissue[rows]
+        )
+
+    def of_slides(self, ids: Iterable[str]) -> Self:
+        """The tiles of these slides only; ``slides`` become those of ``ids`` that are known here, in that order."""
+        asked = tuple(dict.fromkeys(ids))
+        positions = {slide_id: k for k, slide_id in enumerate(self.slides)}
+        faults = {fault.slide_id: fault for fault in self.faults}
+        kept = [positions[slide_id] for slide_id in asked if slide_id in positions]
+        renumbered = np.full(len(self.slides), -1, np.int32)
+        renumbered[kept] = np.arange(len(kept))
+        slide = renumbered[self.slide]
+        order = np.argsort(slide, kind="stable")
+        rows = order[slide[order] >= 0]
+        return replace(
+            self.select(rows),
+            slides=tuple(self.slides[k] for k in kept),
+            slide=slide[rows],
+            sources=tuple(self.sources[k] for k in kept) if self.sources else (),
+            faults=tuple(faults[slide_id] for slide_id in asked if slide_id in faults),
+        )
+
+    def save(self, path: Path) -> None:
+        """Write Parquet, atomically: columns slide, l0_x, l0_y, tissue; the rest as JSON in the schema's metadata."""
+        about = {
+            "format": FORMAT,
+            "settings": asdict(self.settings),
+            "slides": list(self.slides),
+            "sources": [asdict(source) for source in self.sources],
+            "faults": [asdict(fault) for fault in self.faults],
+        }
+        columns = {
+            "slide": pa.DictionaryArray.from_arrays(pa.array(self.slide), pa.array(self.slides, pa.string())),
+            "l0_x": pa.array(self.l0_x),
+            "l0_y": pa.array(self.l0_y),
+            "tissue": pa.array(self.tissue),
+        }
+        table = pa.table(columns).replace_schema_metadata({_METADATA_KEY: json.dumps(about).encode()})
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            pq.write_table(table, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what ``save`` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is not a tile index, or one of a newer format.
+        """
+        with path.open("rb") as file:
+            try:
+                table = pq.read_table(file)
+                about: dict[str, Any] = json.loads(table.schema.metadata[_METADATA_KEY])
+            except (pa.ArrowInvalid, OSError, KeyError, TypeError, ValueError) as fault:
+                raise ValueError(
+                    f"{path} is not a tile index of this program ({fault}); delete it to index anew"
+                ) from fault
+        if about["format"] != FORMAT:
+            raise ValueError(
+                f"{path} has format {about['format']}, this program reads {FORMAT}; delete it to index anew"
+            )
+        slides = tuple(about["slides"])
+        positions = {slide_id: k for k, slide_id in enumerate(slides)}
+        column = table.column("slide").unify_dictionaries().combine_chunks()
+        names = [positions[name] for name in column.dictionary.to_pylist()]
+        slide = np.asarray(names, np.int32)[column.indices.to_numpy()] if len(table) else np.empty(0, np.int32)
+        return cls(
+            slides,
+            slide,
+            table.column("l0_x").to_numpy(),
+            table.column("l0_y").to_numpy(),
+            table.column("tissue").to_numpy(),
+            IndexSettings(**about["settings"]),
+            tuple(IndexedSlide(**source) for source in about["sources"]),
+            tuple(SlideFault(**fault) for fault in about["faults"]),
+        )
+
+
+def check_settings(found: IndexSettings, asked: IndexSettings, where: Path) -> None:
+    """Refuse an index that was made with other settings.
+
+    Raises:
+        ValueError: names every differing key, the value found, the value asked for, the file, and what to do.
+    """
+    differing = [
+        f"{f.name} is {getattr(found, f.name)} there, {getattr(asked, f.name)} was asked for"
+        for f in fields(IndexSettings)
+        if getattr(found, f.name) != getattr(asked, f.name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{where} was made with other settings: {'; '.join(differing)}. "
+            "Give another --out, or the same settings as before"
+        )

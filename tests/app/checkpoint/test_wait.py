@@ -1,0 +1,128 @@
+"""No update gets into a checkpoint that is being copied, whatever engine it is of; without the wait it would."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.checkpoint import snapshot as snapshot_module
+from app.checkpoint.file import load_checkpoint, save_checkpoint
+from app.checkpoint.snapshot import tensors_in
+from app.checkpoint.two_phase import TwoPhaseCheckpoints
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import TrainingEngine
+from parallel.memory.policy import Keeping
+from parallel.offload.copies import Copies
+from parallel.offload.host_optimizer import HostOptimizer
+from tests.helpers.engine_runs import build, net, steps_of, strategy_for, train
+from tests.helpers.small_nets import NETS
+
+CPU = torch.device("cpu")
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+M = 5
+
+
+def whole(on_host: bool = False, resident: bool = False) -> Callable[[Communicator], TrainingEngine]:
+    def make(communicator: Communicator) -> TrainingEngine:
+        model = net("skips", torch.float32)
+        host = HostOptimizer(ADAMW, dict(model.named_parameters()), Copies(), resident=resident) if on_host else None
+        rule = host.optimizer if host else ADAMW(model.parameters())
+        return DataParallelEngine(model, NETS["skips"][1], rule, communicator, batch=2 * M, m=M, host=host)
+
+    return make
+
+
+def split(schedule: str, **more: Any) -> Callable[[Communicator], TrainingEngine]:
+    strategy = strategy_for(schedule, 2, **more)
+    return lambda communicator: build(communicator, "skips", strategy, steps_of(M, torch.float32), make_optimizer=ADAMW)
+
+
+ENGINES: dict[str, tuple[int, Callable[[Communicator], TrainingEngine]]] = {
+    "whole": (1, whole()),
+    "whole, optimizer on the host": (1, whole(on_host=True)),
+    "whole, parameters on the host": (1, whole(on_host=True, resident=True)),
+    "stages": (2, split("gpipe")),
+    "stages, optimizer on the host": (2, split("gpipe", keeping=Keeping(optimizer=True))),
+    "replicas, optimizer shared": (2, split("master", m=4, shard_optimizer=True)),
+}
+
+
+class SlowCopy:
+    """Lets the copy on the other thread begin only when an update stands before it, and gives the update time to be
+    done: all of it where nothing makes it wait."""
+
+    def __init__(self, waits: bool) -> None:
+        self.before_update, self.updated = threading.Event(), threading.Event()
+        self.patience_s = 0.3 if waits else 60
+        self._plain = snapshot_module.copy_bytes
+
+    def copy_bytes(self, source: Tensor, target: Tensor) -> None:
+        if threading.current_thread().name == "checkpoint":
+            assert self.before_update.wait(60)
+            if self.patience_s:
+                self.updated.wait(self.patience_s)
+                self.patience_s = 0
+        self._plain(source, target)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "waits not"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_update_waits_for_the_copy(name: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, make = ENGINES[name]
+    slow = SlowCopy(waits)
+    monkeypatch.setattr(snapshot_module, "copy_bytes", slow.copy_bytes)
+    steps = steps_of(4 if "replicas" in name else M, torch.float32)
+    path = tmp_path / "last.pt"
+
+    def rank(communicator: Communicator, _: None) -> Any:
+        engine = make(communicator)
+        train(engine, steps[:1])
+        state = engine.state_dict()
+        expected = copy.deepcopy(state)
+        checkpoints = TwoPhaseCheckpoints(CPU)
+
+        def before_update() -> None:
+            slow.before_update.set()
+            if waits:
+                checkpoints.await_copy()
+
+        if communicator.rank == 0:
+            engine.before_update(before_update)
+            checkpoints.begin(state, engine.parameter_names, path, None)
+        train(engine, steps[1:], first=1)
+        if communicator.rank == 0:
+            slow.updated.set()
+        checkpoints.finish()
+        checkpoints.close()
+        later = engine.state_dict()
+        return expected, later
+
+    expected, later = rank(LocalCommunicator(), None) if world == 1 else run_on_threads(world, rank, timeout_s=100)[0]
+    found = load_checkpoint(path)
+    names = list(expected["model"])
+    assert not all(torch.equal(expected["model"][name], later["model"][name]) for name in names)
+    # Running statistics, which the forward pass changes, are taken before it whoever waits.
+    buffers = [name for name in names if "running" in name or "tracked" in name]
+    assert len(buffers) > 3
+    assert all(torch.equal(found["model"][name], expected["model"][name]) for name in buffers)
+    assert same(found, expected) == waits
+    if waits:
+        save_checkpoint(tmp_path / "blocking.pt", expected)
+        assert (tmp_path / "blocking.pt").read_bytes() == path.read_bytes()
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    ours, theirs = ([*tensors_in([state["model"], state["optimizer"]])] for state in (found, expected))
+    assert len(ours) == len(theirs) > 20
+    return all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True))

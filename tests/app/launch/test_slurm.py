@@ -1,0 +1,241 @@
+"""The files of ``configs/slurm`` as batch jobs of a real Slurm of two nodes, both on this machine.
+
+One run, made by the array job and ``train.sbatch``, is what the others are held against: the same steps over two nodes,
+over MPI, split into stages, or interrupted and requeued.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.settings.slurm import expand_hosts
+from benchmarks.fault_drill.starts import rank_of
+from tests.app.conftest import QUICK, ROOT, summary_of, train_command
+from tests.helpers.slurm import NODES, Slurm
+
+pytestmark = pytest.mark.slurm
+
+SCRIPTS = sorted((ROOT / "configs" / "slurm").glob("*.sbatch"))
+RUN = (*QUICK, "--optimizer", "sgd", "--steps", "6", "--device", "cpu")
+ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    # Both nodes are this machine, and their names are Slurm's only.
+    "RDZV_HOST": "127.0.0.1",
+    "MASTER_ADDR": "127.0.0.1",
+}
+
+
+def run_job(slurm: Slurm, folder: Path, options: str, name: str, *arguments: str | Path, **environment: str) -> str:
+    """What ``sbatch [options] configs/slurm/name [arguments]`` prints; the job has to end well."""
+    output = folder / f"{name}.out"
+    job = slurm.submit(
+        f"--output={output}",
+        *options.split(),
+        ROOT / "configs" / "slurm" / name,
+        *arguments,
+        cwd=ROOT,
+        environment={**ENVIRONMENT, **environment},
+    )
+    state = slurm.wait(job, 240)
+    assert state == "COMPLETED", output.read_text()
+    return output.read_text()
+
+
+def with_index(indexed: tuple[Path, list[str]], out: Path) -> Path:
+    """``out``, in which the slides are indexed already."""
+    out.mkdir()
+    for part in indexed[0].glob("tiles.part-*.parquet"):
+        shutil.copy(part, out)
+    return out
+
+
+def losses_of(run: Path) -> list[str]:
+    with (run / "metrics.csv").open() as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def indexed(slurm: Slurm, classify_slides: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run folder in which the array job has indexed the slides, and what its tasks printed."""
+    out = tmp_path_factory.mktemp("slurm")
+    job = slurm.submit(
+        "--array=1-2",
+        "--cpus-per-task=1",
+        f"--output={out}/index_%a.out",
+        ROOT / "configs" / "slurm" / "index_array.sbatch",
+        *("--slides", classify_slides, "--out", out / "run", "--tile", "256"),
+        cwd=ROOT,
+        environment=ENVIRONMENT,
+    )
+    printed = []
+    for task in (1, 2):
+        output = out / f"index_{task}.out"
+        assert slurm.wait(f"{job}_{task}", 120) == "COMPLETED", output.read_text()
+        printed.append(output.read_text())
+    return out / "run", printed
+
+
+@pytest.fixture(scope="module")
+def trained(slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]]) -> tuple[Path, str]:
+    """The run that others are held against, and what its job printed."""
+    out, _ = indexed
+    arguments = ("--slides", classify_slides, "--out", out, *RUN, "--parallel", "ddp")
+    return out, run_job(slurm, out.parent, "", "train.sbatch", *arguments, RANKS="2")
+
+
+def test_tasks_of_an_array_index_parts_which_the_run_takes_over(
+    indexed: tuple[Path, list[str]], trained: tuple[Path, str]
+) -> None:
+    out, printed = indexed
+    for task, text in enumerate(printed, 1):
+        assert f"3 of them in part {task}/2\n" in text
+        assert "3/3  " in text
+        assert (out / f"tiles.part-{task}-of-2.parquet").exists()
+    assert f"6 slides are in {out / 'tiles.parquet'} already" in trained[1]
+    assert "slide_0000: " not in trained[1]
+
+
+def test_one_node(trained: tuple[Path, str]) -> None:
+    out, printed = trained
+    summary = summary_of(out)
+    assert (summary["status"], summary["ranks"], summary["steps"]) == ("completed", 2, 6)
+    assert summary["strategy"] == "ddp"
+    assert len(set(losses_of(out))) == 6
+    assert "\x1b" not in printed
+
+
+def test_two_nodes_with_torchrun(
+    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    arguments = ("--slides", classify_slides, "--out", with_index(indexed, tmp_path / "run"), *RUN, "--parallel", "ddp")
+    run_job(slurm, tmp_path, "", "train_nodes.sbatch", *arguments, RANKS="1")
+    assert summary_of(tmp_path / "run")["ranks"] == 2
+    assert losses_of(tmp_path / "run") == losses_of(trained[0])
+
+
+def test_two_nodes_of_stages_with_plain_srun(
+    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    arguments = ("--slides", classify_slides, "--out", with_index(indexed, tmp_path / "run"), *RUN)
+    run_job(slurm, tmp_path, "--ntasks-per-node=2", "hybrid.sbatch", *arguments)
+    summary = summary_of(tmp_path / "run")
+    assert (summary["status"], summary["ranks"]) == ("completed", 4)
+    assert summary["strategy"] == "1f1b"
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["launcher"]["started_by"] == "slurm"
+    expected = [float(loss) for loss in losses_of(trained[0])]
+    assert [float(loss) for loss in losses_of(tmp_path / "run")] == pytest.approx(expected, rel=1e-5)
+
+
+def test_mpi(
+    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    arguments = ("--slides", classify_slides, "--out", with_index(indexed, tmp_path / "run"), *RUN, "--parallel", "ddp")
+    run_job(slurm, tmp_path, "--ntasks-per-node=2", "mpi.sbatch", *arguments)
+    assert summary_of(tmp_path / "run")["ranks"] == 2
+    assert losses_of(tmp_path / "run") == losses_of(trained[0])
+
+
+def test_a_run_that_is_preempted_and_then_loses_a_rank_is_requeued_and_goes_on(
+    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    out, output = with_index(indexed, tmp_path / "run"), tmp_path / "job.out"
+    job = slurm.submit(
+        "--ntasks-per-node=2",
+        f"--output={output}",
+        ROOT / "configs" / "slurm" / "preemptible.sbatch",
+        *("--slides", classify_slides, *RUN, "--parallel", "ddp", "--model", "tests.helpers.tiny_models:unhurried"),
+        cwd=ROOT,
+        environment={**ENVIRONMENT, "RUN": str(out)},
+    )
+
+    def wait_for(what: Callable[[], bool]) -> None:
+        end = time.monotonic() + 150
+        while not what():
+            assert time.monotonic() < end, output.read_text()
+            time.sleep(0.05)
+
+    wait_for(lambda: (out / "metrics.csv").exists() and len(losses_of(out)) >= 2)
+    # As Slurm does before the time is up: to the steps, not the script.
+    sent = slurm.run("scancel", "--signal=USR1", job)
+    assert sent.returncode == 0, sent.stderr
+    wait_for(lambda: "restarted (attempt 2): continuing from step " in output.read_text())
+    rank_of(out, 1).kill()
+    assert slurm.wait(job, 240) == "COMPLETED", output.read_text()
+    assert slurm.job(job)["Restarts"] == "2"
+    printed = output.read_text()
+    assert "restarted (attempt 3): continuing from step " in printed
+    assert summary_of(out)["status"] == "completed"
+    assert losses_of(out) == losses_of(trained[0])
+    weights, expected = (torch.load(run / "checkpoints" / "last.pt", weights_only=True) for run in (out, trained[0]))
+    assert weights["model"].keys() == expected["model"].keys()
+    assert all(torch.equal(weights["model"][name], expected["model"][name]) for name in expected["model"])
+
+
+def test_a_task_that_does_not_come_is_named_once(slurm: Slurm, tmp_path: Path) -> None:
+    train = train_command("--slides", tmp_path, "--out", tmp_path / "run", "--parallel", "ddp", "--join-timeout-s", "2")
+    late = "test $SLURM_PROCID = 1 && sleep 300; exec " + " ".join(train)
+    done = slurm.run(
+        *("srun", "--ntasks=2", "--kill-on-bad-exit=1", "sh", "-c", late),
+        cwd=ROOT,
+        environment=ENVIRONMENT,
+        timeout_s=140,
+    )
+    assert done.returncode != 0
+    (error,) = (line for line in done.stderr.splitlines() if "python -m app.train: error: " in line)
+    assert "rank 1 of 2 did not come within " in error
+    assert "whether the launcher started 2 ranks" in error
+
+
+WHO = "import sys; from app.settings.launcher import find_launch; print(sys.argv[1], find_launch())"
+
+
+def test_batch_scripts_and_steps_are_told_apart(slurm: Slurm, tmp_path: Path) -> None:
+    who = f'"{sys.executable}" -c "{WHO}"'
+    script = tmp_path / "job.sh"
+    script.write_text(
+        f"#!/bin/sh\n{who} batch\nsrun --nodes=1 --ntasks=1 {who} one\nsrun --label {who} several\n"
+        f"srun --label --mpi=pmi2 {who} mpi\n"
+    )
+    options = ("--nodes=2", "--ntasks=3", "--distribution=block", f"--output={tmp_path}/out")
+    job = slurm.submit(*options, script, cwd=ROOT)
+    assert slurm.wait(job, 60) == "COMPLETED"
+    lines = sorted((tmp_path / "out").read_text().splitlines())
+    places = ((0, 0, 2), (1, 1, 2), (2, 0, 1))  # rank, local rank, local world
+    assert lines == sorted(
+        [
+            *("batch None", "one None"),
+            *(
+                f"{rank}: {name} Launch(rank={rank}, world=3, local_rank={local}, local_world={tasks}, mpi={mpi})"
+                for name, mpi in (("several", False), ("mpi", True))
+                for rank, local, tasks in places
+            ),
+        ]
+    )
+    shell = slurm.run("salloc", "--ntasks=2", sys.executable, "-c", WHO, "salloc", cwd=ROOT)
+    assert "salloc None\n" in shell.stdout, shell.stderr
+
+
+@pytest.mark.parametrize("hosts", ["a[01-03,7],b", "r[1-2]n[09-10]", "login", ",".join(NODES)])
+def test_hosts_are_those_that_slurm_makes_of_a_list(slurm: Slurm, hosts: str) -> None:
+    assert list(expand_hosts(hosts)) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_open_with_their_command_and_slurm_takes_them(slurm: Slurm, script: Path) -> None:
+    shebang, command, *_ = script.read_text().splitlines()
+    assert shebang == "#!/bin/bash"
+    assert f"sbatch configs/slurm/{script.name} --slides DIR" in command
+    checked = slurm.run("sbatch", "--test-only", script, "--slides", "somewhere", cwd=ROOT)
+    assert checked.returncode == 0, checked.stderr
+    assert "to start at" in checked.stderr

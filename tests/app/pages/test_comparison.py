@@ -1,0 +1,144 @@
+"""Several runs on one page: what differs, figures beside each other, curves over each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import yaml
+
+from app.pages.comparison import names_of, write_comparison
+from app.report import main
+from tests.helpers.run_folder import METRICS, write_csv, write_run, write_summary
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    found = [write_run(tmp_path / name) for name in ("first", "second & <last>")]
+    (found[1] / "config.yaml").write_text(yaml.safe_dump({"slides": "slides", "model": "unet", "out": "elsewhere"}))
+    (found[1] / "env.json").write_text(json.dumps({"python": "3.12.1", "packages": {"torch": "2.15.0"}, "gpus": []}))
+    write_summary(found[1], strategy="master", images_per_second=7.5, metrics={"tile_auc": 0.95}, bubble=0.125)
+    write_csv(found[1] / "metrics.csv", METRICS, [[s, 0, 8 * s, 2 / s, 1e-3, 0.5, 0.01, 8] for s in range(1, 31)])
+    return found
+
+
+def page(runs: list[Path], out: Path) -> ElementTree.Element:
+    return ElementTree.fromstring(write_comparison(runs, out).read_text().removeprefix("<!DOCTYPE html>"))
+
+
+def rows(root: ElementTree.Element, title: str) -> list[list[str]]:
+    """Cells under a heading."""
+    section = next(one for one in root.iter("section") if (one.findtext("h2") or "") == title)
+    return [["".join(cell.itertext()) for cell in line] for line in section.iter("tr")]
+
+
+def test_only_what_differs_is_in_the_tables(runs: list[Path], tmp_path: Path) -> None:
+    root = page(runs, tmp_path / "c.html")
+    head = ["", "first", "second & <last>"]
+    assert rows(root, "Settings that differ") == [head, ["model", "resnet18", "unet"]]
+    assert rows(root, "Environment that differs") == [head, ["python", "3.11.7", "3.12.1"]]
+
+
+def test_figures_stand_beside_each_other(runs: list[Path], tmp_path: Path) -> None:
+    found = {name: cells for name, *cells in rows(page(runs, tmp_path / "c.html"), "Figures")}
+    assert found["Strategy"] == ["ddp", "master"]
+    assert found["Images per second"] == ["15.87", "7.5"]
+    assert found["Bubble"] == ["–", "12.50 %"]
+    assert found["Tile AUC"] == ["0.9123", "0.95"]
+    assert found["Peak memory, by rank"] == ["3 GiB, 2 GiB"] * 2
+    assert "Slide AUC" not in found  # undefined in both
+
+
+def test_curves_lie_over_each_other(runs: list[Path], tmp_path: Path) -> None:
+    figures = list(page(runs, tmp_path / "c.html").iter("figure"))
+    titles = [one.findtext("figcaption/h3") for one in figures]
+    assert titles == [
+        *("Training loss", "Validation loss", "Tile AUC"),
+        *("Slide balanced accuracy", "Tile balanced accuracy", "Throughput"),
+    ]
+    loss = figures[0]
+    assert [li.text for li in loss.iter("li")] == ["first ", "second & <last> "]
+    first, second = (path.get("d", "") for path in loss.iter("path"))
+    starts = [float(re.findall(r"M[\d.]+ ([\d.]+)", one)[0]) for one in (first, second)]
+    assert starts[1] < starts[0]  # 2/step above 1/step
+
+
+def test_more_runs_than_colours_are_dashed(tmp_path: Path) -> None:
+    many = [write_run(tmp_path / f"run{n}", pictures=0) for n in range(8)]
+    figure = next(page(many, tmp_path / "c.html").iter("figure"))
+    assert [path.get("class") for path in figure.iter("path")][5:] == ["line c5", "dashed c0", "dashed c1"]
+
+
+def test_noise_is_averaged(runs: list[Path], tmp_path: Path) -> None:
+    lines = [[s, 0, 8 * s, 1 + 0.5 * (-1) ** s, 1e-3, 0.5, 0.01, 8] for s in range(1, 201)]
+    write_csv(runs[0] / "metrics.csv", METRICS, lines)
+    loss = next(page(runs[:2], tmp_path / "c.html").iter("figure"))
+    first = next(loss.iter("path")).get("d", "")
+    heights = np.array([float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", first)])
+    assert len(heights) == 200
+    assert np.ptp(heights[10:-10]) < 1
+
+
+def test_a_run_without_a_step_is_still_compared(runs: list[Path], tmp_path: Path) -> None:
+    for name in ("metrics.csv", "validation.csv", "summary.json"):
+        (runs[1] / name).unlink()
+    root = page(runs, tmp_path / "c.html")
+    assert ["Strategy", "ddp", "–"] in rows(root, "Figures")
+    loss = next(root.iter("figure"))
+    assert len(list(loss.iter("path"))) == 1
+
+
+def test_names_are_the_shortest_that_differ(tmp_path: Path) -> None:
+    assert names_of([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    assert names_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+
+
+def test_page_needs_nothing_but_itself(runs: list[Path], tmp_path: Path) -> None:
+    html = write_comparison(runs, tmp_path / "c.html").read_text()
+    assert "http" not in html
+    assert not re.search(r"<(script|link|iframe|object|img)\b|@import|url\(|src=", html)
+    assert "<last>" not in html
+
+
+def test_command_compares_several(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*map(str, runs)]) == 0
+    assert capsys.readouterr().out.strip() == "compare.html"
+    assert (tmp_path / "compare.html").is_file()
+    assert main([*map(str, runs), "--out", "new/page.html"]) == 0
+    assert (tmp_path / "new" / "page.html").is_file()
+    assert not (tmp_path / "compare.tmp").exists()
+
+
+def test_what_cannot_be_compared_is_told(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ("--out", str(tmp_path / "c.html"))
+    assert main([str(runs[0]), str(runs[0]), *out]) == 2
+    assert "each run once" in capsys.readouterr().err
+    assert main([str(runs[0]), str(tmp_path / "nowhere"), *out]) == 1
+    assert "does not exist" in capsys.readouterr().err
+    (runs[1] / "bench.json").write_text("{}")
+    assert main([*map(str, runs), *out]) == 2
+    assert "a benchmark is reported alone" in capsys.readouterr().err
+    assert main([str(runs[0])] * 13) == 2
+    assert "2 to 12 runs; got 13" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "none was given" in capsys.readouterr().err
+    assert not (tmp_path / "c.html").exists()
+
+
+def test_values_are_drawn_where_validations_are_rare(runs: list[Path], tmp_path: Path) -> None:
+    """A score that stands in few lines is one line, not points without a connection."""
+    lines = [[s, 0.5, 0.7 + s / 100 if s % 10 == 0 else "", "", "", "", ""] for s in range(1, 31)]
+    columns = ("step", "loss", "tile_auc", "slide_auc", "slide_balanced_accuracy", "tile_balanced_accuracy", "dice")
+    write_csv(runs[1] / "validation.csv", columns, lines)
+    figure = next(one for one in page(runs, tmp_path / "c.html").iter("figure") if one.findtext(".//h3") == "Tile AUC")
+    path = list(figure.iter("path"))[1].get("d", "")
+    assert (path.count("M"), path.count("L")) == (1, 2)
+    xs = [float(x) for x in re.findall(r"[ML]([\d.]+) ", path)]
+    assert np.allclose(np.diff(xs), np.diff(xs)[0], atol=0.2)

@@ -1,0 +1,135 @@
+"""The pages in a real browser: light, dark, on a phone and on paper, nothing fetched, nothing cut or hard to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from app.pages.bench_page import write_page
+from app.pages.comparison import write_comparison
+from app.pages.run_page import write_report
+from tests.helpers.bench_folder import row, unfit, write_bench, write_rows
+from tests.helpers.chromium import Browser, browser, find_chromium
+from tests.helpers.run_folder import write_run
+
+pytestmark = pytest.mark.browser
+
+PAPER_PX = 718
+"""Width of what is printed on A4 with the browser's margins."""
+
+OVERLAPPING = """
+[...document.querySelectorAll(".chart svg[role]")].flatMap(svg => {
+  const found = [...svg.querySelectorAll("text")].map(one => [one.textContent, one.getBoundingClientRect()]);
+  const frame = svg.closest("figure").getBoundingClientRect();
+  return found.flatMap(([a, p], i) => [
+    ...(p.left < frame.left || p.right > frame.right ? ["cut: " + a] : []),
+    ...found.slice(i + 1).filter(([b, q]) => Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
+      && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 4).map(([b, q]) => a + " over " + b)]);
+})
+"""
+"""Labels of charts that lie on each other, by more than the air above and below their letters, or leave the figure."""
+
+PALE = """
+(() => {
+  const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = one => { for (; one; one = one.parentElement) {
+    const colour = parse(getComputedStyle(one).backgroundColor);
+    if (colour.length === 3 || colour[3] > 0) return colour; } return [255, 255, 255]; };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [];
+  while (walker.nextNode()) {
+    const one = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || one.closest(".timeline svg, title, style")) continue;
+    const style = getComputedStyle(one);
+    const colour = parse(one.ownerSVGElement ? style.fill : style.color);
+    const [a, b] = [light(colour), light(ground(one))];
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (contrast < 4.5) found.push(contrast.toFixed(2) + " " + walker.currentNode.textContent.slice(0, 40));
+  }
+  return found;
+})()
+"""
+"""Text whose contrast is below 4.5, the least that WCAG 2.2 (1.4.3, AA) asks for."""
+
+BEYOND = """
+[...document.querySelectorAll(".table, figure, .bars ol > li, .card, pre")].filter(one =>
+  one.scrollWidth > one.clientWidth + 1).map(one => one.className + ": " + one.textContent.slice(0, 60))
+"""
+"""Boxes whose content is wider than they are: on paper nobody can scroll."""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every kind of page, and one with almost nothing on it."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = [write_run(folder / f"run-with-a-rather-long-name-{n}") for n in range(3)]
+    many = "fsdp does not go with an MPI launcher; " * 9
+    one = [unfit("ddp"), row("gpipe", status="cannot", reason=many + "x" * 200, images_per_second=None)]
+    return {
+        "benchmark": write_page(write_bench(folder / "bench", tiles=(512, 1024, 2048), ranks=(1, 2))),
+        "nothing ran": write_page(write_rows(folder / "none", one)),
+        "comparison": write_comparison(runs, folder / "compare.html"),
+        "run": write_report(runs[0]),
+    }
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no Chromium on this machine (chromium, chromium-browser or google-chrome)")
+    with browser(program, tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", ["benchmark", "nothing ran", "comparison", "run"])
+def test_page_in_a_browser(chromium: Browser, pages: dict[str, Path], name: str, tmp_path: Path) -> None:
+    page = pages[name]
+    chromium.told.clear()
+    chromium.requested.clear()
+    for width, phone, dark in ((1280, False, False), (1280, False, True), (390, True, False)):
+        chromium.open(page, width=width, dark=dark, phone=phone)
+        where = f"{name}, {width} px, {'dark' if dark else 'light'}"
+        assert chromium.run("document.documentElement.scrollWidth") <= width, where
+        assert chromium.run(OVERLAPPING) == [], where
+        assert chromium.run(PALE) == [], where
+        _check_picture(chromium.picture(), width, dark, tmp_path / f"{width}-{dark}.png")
+    assert set(chromium.requested) == {page.resolve().as_uri()}
+    assert chromium.told == []
+
+
+@pytest.mark.parametrize("name", ["benchmark", "comparison"])
+def test_page_on_paper(chromium: Browser, pages: dict[str, Path], name: str) -> None:
+    """Light, even for a reader whose screen is dark, and nothing wider than the paper."""
+    chromium.open(pages[name], width=PAPER_PX, dark=True)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    chromium.ask("Emulation.setEmulatedMedia", media="print", features=dark)
+    assert chromium.run("document.documentElement.scrollWidth") <= PAPER_PX
+    assert chromium.run(BEYOND) == []
+    assert chromium.run(PALE) == []
+    ink = chromium.run("getComputedStyle(document.body).color")
+    assert max(json.loads(f"[{ink.removeprefix('rgb(').removesuffix(')')}]")) < 64
+    made = chromium.pdf()
+    assert made.startswith(b"%PDF")
+    assert made.count(b"/Type /Page\n") > 1
+
+
+def _check_picture(png: bytes, width: int, dark: bool, path: Path) -> None:
+    """As wide as the window, on the right ground, and with many colours on it."""
+    path.write_bytes(png)  # to be looked at when the test fails
+    image = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR)
+    assert image is not None
+    assert image.shape[1] == width
+    ground = image[2, 2].mean()
+    assert ground < 60 if dark else ground > 200
+    grey = image[::3, ::3].mean(axis=2)
+    assert np.mean(np.abs(grey - ground) > 40) > 0.01, "blank, or almost"
+    assert len(np.unique(grey.round())) > 50

@@ -1,0 +1,167 @@
+"""``--parallel auto``: planned once, kept, followed by every rank, and taken up again by a resumed run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.planning.auto import follow, plan_run, planned, savings_of
+from app.planning.machine import Machine
+from app.settings.cli import RunError
+from app.settings.run import DataSettings, ModelSettings, RunConfig
+from app.settings.strategy import StrategySettings
+from app.settings.strategy_names import Parallel
+from parallel.plan.candidate import Candidate
+from parallel.plan.plan import Row
+from parallel.plan.savings import Savings
+from pipelines.tiles.index import IndexSettings
+
+CONFIG = RunConfig(
+    DataSettings(Path("slides")), index=IndexSettings(tile=64, stride=64), net=ModelSettings(model="resnet18")
+)
+
+
+class Forked(nn.Module):
+    """Its forward depends on the data, so it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean((2, 3))
+        return self.fc(x) if x.sum() > 0 else self.fc(-x)
+
+
+def forked(classes: int) -> nn.Module:
+    assert classes == 2
+    return Forked()
+
+
+def run(config: RunConfig, folder: Path) -> list[str]:
+    said: list[str] = []
+    plan_run(config, 2, False, folder, said.append)
+    return said
+
+
+def test_one_rank_is_planned_without_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("app.planning.machine.load_or_calibrate")
+    (said,) = run(CONFIG, tmp_path)
+    assert said.startswith("plan: single, m=1")
+    assert planned(CONFIG, tmp_path).strategy == replace(CONFIG.strategy, parallel="single", microbatches=1)
+
+
+def test_one_rank_with_little_memory_takes_smaller_microbatches(tmp_path: Path) -> None:
+    wide = replace(CONFIG, index=IndexSettings(tile=512, stride=512))
+    tight = replace(wide, strategy=StrategySettings(memory="800MiB"))
+    (said,) = run(tight, tmp_path)
+    assert "single, m=4" in said
+    with pytest.raises(
+        RunError, match=r"nothing fits in 100 MiB a rank: single, m=8 \+recompute block \+offload needs least"
+    ):
+        run(replace(wide, strategy=StrategySettings(memory="100MiB")), tmp_path)
+
+
+def test_a_resumed_run_keeps_its_plan_unless_the_problem_changed(tmp_path: Path) -> None:
+    run(CONFIG, tmp_path)
+    written = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(written | {"m": 4}))
+    assert run(replace(CONFIG, resume=True), tmp_path) == []
+    assert planned(CONFIG, tmp_path).strategy.microbatches == 4
+    assert run(CONFIG, tmp_path) != []
+    assert planned(CONFIG, tmp_path).strategy.microbatches == 1
+
+
+def test_a_model_that_cannot_be_traced_is_not_split(tmp_path: Path) -> None:
+    config = replace(CONFIG, net=ModelSettings(model="tests.app.planning.test_auto:forked"))
+    (said,) = run(config, tmp_path)
+    assert "cannot be planned for" in said
+    assert planned(config, tmp_path).strategy.parallel == "single"
+
+
+def test_a_named_strategy_is_left_alone(tmp_path: Path) -> None:
+    named = replace(CONFIG, strategy=StrategySettings("1f1b", ranks=2))
+    assert planned(named, tmp_path) is named
+
+
+def test_a_missing_plan_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="name a strategy with --parallel"):
+        planned(CONFIG, tmp_path)
+
+
+def test_everything_that_a_row_decides_is_followed() -> None:
+    row = Row(Candidate("master", 4, 2, 8, recompute="stage", shard_optimizer=True), ("layer2",))
+    settings = follow(StrategySettings(ranks=4), row)
+    assert settings.validate() == []
+    assert (settings.name, settings.depth, settings.groups, settings.m) == ("master", 2, 2, 8)
+    assert (settings.cuts, settings.recompute, settings.shard_optimizer) == ("layer2", "stage", "pair")
+    again = Candidate("ddp", 2, 1, 8, recompute="optimal", offload=True)
+    settings = follow(StrategySettings(ranks=2), Row(again, chosen=(("a", "b"), ("d", "d")), ahead_bytes=3 << 20))
+    assert settings.validate() == []
+    assert (settings.recompute, settings.recompute_runs) == ("optimal", "a:b,d:d")
+    assert (settings.offload, settings.offload_ahead) == ("overlap", "3MiB")
+    assert follow(StrategySettings(offload="pinned"), Row(replace(again, ranks=1))).offload == "pinned"
+    chunks = follow(StrategySettings(ranks=2), Row(Candidate("interleaved", 2, 2, 4, chunks=2), ("a", "b", "c")))
+    assert chunks.chunks == 2
+    assert {"auto", row.candidate.name} <= set(get_args(Parallel))
+
+
+def test_what_a_user_asks_to_save_is_not_searched() -> None:
+    assert savings_of(StrategySettings()) == Savings()
+    assert savings_of(StrategySettings(recompute="3")) == Savings(("3",), (False, True))
+    assert savings_of(StrategySettings(offload="naive")) == Savings(offload=(True,))
+
+
+def test_savings_asked_for_are_in_the_plan(tmp_path: Path) -> None:
+    asked = replace(CONFIG, strategy=StrategySettings(recompute="block", offload="overlap", offload_ahead="8MiB"))
+    (said,) = run(asked, tmp_path)
+    assert "+recompute block +offload" in said
+    strategy = planned(asked, tmp_path).strategy
+    assert strategy.validate() == []
+    assert (strategy.recompute, strategy.offload, strategy.offload_ahead) == ("block", "overlap", "8MiB")
+
+
+def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.planning.machine import named_machine
+
+    monkeypatch.setattr("app.planning.machine.this_machine", lambda ranks, **more: named_machine("v100-16gb", ranks))
+    config = replace(CONFIG, strategy=StrategySettings(ranks=2, batch=4))
+    (said,) = run(config, tmp_path)
+    strategy = planned(config, tmp_path).strategy
+    assert strategy.validate() == []
+    assert strategy.parallel in said
+    assert torch.get_num_threads() >= 1
+
+
+def test_what_a_named_strategy_computes_again_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.planning.machine import named_machine
+
+    def machine(ranks: int, *, memory: int, **more: object) -> Machine:
+        return named_machine("v100-16gb", ranks, memory=memory)
+
+    monkeypatch.setattr("app.planning.machine.this_machine", machine)
+    wide = replace(CONFIG, index=IndexSettings(tile=512, stride=512))
+    named = StrategySettings("gpipe", ranks=2, recompute="optimal", memory="500MiB", cuts="layer2")
+    config = replace(wide, strategy=named)
+    (said,) = run(config, tmp_path)
+    assert said.startswith("plan: gpipe 1 x 2, m=4 +recompute optimal")
+    strategy = planned(config, tmp_path).strategy
+    assert strategy.validate() == []
+    assert (strategy.parallel, strategy.depth, strategy.m) == ("gpipe", 2, 4)
+    assert strategy.cuts.startswith("layer2")
+    assert ":" in strategy.recompute_runs
+    assert not strategy.runs_undecided
+    with pytest.raises(RunError, match="--recompute optimal found nothing of gpipe"):
+        run(replace(wide, strategy=replace(named, memory="150MiB")), tmp_path)
+    plenty = replace(wide, strategy=replace(named, parallel="ddp", cuts="", memory="16GiB"))
+    run(plenty, tmp_path)
+    assert planned(plenty, tmp_path).strategy.recompute_runs == ""
+    forked = replace(config, net=ModelSettings(model="tests.app.planning.test_auto:forked"))
+    with pytest.raises(RunError, match="--recompute optimal has to look into the model"):
+        run(forked, tmp_path)

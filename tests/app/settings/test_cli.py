@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+
+from app.settings.cli import RunError, run_command
+from pipelines.slides.slide import SlideError
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Part:
+    lr: float = 0.1
+    """Learning rate."""
+    kind: Literal["sgd", "adamw"] = "sgd"
+    """Rule."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A command."""
+
+    slides: Path
+    """Folder."""
+    part: Part = field(default_factory=Part)
+    resume: bool = False
+    """Continue."""
+    read_ahead: str = "1GiB"
+    """Size."""
+
+    def validate(self) -> list[str]:
+        return [f"--lr must be above 0; got {self.part.lr}"] * (self.part.lr <= 0) + ["no resume"] * self.resume
+
+
+def run(argv: list[str], body=None) -> tuple[int, list[Settings]]:
+    seen: list[Settings] = []
+    return run_command(Settings, body or seen.append, argv, "prog"), seen
+
+
+def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("slides: a\nlr: 0.5\nkind: adamw\nread-ahead: 2GiB\n")
+    code, (settings,) = run(["--config", str(file), "--lr", "0.25"])
+    assert code == 0
+    assert settings == Settings(Path("a"), Part(0.25, "adamw"), read_ahead="2GiB")
+
+
+def test_printed_config_reads_back_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--slides", "b", "--kind", "adamw", "--print-config"]) == (0, [])
+    file = tmp_path / "run.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert yaml.safe_load(file.read_text())["kind"] == "adamw"
+    assert run(["--config", str(file)])[1] == [Settings(Path("b"), Part(kind="adamw"))]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slidez: a\n", "unknown key `slidez`; did you mean `slides`"),
+        ("- a\n- b\n", "expected `key: value` lines, found a list"),
+        ("slides: a\nresume: 3\n", "key `resume` takes true or false, found 3"),
+        ("slides: [\n", "cannot be read"),
+    ],
+)
+def test_faulty_file_is_a_usage_error(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert run(["--config", str(file)]) == (2, [])
+    assert message in capsys.readouterr().err
+
+
+def test_missing_file_and_missing_file_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--config", "nowhere.yaml"])[0] == 2
+    assert "nowhere.yaml cannot be read" in capsys.readouterr().err
+    assert run(["--config"])[0] == 2
+    assert "needs a file name" in capsys.readouterr().err
+
+
+def test_unknown_flag_value_and_missing_flag_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--slides", "a", "--kind", "adam"])[0] == 2
+    assert "adamw" in capsys.readouterr().err
+    assert run(["--slides", "a", "--nonsense", "1"])[0] == 2
+    assert "--nonsense" in capsys.readouterr().err
+    assert run([])[0] == 2
+    assert "--slides" in capsys.readouterr().err
+
+
+def test_all_faults_of_the_settings_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--slides", "a", "--lr", "-1", "--resume"]) == (2, [])
+    said = capsys.readouterr().err
+    assert "--lr must be above 0" in said
+    assert "no resume" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [(ValueError("bad tile"), 2), (RunError("bad run"), 1), (SlideError("bad slide"), 1), (OSError("bad disk"), 1)],
+)
+def test_expected_errors_are_one_message_and_a_code(
+    fault: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(settings: Settings) -> int:
+        raise fault
+
+    assert run(["--slides", "a"], body)[0] == code
+    assert capsys.readouterr().err == f"prog: error: {fault}\n"
+
+
+def test_help_ends_with_zero_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"])[0] == 0
+    said = capsys.readouterr().out
+    assert "default: 0.1" in said
+    assert "--config" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room on that disk, or name"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "runs/a"),
+            "runs/a: Read-only file system; name a folder",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "x.svs"),
+            "x.svs: Permission denied; change its rights",
+        ),
+        (OSError(errno.EMFILE, "Too many open files", "y"), "y: Too many open files; allow more open files: ulimit -n"),
+        (OSError("words of our own"), "words of our own"),
+    ],
+)
+def test_what_the_system_refuses_is_told_with_its_mend(
+    fault: OSError, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(_: Settings) -> None:
+        raise fault
+
+    assert run(["--slides", "a"], body)[0] == 1
+    assert capsys.readouterr().err.startswith(f"prog: error: {told}")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("options", "reason", "mend"),
+    [("size=40k", "No space left", "name a folder"), ("ro", "Read-only file system", "name another with --out")],
+)
+def test_indexing_where_there_is_no_room(options: str, reason: str, mend: str, tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o {options} none {tmp_path} && exec "
+    index = f"{sys.executable} -m app.index --slides data/real --tile 512 --out {tmp_path}/run"
+    able = subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True, text=True, timeout=20)
+    if able.returncode:
+        pytest.skip(f"no file system of its own can be made here: {able.stderr.strip()}")
+    command = ["unshare", "-rm", "sh", "-c", mount + index]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    (error,) = done.stderr.splitlines()
+    assert reason in error
+    assert mend in error

@@ -1,0 +1,208 @@
+"""The settings of a strategy: what is filled in, and what does not fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from app.settings.launcher import find_launch
+from app.settings.strategy import StrategySettings
+from app.settings.strategy_names import TORCH_PIPELINES, WHOLE, Parallel, Planned
+from parallel.schedule.registry import SCHEDULES
+
+LAUNCHERS = {
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    "openmpi": {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "mpich": {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    "slurm": {
+        "PMIX_RANK": "1",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_are_recognised(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_launch() is None
+    for name, value in LAUNCHERS[launcher].items():
+        monkeypatch.setenv(name, value)
+    launch = find_launch()
+    assert launch is not None
+    assert (launch.rank, launch.world, launch.local_rank, launch.local_world) == (1, 4, 1, 2)
+    assert launch.mpi == (launcher != "torchrun")
+    assert StrategySettings(ranks=1).world == 4
+
+
+@pytest.mark.parametrize(("name", "instead"), [("fsdp", "ddp"), ("torch-gpipe", "gpipe"), ("torch-1f1b", "1f1b")])
+def test_what_is_torchs_own_does_not_talk_over_mpi(name: Any, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in LAUNCHERS["mpich"].items():
+        monkeypatch.setenv(variable, value)
+    (fault,) = StrategySettings(parallel=name).validate()
+    assert f"--parallel {name} is torch's own and talks over torch.distributed, not MPI" in fault
+    assert f"start them with torchrun or --ranks, or use --parallel {instead}" in fault
+
+
+def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert find_launch() is None
+
+
+def test_every_schedule_can_be_asked_for() -> None:
+    assert set(get_args(Planned)) == {"auto", *WHOLE, *SCHEDULES}
+    assert set(get_args(Parallel)) == {*get_args(Planned), *TORCH_PIPELINES}
+    assert set(TORCH_PIPELINES.values()) <= set(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, ("single", 1, 1, 1)),
+        ({"ranks": 3}, ("ddp", 1, 3, 3)),
+        ({"parallel": "fsdp", "ranks": 3}, ("fsdp", 1, 3, 3)),
+        ({"parallel": "mp-basic", "ranks": 2}, ("mp-basic", 2, 1, 1)),
+        ({"parallel": "gpipe", "ranks": 2}, ("gpipe", 2, 1, 4)),
+        ({"parallel": "torch-gpipe", "ranks": 2}, ("torch-gpipe", 2, 1, 4)),
+        ({"parallel": "gpipe", "ranks": 4, "stages": 2}, ("gpipe", 2, 2, 8)),
+        ({"parallel": "1f1b", "ranks": 3, "batch": 5}, ("1f1b", 3, 1, 5)),
+        ({"parallel": "mast", "ranks": 8, "stages": 4}, ("mast", 4, 2, 4)),
+        ({"parallel": "bidirectional", "ranks": 2, "microbatches": 3}, ("bidirectional", 2, 1, 3)),
+    ],
+)
+def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tuple[str, int, int, int]) -> None:
+    settings = StrategySettings(**asked)
+    assert settings.validate() == []
+    assert (settings.name, settings.depth, settings.groups, settings.m) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "messages"),
+    [
+        ({"parallel": "gpipe"}, ["--parallel gpipe splits the model over 2 ranks or more; got --ranks 1"]),
+        ({"parallel": "fsdp"}, ["--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks 1"]),
+        (
+            {"parallel": "fsdp", "ranks": 2, "cuts": "fc"},
+            ["--cuts is about a model split into stages; --parallel fsdp"],
+        ),
+        ({"parallel": "gpipe", "ranks": 3, "stages": 2}, ["3 ranks cannot be divided into groups of --stages 2"]),
+        ({"parallel": "gpipe", "ranks": 2, "stages": 3}, ["--stages must be 2 to the number of ranks, 2; got 3"]),
+        ({"parallel": "gpipe", "ranks": 4, "stages": 2, "microbatches": 1}, ["each of 2 groups of 2 ranks needs a"]),
+        ({"parallel": "mast", "ranks": 2, "microbatches": 3}, ["mast computes 2 microbatches per group, 2 in all"]),
+        (
+            {"parallel": "1f1b", "ranks": 2, "chunks": 2},
+            ["--chunks is for --parallel interleaved; got"],
+        ),
+        ({"parallel": "interleaved", "ranks": 2, "chunks": 1}, ["--chunks must be at least 2; got 1"]),
+        (
+            {"parallel": "1f1b", "ranks": 2, "shard_optimizer": "pair", "schedule": Path("nowhere.csv")},
+            [
+                "pair needs two copies of the model (mast, master, bidirectional)",
+                "nowhere.csv is not a file",
+            ],
+        ),
+        (
+            {"parallel": "ddp", "ranks": 2, "stages": 2, "cuts": "fc"},
+            ["--stages is about a model split into stages; --parallel ddp does not split it", "--cuts is about"],
+        ),
+        ({"parallel": "torch-1f1b"}, ["--parallel torch-1f1b splits the model over 2 ranks or more; got --ranks 1"]),
+        (
+            {"parallel": "torch-gpipe", "ranks": 4, "stages": 2, "batch": 6, "microbatches": 4},
+            [
+                "--parallel torch-gpipe is one pipeline over all ranks; got --stages 2 for 4 ranks: leave --stages "
+                "out, or use --parallel gpipe, which makes groups of ranks",
+                "--parallel torch-gpipe takes microbatches of one size, as torch's pipelines fix the shapes of what "
+                "they send; got --batch 6 in --microbatches 4: use one of 1, 2, 3, 6, another --batch, or use",
+            ],
+        ),
+        (
+            {"parallel": "torch-1f1b", "ranks": 4, "microbatches": 2},
+            ["torch-1f1b needs as many microbatches as stages; got --microbatches 2 for 4 stages"],
+        ),
+        (
+            {
+                "parallel": "torch-1f1b",
+                "ranks": 2,
+                "recompute": "stage",
+                "offload": "pinned",
+                "offload_state": "optimizer",
+                "shard_optimizer": "pair",
+                "compile": True,
+            },
+            [
+                "--shard-optimizer pair needs two copies of the model",
+                "--recompute stage is not for --parallel torch-1f1b, which is torch's pipeline as it is: leave it out, "
+                "or use --parallel 1f1b",
+                "--offload pinned is not for --parallel torch-1f1b",
+                "--offload-state optimizer is not for --parallel torch-1f1b",
+                "--compile is not for --parallel torch-1f1b",
+            ],
+        ),
+        ({"ranks": 4, "stages": 3}, ["--stages must be 2 or more and divide the number of ranks, 4; got 3"]),
+        ({"batch": 4, "microbatches": 5}, ["--microbatches must be 1 to --batch 4; got 5"]),
+        ({"memory": "16G"}, ["--memory takes a size such as 512MiB or 16GiB; got '16G'"]),
+        (
+            {"ranks": 2, "stages": 2, "cuts": "fc", "recompute": "stage", "shard_optimizer": "pair", "compile": True},
+            [
+                "--cuts is about a model split into stages; --parallel auto chooses this itself",
+                "--recompute stage is about",
+                "--compile is about",
+                "--shard-optimizer pair needs two copies",
+            ],
+        ),
+        (
+            {"recompute": "blocks"},
+            ["--recompute takes none, stage, block, optimal or a number of layers from 1; got 'bl"],
+        ),
+        ({"recompute": "0"}, ["--recompute takes none, stage, block, optimal or a number of layers from 1; got '0'"]),
+        (
+            {"recompute": "block", "recompute_runs": "conv1:relu"},
+            ["--recompute-runs goes with --recompute optimal; got --recompute block"],
+        ),
+        (
+            {"recompute": "optimal", "recompute_runs": "conv1:relu,layer1"},
+            ["--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got 'conv1:relu,layer1'"],
+        ),
+        (
+            {"offload": "overlap", "offload_ahead": "some", "offload_host": "-1GiB"},
+            [
+                "--offload-ahead takes a size such as 512MiB or 16GiB; got 'some'",
+                "--offload-host takes a size such as 512MiB or 16GiB; got '-1GiB'",
+            ],
+        ),
+        (
+            {"offload": "pinned", "offload_ahead": "1MiB", "offload_host": "1GiB"},
+            [
+                "--offload-ahead is about --offload overlap; got --offload pinned",
+                "--offload-host is about --offload overlap; got --offload pinned",
+            ],
+        ),
+        (
+            {
+                "parallel": "fsdp",
+                "ranks": 2,
+                "recompute": "block",
+                "offload": "overlap",
+                "offload_state": "parameters",
+            },
+            [
+                "--recompute block is not for --parallel fsdp, whose parameters come and go: use ddp",
+                "--offload overlap is not for --parallel fsdp",
+                "--offload-state parameters is not for --parallel fsdp",
+            ],
+        ),
+    ],
+)
+def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> None:
+    found = StrategySettings(**asked).validate()
+    assert len(found) == len(messages)
+    for message, fault in zip(messages, found, strict=True):
+        assert message in fault

@@ -1,0 +1,93 @@
+"""Who reads what: pixels and targets on different ranks, in the same order, of the same tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.training.batches import RankReading, microbatches_of, sizes_of_part
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from parallel.engine.step import Wants
+from parallel.schedule.microbatch import split_batch
+from pipelines.catalog.handles import SlidePool
+from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.device import DeviceFeed
+from pipelines.stream.stream import TileStream
+from tests.helpers.tiles import TILE, memory_specs, tile_table
+
+NOTHING, IMAGES, TARGETS, BOTH = Wants(False, False), Wants(True, False), Wants(False, True), Wants(True, True)
+TABLE = tile_table([5, 6])
+
+
+class Recorded(LocalCommunicator):
+    """One rank that is told what the others say: ``sums`` are added to what it gives, in turn."""
+
+    def __init__(self, sums: Sequence[Tensor] = ()) -> None:
+        self.sums = list(sums)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self.sums:
+            tensor += self.sums.pop(0)
+
+
+def recorded(*sums: list[int]) -> Communicator:
+    return Recorded([torch.tensor(values) for values in sums])
+
+
+def stream_of(*, damaged: bool = False) -> TileStream:
+    specs = memory_specs(TABLE, lambda spec: replace(spec, bad=frozenset({2} if damaged and not spec.number else ())))
+    return TileStream.over(TABLE, epochs=1).read(SlidePool(specs, 2)).label(np.arange(11))
+
+
+def test_a_rank_reads_the_microbatches_it_wants() -> None:
+    ranges = split_batch(5, 3)
+    reading = RankReading.of(recorded(), 5, ranges, [IMAGES, NOTHING, BOTH])
+    assert not reading.apart
+    assert reading.sizes == (2, 2, 1)
+    stream = reading.sharded(stream_of())
+    assert (stream.rows, stream.image_rows, stream.target_rows) == (range(5), (0, 1, 4), (4,))
+    with iter(stream) as batches:
+        parts = list(
+            microbatches_of(DeviceFeed(torch.device("cpu"), AugmentSettings(), seed=0), next(batches), (2, 2, 1))
+        )
+    assert [(part.images is not None, part.targets is not None) for part in parts] == [
+        tuple(want) for want in (IMAGES, NOTHING, BOTH)
+    ]
+    assert [part.shape for part in parts] == [(2, 3, TILE, TILE), (2, 3, TILE, TILE), (1, 3, TILE, TILE)]
+
+
+def test_a_group_reads_its_own_part_of_the_batch() -> None:
+    ranges = split_batch(7, 4)[2:]
+    stream = RankReading.of(recorded(), 7, ranges, [BOTH, BOTH]).sharded(stream_of())
+    assert stream.rows == range(4, 7)
+
+
+def test_labels_follow_the_tile_that_was_read_on_the_rank_with_the_pixels() -> None:
+    ranges = split_batch(4, 2)
+    with iter(RankReading.of(recorded(), 4, ranges, [IMAGES] * 2).sharded(stream_of(damaged=True))) as batches:
+        read = next(batches).rows.tolist()
+    assert read == [0, 1, 3, 3]
+    labels = RankReading.of(recorded([0], read), 4, ranges, [TARGETS] * 2)
+    assert labels.apart
+    with iter(labels.sharded(stream_of())) as batches:
+        batch = next(batches)
+        assert batch.targets.tolist() == [0, 1, 2, 3]
+        labels.settle(batches, batch)
+        assert batch.targets.tolist() == batch.rows.tolist() == read
+
+
+def test_ranks_without_labels_take_part_when_any_has_them_apart() -> None:
+    assert RankReading.of(recorded([1]), 4, split_batch(4, 2), [NOTHING] * 2).apart
+    assert not RankReading.of(recorded([0]), 4, split_batch(4, 2), [NOTHING] * 2).apart
+
+
+def test_a_short_batch_is_cut_into_microbatches_of_the_usual_size() -> None:
+    with iter(stream_of().batch(4)) as batches:
+        assert [sizes_of_part(batch, 3) for batch in batches] == [[3, 1], [3, 1], [3]]
+    with iter(stream_of().batch(4).shard(range(3, 4))) as batches:
+        assert [sizes_of_part(batch, 3) for batch in batches] == [[1], [1], []]

@@ -1,0 +1,126 @@
+"""The comparison itself: what counts as an error, and that none is overlooked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from app.training.exactness import Outcome, Trial, compare, projected_error, run_engine, run_plain
+from parallel.comm.local import LocalCommunicator
+from parallel.engine.data_parallel import DataParallelEngine
+from tests.helpers.small_nets import FourierNet
+from tests.helpers.tiny_models import classifier
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    torch.manual_seed(0)
+    return Trial(classifier(3), (2, 1), 48, torch.float64, CPU, steps=2)
+
+
+@pytest.fixture(scope="module")
+def plain(trial: Trial) -> Outcome:
+    return run_plain(trial)
+
+
+def parameters(trial: Trial) -> list[str]:
+    return [name for name, _ in trial.module.named_parameters()]
+
+
+def test_an_engine_on_one_rank_is_exact(trial: Trial, plain: Outcome) -> None:
+    ranks = run_engine(
+        trial,
+        lambda module, loss, make, communicator: DataParallelEngine(
+            module, loss, make(module.parameters()), communicator, batch=3, m=2
+        ),
+        LocalCommunicator(),
+    )
+    assert ranks is not None
+    errors = compare(plain, ranks, parameters(trial))
+    assert errors.largest == 0.0
+    assert set(errors.of_tensors["gradients"]) == set(parameters(trial))
+    assert {name.split(".")[-1] for name in errors.of_tensors["statistics"]} == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
+
+
+@pytest.mark.parametrize("kind", ["gradients", "parameters", "statistics"])
+def test_a_changed_value_is_found_where_it_is(kind: str, trial: Trial, plain: Outcome) -> None:
+    name = "4.running_mean" if kind == "statistics" else "3.weight"
+    changed = {key: value.clone() for key, value in (plain.gradients if kind == "gradients" else plain.state).items()}
+    changed[name].view(-1)[0] += 0.5 * plain_size(plain, kind, name)
+    field = {"gradients": changed} if kind == "gradients" else {"state": changed}
+    errors = compare(plain, [dataclasses.replace(plain, **field)], parameters(trial))
+    assert errors.largest == errors.of_tensors[kind][name] == pytest.approx(0.5)
+    assert errors.by_group()[name[0]][kind] == errors.largest
+
+
+def plain_size(plain: Outcome, kind: str, name: str) -> float:
+    return float((plain.gradients if kind == "gradients" else plain.state)[name].abs().max())
+
+
+def test_any_rank_may_be_the_one_that_is_wrong(trial: Trial, plain: Outcome) -> None:
+    wrong = dataclasses.replace(plain, losses=[loss * 1.25 for loss in plain.losses])
+    assert compare(plain, [plain, wrong], parameters(trial)).loss == pytest.approx(0.25)
+    half = dict(list(plain.gradients.items())[:2])
+    doubled = {name: 2 * value for name, value in half.items()}
+    ranks = [dataclasses.replace(plain, gradients=part) for part in (plain.gradients, half, doubled)]
+    assert compare(plain, ranks, parameters(trial)).largest == pytest.approx(1.0)
+
+
+def test_a_gradient_that_is_missing_or_not_finite_is_an_error(trial: Trial, plain: Outcome) -> None:
+    fewer = {name: value for name, value in plain.gradients.items() if name != "0.weight"}
+    missing = compare(plain, [dataclasses.replace(plain, gradients=fewer)], parameters(trial))
+    assert missing.of_tensors["gradients"]["0.weight"] == 1.0
+    broken = plain.gradients | {"0.weight": plain.gradients["0.weight"] * torch.nan}
+    assert compare(plain, [dataclasses.replace(plain, gradients=broken)], parameters(trial)).largest == math.inf
+
+
+def test_what_is_rounding_only_is_held_against_the_largest_of_its_kind(trial: Trial, plain: Outcome) -> None:
+    largest = max(float(value.abs().max()) for value in plain.gradients.values())
+    noise = torch.full((8,), 1e-15 * largest, dtype=torch.float64)
+    with_bias = dataclasses.replace(plain, gradients=plain.gradients | {"0.bias": noise})
+    other = dataclasses.replace(plain, gradients=plain.gradients | {"0.bias": -noise})
+    assert compare(with_bias, [other], parameters(trial)).largest == pytest.approx(2e-15)
+
+
+def test_every_output_and_every_target_counts() -> None:
+    output = {"out": torch.randn(2, 3), "aux": (torch.randn(2, 4, 5),)}
+    targets = torch.zeros(2)
+    loss = projected_error(output, targets)
+    assert projected_error(output, targets + torch.tensor([0.0, 1.0])) != loss
+    assert projected_error({**output, "aux": (output["aux"][0] * 2,)}, targets) != loss
+    halves = [
+        projected_error({"out": output["out"][k], "aux": (output["aux"][0][k],)}, targets[k])
+        for k in (slice(0, 1), slice(1, 2))
+    ]
+    assert sum(halves) / 2 == pytest.approx(float(loss))
+    own = {**output, "own loss": torch.tensor(3.0)}
+    assert projected_error(own, targets) > loss
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_a_model_whose_hooks_compute_weights_is_copied() -> None:
+    net = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Conv2d(3, 4, 3)))
+    net(torch.zeros(1, 3, 8, 8))
+    normed = Trial(net, (1, 1), 8, torch.float64, CPU, steps=1)
+    assert run_plain(normed).gradients.keys() == {"0.bias", "0.weight_g", "0.weight_v"}
+
+
+def test_complex_parameters_keep_both_parts_and_are_compared_in_both() -> None:
+    torch.manual_seed(0)
+    spectral = Trial(FourierNet(), (2, 1), 12, torch.float64, CPU, steps=1)
+    weight = spectral.fresh_module().get_parameter("weight")
+    assert weight.dtype == torch.complex128
+    assert weight.imag.abs().min() > 0
+    ours = run_plain(spectral)
+    turned = ours.gradients | {"weight": ours.gradients["weight"].conj()}
+    errors = compare(ours, [dataclasses.replace(ours, gradients=turned)], parameters(spectral))
+    assert errors.largest == errors.of_tensors["gradients"]["weight"] > 0.1

@@ -1,0 +1,270 @@
+"""Training with the model split over ranks: the run of one process, whatever the strategy, reading and resume included.
+
+Ranks are threads of this process, which share its slides; the last tests start processes as a user does.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from app.launch.place import Placement
+from app.launch.signals import Interrupt
+from app.launch.watchdog import Guardian
+from app.settings.run import DataSettings, ModelSettings, OptimizerSettings, RunConfig, ScoreSettings, StrategySettings
+from app.train import main
+from app.training import session as session_module
+from app.training.dataset import Dataset, prepare
+from app.training.loop import TrainingLoop
+from app.training.run_folder import RunFolder
+from app.training.session import build_session
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from pipelines.catalog.failures import FailedSlides
+from pipelines.stream.augment import AugmentSettings
+from pipelines.tiles.index import IndexSettings
+from tests.app.conftest import QUICK, Train, summary_of
+from tests.helpers import tiny_models
+
+BATCH, M, STEPS = 5, 4, 4
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run on threads leaves: losses of its steps, scores, checkpoint, and the slides each rank had open."""
+
+    losses: list[float]
+    metrics: Mapping[str, float | None]
+    state: dict[str, Any]
+    opened: list[tuple[str, ...]]
+
+
+def run_config(slides: Path, out: Path, **strategy: Any) -> RunConfig:
+    return RunConfig(
+        DataSettings(slides),
+        IndexSettings(tile=128),
+        # SGD: AdamW's first updates are the signs of the gradients, which rounding flips where they are almost 0.
+        optimization=OptimizerSettings(optimizer="sgd", lr=0.01),
+        net=ModelSettings("tiny"),
+        strategy=StrategySettings(batch=BATCH, microbatches=M, device="cpu", **strategy),
+        score=ScoreSettings(validation_tiles=3),
+        out=out,
+        steps=STEPS,
+        twin_steps=0,
+    )
+
+
+def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
+    assert config.strategy.validate() == []
+
+    def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
+        folder = RunFolder(config.out)
+        placement = Placement(communicator, torch.device("cpu"), None)
+        guardian = Guardian(communicator.rank, stuck_s=60)
+        session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guardian)
+        outcome = TrainingLoop(session, folder, Interrupt()).run()
+        opened = session.pool.open_ids
+        session.close()
+        return outcome.loss, outcome.metrics, opened
+
+    config.out.mkdir(exist_ok=True)
+    ranks = run_on_threads(config.strategy.world, rank, timeout_s=60)
+    assert len({(loss, tuple(metrics.items())) for loss, metrics, _ in ranks}) == 1
+    with (config.out / "metrics.csv").open() as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    state: dict[str, Any] = torch.load(config.out / "checkpoints" / "last.pt", weights_only=True)
+    return Ran(losses, ranks[0][1], state, [opened for _, _, opened in ranks])
+
+
+@pytest.fixture(autouse=True)
+def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share the generator that weights are drawn with, so they are drawn once."""
+
+    def build(name: str, *, classes: int, norm: str) -> nn.Module:
+        return copy.deepcopy(MODELS[name])
+
+    monkeypatch.setattr(session_module, "build_model", build)
+
+
+torch.manual_seed(0)
+MODELS = {"tiny": tiny_models.classifier(2), "segmenter": tiny_models.segmenter(2)}
+
+
+@pytest.fixture(scope="module")
+def data(classify_slides: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
+    out = tmp_path_factory.mktemp("data")
+    config = run_config(classify_slides, out)
+    return classify_slides, prepare(config, RunFolder(out), lambda line: None)
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(data: tuple[Path, Dataset], tmp_path: Path) -> Run:
+    """Trains with a strategy; each in a folder of its own unless it resumes."""
+    numbers = itertools.count()
+
+    def run(*, resume: Path | None = None, optimizer: Literal["sgd", "adamw"] = "sgd", **strategy: Any) -> Ran:
+        config = run_config(data[0], resume or tmp_path / str(next(numbers)), **strategy)
+        optimization = dataclasses.replace(config.optimization, optimizer=optimizer)
+        config = dataclasses.replace(config, optimization=optimization, resume=resume is not None)
+        return train_on_threads(config, data[1])
+
+    return run
+
+
+def assert_same(found: Ran, expected: Ran) -> None:
+    """Up to float32 rounding, grown over a few steps."""
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-3)
+    assert found.state["model"].keys() == expected.state["model"].keys()
+    for name, value in expected.state["model"].items():
+        assert (found.state["model"][name] - value).abs().max() <= 1e-3 * max(1, value.abs().max()), name
+    assert found.state["images"] == expected.state["images"] == BATCH * STEPS
+    assert found.state["stream"] == expected.state["stream"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"parallel": "ddp", "ranks": 3},
+        {"parallel": "gpipe", "ranks": 2},
+        {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},
+        {"parallel": "interleaved", "ranks": 2},
+        {"parallel": "master", "ranks": 2, "shard_optimizer": "pair"},
+        {"parallel": "bidirectional", "ranks": 2},
+        {"parallel": "master", "ranks": 4, "stages": 2},
+        {"parallel": "gpipe", "ranks": 2, "cuts": "6"},
+    ],
+    ids=lambda strategy: "-".join(map(str, strategy.values())),
+)
+def test_every_strategy_trains_as_one_process(strategy: dict[str, Any], run: Run, single: Ran) -> None:
+    assert_same(run(**strategy), single)
+
+
+@pytest.fixture(scope="module")
+def single(data: tuple[Path, Dataset], tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session_module, "build_model", lambda name, **_: copy.deepcopy(MODELS[name]))
+        return train_on_threads(run_config(data[0], tmp_path_factory.mktemp("single")), data[1])
+
+
+def test_only_the_rank_that_feeds_the_model_opens_slides(run: Run) -> None:
+    first, middle, last = run(parallel="1f1b", ranks=3).opened
+    assert len(first) > 0
+    assert (middle, last) == ((), ())
+
+
+@pytest.mark.parametrize("order", [("gpipe", "ddp"), ("ddp", "gpipe"), ("master", "1f1b"), ("single", "bidirectional")])
+def test_a_run_goes_on_under_another_strategy(order: tuple[str, str], run: Run, single: Ran, tmp_path: Path) -> None:
+    ranks = {"single": 1}
+    (tmp_path / "0").mkdir()
+    # The rate falls with the number of steps: the run is interrupted after two of four, not planned to end there.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
+        run(parallel=order[0], ranks=ranks.get(order[0], 2))
+    resumed = run(parallel=order[1], ranks=2, resume=tmp_path / "0")
+    assert_same(resumed, single)
+
+
+def interrupted_after(steps: int) -> Callable[..., bool]:
+    finish = TrainingLoop._finish_step
+
+    def finish_step(self: TrainingLoop, *arguments: Any) -> bool:
+        return finish(self, *arguments) or self.outcome.step == steps
+
+    return finish_step
+
+
+OUT_OF_CORE = {"offload": "overlap", "recompute": "block", "offload_state": "parameters"}
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"parallel": "single"}, {"parallel": "gpipe", "ranks": 2}], ids=["single", "gpipe"]
+)
+def test_an_interrupted_run_out_of_core_goes_on_bit_by_bit(
+    strategy: dict[str, Any], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tensors are tiny here, and what is to be moved is moved; AdamW has the most to come back.
+    monkeypatch.setattr(session_module, "build_engine", functools.partial(session_module.build_engine, smallest=0))
+    asked = {"optimizer": "adamw", **strategy, **OUT_OF_CORE}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
+        half = run(**asked)
+    resumed = run(resume=tmp_path / "0", **asked)
+    undisturbed = run(**asked)
+    assert (len(half.losses), resumed.losses) == (2, undisturbed.losses)
+    assert different(half.state, undisturbed.state)
+    assert different(resumed.state, undisturbed.state) == []
+
+
+def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Tensors of model and optimizer that are not the same to the last bit."""
+    ours, theirs = (
+        {keystr(path): leaf for path, leaf in tree_flatten_with_path(part)[0] if isinstance(leaf, torch.Tensor)}
+        for part in ((state["model"], state["optimizer"]) for state in (found, expected))
+    )
+    assert ours.keys() == theirs.keys()
+    return [name for name, value in theirs.items() if not torch.equal(value, ours[name])]
+
+
+@pytest.mark.parametrize("augment", ["device", "cpu"])
+def test_masks_on_another_rank_are_varied_as_their_tiles(augment: Any, segment_slides: Path, tmp_path: Path) -> None:
+    runs = []
+    for name, strategy in (("one", {}), ("two", {"parallel": "gpipe", "ranks": 2})):
+        config = run_config(segment_slides, tmp_path / name, **strategy)
+        config = dataclasses.replace(
+            config, net=ModelSettings("segmenter"), augmentation=AugmentSettings(augment), steps=2
+        )
+        config.out.mkdir()
+        runs.append(train_on_threads(config, prepare(config, RunFolder(config.out), lambda line: None)))
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+    assert runs[1].metrics == pytest.approx(runs[0].metrics, rel=1e-3)
+
+
+@pytest.mark.process
+def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_process: Train, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    # Without --microbatches: those of the first strategy are kept, which are not the second one's own.
+    arguments = [argument for argument in QUICK if argument not in ("--microbatches", "2")]
+    common = ("--slides", classify_slides, *arguments, "--optimizer", "sgd", "--out", out, "--ranks", "2")
+    done = train_process(*common, "--parallel", "master", "--steps", "3", "--twin-steps", "1")
+    assert done.returncode == 0, done.stderr + done.stdout
+    summary = summary_of(out)
+    assert (summary["strategy"], summary["ranks"], summary["stages"], summary["microbatches"]) == ("master", 2, 2, 4)
+    assert 0 < summary["bubble"] < 1
+    assert (summary["images"], len(summary["peak_memory_bytes"])) == (12, 2)
+    done = train_process(*common, "--parallel", "fsdp", "--steps", "5", "--resume")
+    assert done.returncode == 0, done.stderr + done.stdout
+    summary = summary_of(out)
+    assert (summary["strategy"], summary["stages"], summary["microbatches"], summary["images"]) == ("fsdp", 1, 4, 20)
+    assert summary["bubble"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--parallel", "gpipe"), "--parallel gpipe splits the model over 2 ranks or more; got --ranks 1"),
+        (("--parallel", "mast", "--ranks", "2", "--microbatches", "4"), "mast computes 2 microbatches per group"),
+        (("--norm-statistics", "deferred", "--norm", "group"), "--norm-statistics deferred is about --norm batch"),
+    ],
+)
+def test_wrong_usage_is_said_before_anything_is_read(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--slides", str(tmp_path), "--out", str(tmp_path / "run"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

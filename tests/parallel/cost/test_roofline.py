@@ -1,0 +1,108 @@
+"""Times from a data sheet: published step times, and how they go with tile, type and device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from models.registry import build_model
+from parallel.cost.devices import DEVICES, LINKS, device_named, link_named
+from parallel.cost.roofline import cost_on
+from parallel.graph.layers import LayerGraph
+from parallel.trace.trace import trace
+
+
+def graph_of(model: str, shape: tuple[int, ...]) -> LayerGraph:
+    with torch.device("meta"):
+        module = build_model(model, classes=2)
+    return trace(module, shape).graph
+
+
+def test_published_steps_of_resnet50_are_met() -> None:
+    graph = graph_of("torchvision:resnet50", (256, 3, 224, 224))
+    published = {
+        ("v100-16gb", "float32"): 367,
+        ("v100-16gb", "float16"): 1200,
+        ("a100-80gb", "tf32"): 938,
+        ("a100-80gb", "float16"): 2470,
+    }
+    for (device, dtype), images_per_second in published.items():
+        seconds = sum(cost_on(graph, device_named(device), dtype).seconds)
+        assert 256 / seconds == pytest.approx(images_per_second, rel=0.10), (device, dtype)
+
+
+def test_larger_tiles_cost_in_proportion_and_slower_devices_more() -> None:
+    small, large = (
+        sum(cost_on(graph_of("unet_w16", (1, 3, px, px)), DEVICES["v100-16gb"]).seconds) for px in (512, 2048)
+    )
+    assert 12 < large / small < 16  # launches do not grow
+    graph = graph_of("unet_w16", (1, 3, 512, 512))
+    seconds = [
+        sum(cost_on(graph, DEVICES[name]).seconds) for name in ("t4-16gb", "v100-16gb", "a100-80gb", "h100-80gb")
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_backward_of_a_convolution_is_twice_its_forward_unless_nothing_flows_on() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1))
+    graph = trace(model, (1, 3, 512, 512)).graph
+    first, second = (cost for cost in cost_on(graph, DEVICES["v100-16gb"]).layers if cost.seconds)
+    assert first.backward_s == pytest.approx(first.forward_s)
+    assert first.backward_input_s == 0
+    assert second.backward_s == pytest.approx(2 * second.forward_s)
+    assert second.backward_input_s == pytest.approx(second.forward_s)
+
+
+def test_gradients_of_a_value_used_twice_are_added_up() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.left, self.right = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            shared = self.first(images)
+            return torch.cat([self.left(shared), self.right(shared)], 1)
+
+    graph = trace(Fork(), (1, 3, 2048, 2048)).graph
+    costs = dict(zip(graph.by_name, cost_on(graph, DEVICES["v100-16gb"]).layers, strict=True))
+    moved = 3 * graph.by_name["first"].output_bytes / (0.8 * 900e9)
+    assert costs["first"].backward_input_s == pytest.approx(moved + DEVICES["v100-16gb"].op_s)
+
+
+def test_half_precision_moves_half_the_bytes() -> None:
+    graph = trace(nn.Sequential(nn.BatchNorm2d(64)), (1, 64, 2048, 2048)).graph
+    device = DEVICES["a100-80gb"]
+    single, half = (sum(cost_on(graph, device, dtype).seconds) for dtype in ("float32", "bfloat16"))
+    assert half == pytest.approx(single / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("find", "name", "says"),
+    [
+        (device_named, "v100", "v100-16gb, v100-32gb"),
+        (device_named, "abacus", "All of them: p100-16gb"),
+        (link_named, "infiniband", "edr-infiniband"),
+    ],
+)
+def test_unknown_names_are_told_what_there_is(find, name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        find(name)
+
+
+def test_names_are_found_whatever_their_case() -> None:
+    assert device_named("V100-16GB ") is DEVICES["v100-16gb"]
+    assert link_named("EDR-InfiniBand") is LINKS["edr-infiniband"]
+
+
+def test_a_type_the_device_has_no_arithmetic_for_is_refused() -> None:
+    graph = trace(nn.Conv2d(3, 8, 3), (1, 3, 32, 32)).graph
+    with pytest.raises(ValueError, match=r"v100-16gb has figures for float32, float16; got dtype 'bfloat16'"):
+        cost_on(graph, DEVICES["v100-16gb"], "bfloat16")
+    with pytest.raises(ValueError, match="no such type"):
+        cost_on(graph, DEVICES["v100-16gb"], "float31")
+
+
+def test_every_device_has_a_link_to_its_host() -> None:
+    assert {link_named(device.host_link).name for device in DEVICES.values()} == {"pcie3", "pcie4", "pcie5"}
+    assert link_named(DEVICES["v100-16gb"].host_link).bandwidth == pytest.approx(12.6e9)

@@ -1,0 +1,205 @@
+"""Pictures of graphs: well-formed, everything in them once, nothing over anything else, the same each time."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.draw.coarsen import coarsen
+from parallel.draw.graph_layout import lay_out
+from parallel.draw.graph_picture import graph_svg
+from parallel.draw.graph_places import BOX_HEIGHT, Layout, Wire
+from parallel.draw.outline import Level, Outline
+from parallel.draw.text_width import text_width
+from parallel.graph.articulation import bytes_across
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition, partition_at, partition_equal
+from parallel.units import bytes_text
+from tests.helpers.drawn_graphs import graphs
+from tests.helpers.graph_pictures import FOLDER, PICTURES, picture, traced
+from tests.helpers.lanes import long_where
+
+SVG = "{http://www.w3.org/2000/svg}"
+CASES: tuple[tuple[str, Level, int], ...] = (
+    ("unet", "block", 3),
+    ("unet", "layer", 2),
+    ("torchvision:densenet121", "block", 4),
+    ("torchvision:inception_v3", "layer", 2),
+    ("amoebanet(6,256)", "block", 3),
+    ("amoebanet(6,256)", "layer", 3),
+    ("torchvision:resnet50", "layer", 4),
+    ("torchvision:resnet50", "op", 1),
+    ("torchvision:resnet50", "module", 2),
+)
+
+
+Drawn = tuple[Outline, list[int], Layout]
+
+
+def laid_out(graph: LayerGraph, level: Level, stages: int, rows: int = 16) -> Drawn:
+    partition = partition_equal(graph, stages)
+    outline = coarsen(graph, level, cuts=partition.starts)
+    stage_of = [partition.stage_of(graph.layers[part.start].name) for part in outline.parts]
+    return outline, stage_of, lay_out(outline, stage_of, box_width=200, margin=140, top=80, column_rows=rows)
+
+
+def pieces(wire: Wire) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    return list(pairwise(wire.points))
+
+
+def check_apart(drawn: Drawn) -> None:
+    """No box over another, no wire under a box, nothing outside the picture."""
+    outline, _, layout = drawn
+    assert sorted(box.number for box in layout.boxes) == list(range(len(outline.parts)))
+    by_column: dict[int, list[tuple[float, float]]] = {}
+    for box in layout.boxes:
+        by_column.setdefault(box.column, []).append((box.x, box.y))
+    for places in by_column.values():
+        for (ax, ay), (bx, by) in combinations(places, 2):
+            assert abs(ax - bx) >= 200 or abs(ay - by) >= BOX_HEIGHT
+    lefts = [min(x for x, _ in places) for places in by_column.values()]
+    rights = [max(x for x, _ in places) + 200 for places in by_column.values()]
+    assert all(right < left for right, left in zip(rights, lefts[1:], strict=False))
+    # Every piece is level or upright, and runs through the inside of no box.
+    walls = [(box.x + 0.5, box.y + 0.5, box.x + 199.5, box.y + BOX_HEIGHT - 0.5) for box in layout.boxes]
+    for wire in layout.wires:
+        for (ax, ay), (bx, by) in pieces(wire):
+            assert ax == bx or ay == by
+            left, right, top, bottom = min(ax, bx), max(ax, bx), min(ay, by), max(ay, by)
+            assert not any(left < x1 and right > x0 and top < y1 and bottom > y0 for x0, y0, x1, y1 in walls)
+            assert left >= 0
+            assert right <= layout.width
+            assert bottom <= layout.height
+
+
+def check_wires(drawn: Drawn) -> None:
+    """Each arrow points at a target of its source, each target has one; no line is of two sources and two targets."""
+    outline, _, layout = drawn
+    boxes = {box.number: box for box in layout.boxes}
+
+    def at(x: float, y: float) -> int:
+        return next(
+            n for n, b in boxes.items() if b.x - 0.5 <= x <= b.x + 200.5 and b.y - 0.5 <= y <= b.y + BOX_HEIGHT + 0.5
+        )
+
+    arrows = [(wire.source, at(*wire.points[-1])) for wire in layout.wires if wire.arrow]
+    assert sorted(arrows) == sorted((link.source, link.target) for link in outline.links)
+    runs: dict[tuple[int, float], list[tuple[float, float, int, int]]] = {}
+    for wire in layout.wires:
+        target = at(*wire.points[-1]) if wire.arrow else -1
+        for start, end in pieces(wire):
+            along = 1 if start[0] == end[0] else 0
+            reach = sorted((start[along], end[along]))
+            runs.setdefault((along, start[1 - along]), []).append((*reach, wire.source, target))
+    for side_by_side in runs.values():
+        for first, second in combinations(side_by_side, 2):
+            same = first[2] == second[2] or first[3] == second[3] >= 0
+            assert same or min(first[1], second[1]) - max(first[0], second[0]) < 0.5
+
+
+def check_bands(drawn: Drawn) -> None:
+    """Each box lies between the cuts of its stage."""
+    _, stage_of, layout = drawn
+    for box in layout.boxes:
+        inside = [
+            b for b in layout.bands if b.column == box.column and b.top <= box.y and box.y + BOX_HEIGHT <= b.bottom
+        ]
+        assert [band.stage for band in inside] == [stage_of[box.number]]
+    assert [band.stage for band in layout.bands if band.begins] == list(range(max(stage_of) + 1))
+
+
+@pytest.mark.parametrize(("model", "level", "stages"), CASES)
+def test_nothing_lies_over_anything(model: str, level: Level, stages: int) -> None:
+    drawn = laid_out(traced(model), level, stages)
+    check_apart(drawn)
+    check_wires(drawn)
+    check_bands(drawn)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(), st.integers(1, 3), st.integers(1, 12))
+def test_nothing_lies_over_anything_in_any_graph(graph: LayerGraph, stages: int, rows: int) -> None:
+    """However many rows a column has."""
+    stages = min(stages, max(len(graph.layers) - 2, 1))
+    for level in ("layer", "block"):
+        drawn = laid_out(graph, level, stages, rows)
+        check_apart(drawn)
+        check_wires(drawn)
+        check_bands(drawn)
+
+
+def test_everything_is_said() -> None:
+    graph = traced("unet")
+    partition = partition_at(graph, ["down_1", "decoder_1_up"])
+    seconds = [1e-3] * len(graph.layers)
+    svg = graph_svg(graph, partition=partition, forward_s=seconds, backward_s=seconds, title="U-Net <512 px> & cuts")
+    root = ET.fromstring(svg)
+    said = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert said[0] == "U-Net <512 px> & cuts"
+    names = [part.name for part in coarsen(graph, "block").parts]
+    assert set(names) <= set(said)
+    across = bytes_across(graph)
+    assert [text for text in said if text.startswith("cut")] == [
+        f"cut: {bytes_text(across[start])}" for start in partition.starts[1:]
+    ]
+    assert [text for text in said if text.startswith("stage")] == ["stage 0", "stage 1", "stage 2"]
+    assert f"{2 * partition.starts[1]} ms" in said  # of stage 0: 1 ms forward, 1 ms backward a layer
+    assert {"5 × encoder", "4 × Up"} <= set(said)
+    hover = [group.findtext(f"{SVG}title") or "" for group in root.iter(f"{SVG}g") if group.get("class") == "part"]
+    assert [text.splitlines()[0] for text in hover] == names
+    assert "forward 7 ms" in hover[2]
+    assert len([path for path in root.iter(f"{SVG}path") if "cut" in (path.get("class") or "")]) == 2
+
+
+def test_bars_are_shares_of_the_longest() -> None:
+    graph = traced("unet")
+    seconds = [0.0] * len(graph.layers)
+    seconds[graph.position["encoder_0_0_0"]], seconds[graph.position["head"]] = 0.004, 0.001
+    root = ET.fromstring(graph_svg(graph, forward_s=seconds))
+    bars = [r for r in root.iter(f"{SVG}rect") if r.get("height") == "3" and r.get("class") != "track"]
+    whole = next(float(r.get("width", 0)) for r in root.iter(f"{SVG}rect") if r.get("class") == "track")
+    assert [float(bar.get("width", 0)) for bar in bars] == pytest.approx([whole, whole / 4], abs=0.1)
+
+
+@pytest.mark.parametrize("model", ["torchvision:densenet121", "amoebanet(6,256)", "torchvision:inception_v3"])
+def test_words_stay_in_their_boxes(model: str) -> None:
+    graph = traced(model)
+    seconds = [1e-4] * len(graph.layers)
+    root = ET.fromstring(graph_svg(graph, level="layer", partition=Partition(graph, (0,)), forward_s=seconds))
+    for group in (group for group in root.iter(f"{SVG}g") if group.get("class") == "part"):
+        box = next(group.iter(f"{SVG}rect"))
+        left, width = float(box.get("x", 0)), float(box.get("width", 0))
+        lines: dict[str | None, list[tuple[float, float]]] = {}
+        for text in group.iter(f"{SVG}text"):
+            wide, x = text_width(text.text or "", float(text.get("font-size", 0))), float(text.get("x", 0))
+            begin = x if text.get("text-anchor") == "start" else x - wide
+            lines.setdefault(text.get("y"), []).append((begin, begin + wide))
+        for line in lines.values():
+            assert min(begin for begin, _ in line) >= left + 4
+            assert max(end for _, end in line) <= left + width - 4
+            assert all(first[1] < second[0] for first, second in pairwise(sorted(line)))
+
+
+def test_light_and_dark_have_the_same_rules() -> None:
+    style = ET.fromstring(graph_svg(traced("unet"))).findtext(f"{SVG}style") or ""
+    light, dark = style.split("@media (prefers-color-scheme:dark)")
+    names = [re.findall(r"\.(\w+)\{", sheet) for sheet in (light, dark)]
+    assert names[0] == names[1]
+    assert {"ink", "paper", "s0", "f7", "w7"} <= set(names[0])
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    svg = graph_svg(traced("unet"), title="x")
+    assert "href" not in svg
+    assert svg.count("http") == 1  # the name of the format
+
+
+@pytest.mark.parametrize("file", long_where(sorted(PICTURES), "graph_amoebanet.svg"))
+def test_pictures_of_the_documents_are_those_drawn_today(file: str) -> None:
+    """``python -m tests.helpers.graph_pictures`` draws them anew."""
+    assert (FOLDER / file).read_text() == picture(file)

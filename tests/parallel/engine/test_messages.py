@@ -1,0 +1,119 @@
+"""Values arrive as they were sent: structure, layout, numbers between tensors; headers once, buffers posted ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.messages import Messenger, TensorForm, take_apart
+from tests.helpers.small_nets import Pair
+
+CPU = torch.device("cpu")
+
+
+def a_value() -> dict[str, Any]:
+    image = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+    return {
+        "last": image.to(memory_format=torch.channels_last).requires_grad_(),
+        "pair": Pair(torch.tensor([1, 2]), (torch.tensor(True), image[:, :, ::2])),
+        "size": image.shape[2:],
+        "factor": 2.5,
+        "nothing": None,
+    }
+
+
+def same(found: Any, expected: Any) -> bool:
+    form, tensors = take_apart(found)
+    other, others = take_apart(expected)
+    return (
+        form.spec == other.spec
+        and form.constants == other.constants
+        and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, others, strict=True))
+    )
+
+
+def test_any_structure_arrives_as_it_was_sent() -> None:
+    def talk(communicator: Communicator, _: Any) -> None:
+        messenger = Messenger(communicator, CPU)
+        if communicator.rank == 0:
+            for _repeat in range(3):
+                messenger.send(1, "values", a_value())
+            messenger.finish()
+            return
+        incoming = [messenger.post(0, "values") for _ in range(3)]
+        for message in incoming:
+            form, tensors = message.wait()
+            value = form.build(tensors)
+            assert same(value, a_value())
+            assert isinstance(value["pair"], Pair)
+            assert value["size"].numel() == 20
+            assert value["last"].is_contiguous(memory_format=torch.channels_last)
+            assert [tensor.needs_grad for tensor in form.tensors] == [True, False, False, False]
+
+    run_on_threads(2, talk, timeout_s=30)
+
+
+def test_the_form_is_told_once_for_each_kind() -> None:
+    sent: list[int] = []
+
+    class Counting:
+        def __init__(self, communicator: Communicator) -> None:
+            self.inner = communicator
+
+        def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+            sent.append(tag)
+            return self.inner.isend(tensor, peer, tag)
+
+    def talk(communicator: Communicator, _: Any) -> None:
+        if communicator.rank == 0:
+            messenger = Messenger(Counting(communicator), CPU)  # type: ignore[arg-type]
+            for height in (4, 4, 6, 4):
+                messenger.send(1, height, torch.zeros(1, height))
+            messenger.finish()
+        else:
+            messenger = Messenger(communicator, CPU)
+            for height in (4, 4, 6, 4):
+                _, (tensor,) = messenger.post(0, height).wait()
+                assert tensor.shape == (1, height)
+
+    run_on_threads(2, talk, timeout_s=30)
+    assert sent == [0, 0, 0, 1, 2, 2, 2, 3]  # length, header and tensor; then tensors alone
+
+
+def test_a_value_of_another_form_than_announced_is_refused() -> None:
+    def talk(communicator: Communicator, _: Any) -> None:
+        messenger = Messenger(communicator, CPU)
+        if communicator.rank == 0:
+            messenger.send(1, "values", torch.zeros(2, 3))
+            with pytest.raises(
+                ValueError, match=r"\(2, 4\) float32 is to be sent where \(2, 3\) float32 was announced"
+            ):
+                messenger.send(1, "values", torch.zeros(2, 4))
+            messenger.finish()
+        else:
+            messenger.post(0, "values").wait()
+
+    run_on_threads(2, talk, timeout_s=30)
+
+
+def test_gradients_come_back_in_the_layout_of_their_values() -> None:
+    form, tensors = take_apart(a_value())
+    gradient = form.gradient()
+    assert [tensor.shape for tensor in gradient.tensors] == [(2, 3, 4, 5)]
+    assert gradient.tensors[0].empty(CPU).is_contiguous(memory_format=torch.channels_last)
+    plain = torch.randn(2, 3, 4, 5)
+    laid_out = gradient.tensors[0].dense(plain)
+    assert torch.equal(laid_out, plain)
+    assert laid_out.is_contiguous(memory_format=torch.channels_last)
+    assert form.tensors[0].dense(tensors[0]).data_ptr() == tensors[0].data_ptr()  # nothing copied where it fits
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3, 1, 1, 4), torch.zeros(()), torch.zeros(0, 3), torch.zeros(2, 3).t()])
+def test_every_layout_has_a_form(tensor: torch.Tensor) -> None:
+    like = TensorForm.of(tensor).empty(CPU)
+    assert like.shape == tensor.shape
+    assert like.stride() == tensor.stride() or tensor.numel() <= 12

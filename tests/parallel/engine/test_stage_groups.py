@@ -1,0 +1,73 @@
+"""Who sums gradients with whom: every copy of a stage once, every pair of inverse ranks, nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.stage_groups import Holders
+from parallel.schedule.placement import Placement
+
+
+def sums(placement: Placement, pairs: bool = True) -> list[dict[str, dict[int, float]]]:
+    """Of each rank: the sum of 2 ** rank over those it shares a stage with, in all and as a pair."""
+
+    def rank(communicator: Communicator, _: Any) -> dict[str, dict[int, float]]:
+        holders = Holders(communicator, placement, pairs=pairs)
+        found: dict[str, dict[int, float]] = {"of_stage": {}, "pairs": {}}
+        for kind, communicators in (("of_stage", holders.of_stage), ("pairs", holders.pairs)):
+            for stage, ranks in sorted(communicators.items()):
+                number = torch.tensor([2.0**communicator.rank])
+                ranks.all_reduce(number)
+                found[kind][stage] = number.item()
+        return found
+
+    return run_on_threads(placement.world, rank, timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Placement(1, 3, 3), Placement(2, 2, 4), Placement(1, 3, 3, 2), Placement(1, 4, 4, 2), Placement(2, 3, 3, 2)],
+    ids=str,
+)
+def test_every_rank_meets_all_copies_of_its_stages(placement: Placement) -> None:
+    for rank, found in enumerate(sums(placement)):
+        expected = {stage: sum(2.0**r for r in placement.holders(stage)) for stage, _ in placement.held_by(rank)}
+        assert found["of_stage"] == expected
+
+
+def test_pairs_are_the_two_inverse_ranks_of_a_group() -> None:
+    found = [each["pairs"] for each in sums(Placement(2, 2, 2, 2))]
+    assert found == [{0: 3.0, 1: 3.0}] * 2 + [{0: 12.0, 1: 12.0}] * 2
+
+
+def test_the_middle_rank_of_an_odd_depth_is_no_pair() -> None:
+    found = [each["pairs"] for each in sums(Placement(1, 3, 3, 2))]
+    assert found == [{0: 5.0, 2: 5.0}, {}, {0: 5.0, 2: 5.0}]
+
+
+def test_no_pairs_unless_asked_for() -> None:
+    assert all(not each["pairs"] for each in sums(Placement(1, 2, 2, 2), pairs=False))
+
+
+def test_the_same_ranks_share_one_communicator() -> None:
+    """Each subgroup costs a communicator of the backend, and all ranks take part in making it."""
+
+    class Counting:
+        def __init__(self, inner: Communicator) -> None:
+            self.inner, self.rank, self.made = inner, inner.rank, 0
+
+        def subgroup(self, ranks: tuple[int, ...]) -> Communicator | None:
+            self.made += 1
+            return self.inner.subgroup(ranks)
+
+    def rank(communicator: Communicator, _: Any) -> tuple[int, int]:
+        counting: Any = Counting(communicator)
+        holders = Holders(counting, Placement(1, 4, 4, 2), pairs=True)
+        return counting.made, len({id(each) for each in (*holders.of_stage.values(), *holders.pairs.values())})
+
+    assert run_on_threads(4, rank, timeout_s=20) == [(2, 1)] * 4

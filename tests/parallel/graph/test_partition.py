@@ -1,0 +1,129 @@
+"""Partitions against brute force: the best split is the best of all, edges follow the layers, errors say where."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.graph.nominal_cost import equal_cost
+from parallel.graph.partition import Edge, Partition, partition_at, partition_equal
+
+
+def chain(
+    *inputs: tuple[int, ...], inseparable: tuple[tuple[int, int], ...] = (), random: tuple[int, ...] = ()
+) -> LayerGraph:
+    """Layer k of kind add, named after its position, uses the layers ``inputs[k - 1]``; v0 is the input."""
+    count = len(inputs)
+    return LayerGraph(
+        tuple(
+            Layer(
+                name=f"v{k}",
+                kind=INPUT if k == 0 else OUTPUT if k == count else "add",
+                inputs=() if k == 0 else tuple(f"v{i}" for i in inputs[k - 1]),
+                output_bytes=10 + k,
+                differentiable=k != 0,
+                random=k in random,
+                scope="" if k in (0, count) else f"block{k // 3}.part{k}",
+            )
+            for k in range(count + 1)
+        ),
+        inseparable,
+    )
+
+
+SKIPS = chain((0,), (1,), (1, 2), (3,), (0, 4), (2, 5), (6,), random=(1, 3, 6))
+
+
+def test_edges_go_straight_from_maker_to_user() -> None:
+    partition = Partition(SKIPS, (0, 3, 5))
+    assert partition.edges == (
+        Edge(0, 1, RANDOM_STATE, False),
+        Edge(0, 1, "v1", True),
+        Edge(0, 1, "v2", True),
+        Edge(0, 2, "v0", False),
+        Edge(0, 2, "v2", True),
+        Edge(1, 2, RANDOM_STATE, False),
+        Edge(1, 2, "v4", True),
+    )
+    assert partition.links == {(0, 1): True, (0, 2): True, (1, 2): True}
+    assert [partition.inputs_of(stage) for stage in range(3)] == [("v0",), ("v1", "v2"), ("v0", "v2", "v4")]
+    assert [partition.outputs_of(stage) for stage in range(3)] == [("v0", "v1", "v2"), ("v4",), ("v7",)]
+    assert partition.bytes_over(0, 1) == 11 + 12
+    assert partition.bytes_over(0, 2) == 10 + 12
+    assert partition.bytes_over(2, 1) == 0
+
+
+def test_random_state_skips_stages_that_do_not_draw() -> None:
+    partition = Partition(SKIPS, (0, 2, 3, 4, 6))
+    states = [(edge.source, edge.target) for edge in partition.edges if edge.value == RANDOM_STATE]
+    assert states == [(0, 2), (2, 4)]
+    assert partition.links[0, 2]
+
+
+@given(st.data())
+def test_equal_partition_is_the_best_of_all(data: st.DataObject) -> None:
+    count = data.draw(st.integers(3, 9))
+    inputs = [tuple(sorted(data.draw(st.sets(st.integers(0, k), min_size=1, max_size=3)))) for k in range(count)]
+    first = data.draw(st.integers(0, count))
+    last = data.draw(st.integers(first, count))
+    graph = chain(*inputs, inseparable=((first, last),) if first < last else ())
+    # Sixteenths, so that sums are exact.
+    costs = [cost / 16 for cost in data.draw(st.lists(st.integers(0, 9), min_size=count + 1, max_size=count + 1))]
+    allowed = [k for k in range(2, count) if graph.can_cut(k)]
+    stages = data.draw(st.integers(1, len(allowed) + 1))
+
+    def quality(starts: tuple[int, ...]) -> tuple[float, int]:
+        ends = (*starts[1:], count + 1)
+        slowest = max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
+        crossing = sum(
+            graph.by_name[f"v{k}"].output_bytes
+            for start in starts[1:]
+            for k in range(start)
+            if any(k in inputs[j - 1] for j in range(start, count + 1))
+        )
+        return slowest, crossing
+
+    best = min(quality((0, *cuts)) for cuts in combinations(allowed, stages - 1))
+    assert quality(partition_equal(graph, stages, costs).starts) == best
+
+
+def test_too_many_stages() -> None:
+    graph = chain((0,), (1,), (2,), (3,), (4,), inseparable=((1, 2),))
+    assert partition_equal(graph, 3).depth == 3
+    with pytest.raises(ValueError, match="into 1 to 3 stages; got 4"):
+        partition_equal(graph, 4)
+    with pytest.raises(ValueError, match="got 0"):
+        partition_equal(graph, 0)
+
+
+def test_cuts_by_name_and_by_module() -> None:
+    assert partition_at(SKIPS, ["v3", "v6"]).starts == (0, 3, 6)
+    assert partition_at(SKIPS, ["block1", "block1.part5"]).starts == (0, 3, 5)
+
+
+def test_all_that_is_wrong_with_cuts_is_said() -> None:
+    graph = chain((0,), (1,), (2,), (3,), (4,), (5,), (6,), inseparable=((2, 4),))
+    with pytest.raises(ValueError) as raised:
+        partition_at(graph, ["v6", "v5", "block9", "v3", "v7"])
+    for part in (
+        "'v5' does not come after the cut before it, 'v6'",
+        "'block9' is no layer or module of the model; close are block",
+        "no cut may fall before 'v3': a value is changed in place, or parameters are shared, from v2 to v4; "
+        "the nearest places are before v2 and before v5",
+        "a cut before 'v7' leaves a stage without layers; the nearest places are before v6",
+    ):
+        assert part in str(raised.value)
+
+
+def test_cost_counts_arithmetic_and_memory() -> None:
+    layers = (
+        Layer("x", INPUT, (), output_bytes=500),
+        Layer("a", "Conv2d", ("x",), output_bytes=250, param_bytes=250, flops=10**7),
+        Layer("out", OUTPUT, ("a",), output_bytes=250),
+    )
+    seconds = equal_cost(LayerGraph(layers))
+    assert seconds == pytest.approx([0, 3 * (1e-6 + 2e-9), 0])

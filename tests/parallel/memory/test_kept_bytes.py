@@ -1,0 +1,209 @@
+"""Bytes of stages under a rule: against what really lives, against sums by hand, against the plain ones."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.comm.local import LocalCommunicator
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.graph.partition import Partition, partition_equal
+from parallel.memory.host_bytes import HostBytes, host_bytes, stage_host_bytes
+from parallel.memory.kept_bytes import kept_bytes, passes_of, with_lifetimes
+from parallel.memory.lifetimes import Lifetimes
+from parallel.memory.liveness import pieces
+from parallel.memory.policy import Keeping, Offload, Segment
+from parallel.memory.rank_bytes import whole_bytes
+from parallel.memory.segments import segments_of
+from parallel.memory.stage_bytes import StageBytes, stage_bytes, touched_by
+from parallel.offload.live_bytes import LiveBytes
+from parallel.offload.saved_tensors import Keeper
+from parallel.schedule.passes import add_recompute
+from parallel.schedule.registry import build_schedule, placement_for
+from parallel.stage.batchnorm import running_statistics
+from parallel.stage.stage import Stage
+from parallel.trace.cut import cut_stage
+from parallel.trace.trace import Traced, trace
+from tests.helpers.random_graphs import random_graph
+from tests.parallel.memory.test_rank_bytes import net
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def chain(*, twice: bool = False) -> LayerGraph:
+    """Three layers. With ``twice``, b keeps what it gives, as c does."""
+    return LayerGraph(
+        (
+            Layer("images", INPUT, (), output_bytes=100, differentiable=False, gives=((0, 100),)),
+            Layer("a", "work", ("images",), output_bytes=40, param_bytes=16, saved=((0, 100),), gives=((1, 40),)),
+            Layer("b", "work", ("a",), output_bytes=60, saved=((1, 40), *(((2, 60),) * twice)), gives=((2, 60),)),
+            Layer("c", "work", ("b",), output_bytes=20, param_bytes=10, saved=((2, 60), (9, 8)), gives=((3, 20),)),
+            Layer("output", OUTPUT, ("c",), output_bytes=20, gives=((3, 20),)),
+        )
+    )
+
+
+def only(graph: LayerGraph, keeping: Keeping) -> StageBytes:
+    (stage,) = kept_bytes(Partition(graph, (0,)), keeping)
+    return stage
+
+
+def in_segments(graph: LayerGraph, segments: list[Segment], keeping: Keeping) -> StageBytes:
+    found, partition = pieces(graph), Partition(graph, (0,))
+    lives = Lifetimes(found, passes_of(graph, segments, found), keeping)
+    return with_lifetimes(graph, lives, stage_bytes(partition)[0])
+
+
+def test_offload_by_hand() -> None:
+    at_once = only(chain(), Keeping(offload="overlap", smallest=10))
+    assert (at_once.activations, at_once.inputs) == (8, 0)  # c's mask is too small to move
+    assert at_once.forward == 100 + 40 + 60  # while b runs; who runs the stage holds the images
+    assert at_once.backward == (60 + 8) + (20 + 60) + 10  # c's: what it saved, gradients, those of its parameters
+    window = only(chain(), Keeping(offload="overlap", smallest=10, ahead=50))
+    assert window.activations == 8
+    assert window.forward == 100 + 40 + 60 + 20 + 8  # a leaves when b is kept, too
+    assert window.backward == at_once.backward + 40  # a is back ahead
+
+
+@pytest.mark.parametrize(("mode", "host"), [("overlap", 208), ("naive", 268), ("pinned-nonblocking", 268)])
+def test_modes_of_the_study_copy_what_two_layers_keep_twice(mode: Offload, host: int) -> None:
+    graph, keeping = chain(twice=True), Keeping(offload=mode, smallest=0)
+    (there,) = stage_host_bytes(Partition(graph, (0,)), keeping)
+    assert there == HostBytes(host, 100, 0)
+    stage = only(graph, keeping)
+    assert (stage.activations, stage.forward, stage.backward) == (0, 200, 40 + 60 + (60 + 40))
+
+
+def test_segments_by_hand() -> None:
+    segments = [Segment(0, 3, True), Segment(3, 5, False)]
+    stage = in_segments(chain(), segments, Keeping("block"))
+    assert (stage.activations, stage.inputs) == (100 + 60 + 8, 100)
+    assert stage.forward == 100 + 40 + 60
+    assert stage.backward == 100 + (40 + 60) + 60  # b computed again, with its gradient waiting
+    assert stage.first_backward == stage.backward + 10
+    both = in_segments(chain(), segments, Keeping("block", offload="overlap", smallest=0))
+    assert (both.activations, both.forward, both.backward) == (0, 200, stage.backward)
+    graph = chain()
+    found = pieces(graph)
+    lives = Lifetimes(found, passes_of(graph, segments, found), Keeping("block", offload="overlap", smallest=0))
+    assert (lives.host, lives.host_inputs, lives.host_again) == (100 + 60 + 8, 100, 100 + 40)
+
+
+def test_a_segment_that_keeps_nothing_is_not_computed_again() -> None:
+    graph = chain()
+    kept = in_segments(graph, [Segment(0, 4, False), Segment(4, 5, True)], Keeping("block"))
+    assert kept == in_segments(graph, [Segment(0, 4, False), Segment(4, 5, False)], Keeping("block"))
+
+
+def test_without_a_rule_all_is_as_plainly_counted() -> None:
+    for seed in range(150):
+        graph = random_graph(seed, most=12)
+        inner = range(2, len(graph.layers) - 1)
+        partition = Partition(graph, (0, *sorted(random.Random(seed).sample(inner, min(2, len(inner))))))
+        plain = stage_bytes(partition)
+        assert kept_bytes(partition, Keeping()) == plain == kept_bytes(partition, Keeping("stage"))
+        for k, own in enumerate(touched_by(partition, pieces(graph))):
+            lives = Lifetimes(own, passes_of(graph, segments_of(partition, k, Keeping()), own), Keeping())
+            assert with_lifetimes(graph, lives, plain[k]) == plain[k], (seed, k)
+
+
+def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
+    for seed in range(150):
+        graph = random_graph(seed, most=12)
+        partition = Partition(graph, (0, 2))
+        for plain, none, few, all_ in zip(
+            stage_bytes(partition),
+            *(kept_bytes(partition, Keeping(offload="overlap", smallest=0, ahead=n)) for n in (0, 60, 10**6)),
+            strict=True,
+        ):
+            assert none.activations == few.activations == all_.activations == 0
+            for of in ("forward", "backward", "first_backward"):
+                sizes = [getattr(each, of) for each in (none, few, all_, plain)]
+                assert sizes[0] <= sizes[1] <= sizes[3], (seed, of, sizes)
+                assert sizes[2] <= sizes[3], (seed, of, sizes)
+
+
+def test_whole_models_under_a_rule() -> None:
+    graph = chain()
+    plain, moved = (
+        whole_bytes("single", 1, 1, graph, 2, keeping=rule) for rule in (None, Keeping(offload="overlap", smallest=0))
+    )
+    assert (plain.activations, moved.activations) == (208, 0)
+    assert plain.total - moved.total > 50
+    assert plain.optimizer == moved.optimizer == 2 * 26
+
+
+def test_the_host_holds_what_is_in_flight() -> None:
+    stages = [HostBytes(10, 4, 3)] * 2
+
+    def most(name: str, *, recompute: bool = False) -> list[int]:
+        schedule = build_schedule(name, placement_for(name, groups=1, depth=2), 4)
+        return host_bytes(add_recompute(schedule) if recompute else schedule, stages)
+
+    assert most("gpipe") == [43, 43]
+    assert most("1f1b") == [23, 13]
+    assert most("gpipe", recompute=True)[0] == 3 * 4 + 10 + 3
+    halves = build_schedule("gpipe", placement_for("gpipe", groups=1, depth=2), 2)
+    assert host_bytes(halves, stages, [1.0, 0.5])[0] == 10 + 5 + 3
+
+
+@functools.cache
+def traced_net(name: str) -> tuple[Traced, tuple[int, ...]]:
+    model, shape = net(name)
+    return trace(model, shape), shape
+
+
+RULES = {
+    "none": Keeping(),
+    "block": Keeping("block"),
+    "4 layers": Keeping("4"),
+    "offload": Keeping(offload="overlap", smallest=64 * KIB),
+    "offload, ahead": Keeping(offload="overlap", smallest=0, ahead=512 * KIB),
+    "naive": Keeping(offload="naive"),
+    "block and offload": Keeping("block", offload="overlap", smallest=0),
+    "4 layers and offload, ahead": Keeping("4", offload="overlap", smallest=0, ahead=512 * KIB),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("name", "stages"), [("skips", 2), ("unet_w8", 3), ("torchvision:resnet18", 2)])
+def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Keeping) -> None:
+    traced, shape = traced_net(name)
+    partition = partition_equal(traced.graph, stages)
+    traced.model.zero_grad()
+    there = stage_host_bytes(partition, rule)
+    values: dict[str, Tensor] = {partition.inputs_of(0)[0]: torch.randn(shape)}
+    for number, told in enumerate(kept_bytes(partition, rule)):
+        module = cut_stage(traced, partition, number, segments_of(partition, number, rule)).train()
+        statistics = running_statistics(module, LocalCommunicator(), "per-microbatch")
+        keeper = Keeper(rule, CPU)
+        stage = Stage(module, device=CPU, statistics=statistics, differentiable=module.outputs, keeper=keeper)
+        statistics.begin_step(1)
+        given = {key: values[key].detach().clone() for key in module.inputs}
+        given = {key: value.requires_grad_(values[key].requires_grad) for key, value in given.items()}
+        watch = LiveBytes()
+        watch.add(given.values())
+        with watch:
+            outputs = stage.forward(0, shape[0], given, 0)
+        del given
+        forward = watch.peak_bytes
+        values |= {key: out.detach().clone().requires_grad_(out.requires_grad) for key, out in outputs.items()}
+        sizes = {key: out.shape for key, out in outputs.items() if out.requires_grad}
+        del outputs
+        stage.flush(0)
+        kept = watch.bytes
+        watch.reset_peak()
+        with watch:
+            stage.backward(0, {key: [torch.ones(size)] for key, size in sizes.items()})
+        # 5 KiB: the state of the random generator, of segments that draw.
+        assert told.forward == pytest.approx(forward, rel=0.08, abs=8 * KIB), number
+        assert told.activations == pytest.approx(kept, rel=0.01, abs=8 * KIB), number
+        assert told.first_backward == pytest.approx(watch.peak_bytes, rel=0.08), number
+        if keeper.pool is not None:  # whose smallest buffers are of 4 KiB
+            assert there[number].kept <= keeper.pool.peak_bytes
+            assert there[number].kept + there[number].again >= 0.7 * keeper.pool.peak_bytes

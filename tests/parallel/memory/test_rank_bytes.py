@@ -1,0 +1,173 @@
+"""Bytes of stages and ranks: against what really lives, against the matrices of all windows, against formulas."""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.registry import build_model
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition, partition_equal
+from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
+from parallel.memory.stage_bytes import stage_bytes, window_bytes
+from parallel.memory.windows import Windows
+from parallel.schedule.passes import add_recompute, lower
+from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.trace.cut import cut_stage
+from parallel.trace.trace import trace
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.random_graphs import kept_bytes, random_graph
+from tests.helpers.small_nets import SkipNet
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.loss(self.model(images))
+
+
+def net(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    if name == "skips":
+        return WithLoss(SkipNet(), lambda out: F.log_softmax(out, 1).mean()), (2, 3, 64, 64)
+    model = build_model(name, classes=3)
+    return WithLoss(model, lambda out: F.log_softmax(out, 1).mean()), (1, 3, 64, 64)
+
+
+@functools.cache
+def resnet50() -> LayerGraph:
+    return trace(*net("resnet50")).graph
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [("skips", 1), ("skips", 3), ("unet_w8", 1), ("unet_w8", 3), ("resnet50", 3), ("torchvision:squeezenet1_1", 2)],
+)
+def test_a_stage_takes_what_is_predicted(name: str, stages: int) -> None:
+    model, shape = net(name)
+    traced = trace(model, shape)
+    partition = partition_equal(traced.graph, stages)
+    values: dict[str, Tensor] = {partition.inputs_of(0)[0]: torch.randn(shape)}
+    for number, told in enumerate(stage_bytes(partition)):
+        stage = cut_stage(traced, partition, number).train()
+        state = [*stage.parameters(), *stage.buffers()]
+        given = tuple(values[key] for key in stage.inputs)
+        watch = LiveBytes(state)
+        with watch:
+            outputs = stage(*given)
+        forward, watch.peak = watch.peak, 0
+        roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+        values |= {
+            key: out.detach().clone().requires_grad_(out.requires_grad)
+            for key, out in zip(stage.outputs, outputs, strict=True)
+        }
+        edges = [torch.autograd.graph.get_gradient_edge(out) for out in roots]
+        sizes = [out.shape for out in roots]
+        del outputs, roots
+        with watch:  # seen as they are made
+            gradients = [torch.ones(size) for size in sizes]
+        with watch:
+            torch.autograd.backward(edges, gradients)
+        assert told.forward == pytest.approx(forward, rel=0.03), number
+        assert told.first_backward == pytest.approx(watch.peak, rel=0.05), (number, told)
+
+
+@pytest.mark.parametrize("name", ["unet_w8", "resnet50"])
+def test_windows_agree_with_stages(name: str) -> None:
+    model, shape = net(name)
+    graph = trace(model, shape).graph
+    windows = Windows(graph, [1.0] * len(graph.layers))
+    draw = random.Random(0)
+    deviations = []
+    for _ in range(60):
+        i, j = sorted(draw.sample(range(len(windows)), 2))
+        stage = window_bytes(graph, windows.positions[i], windows.positions[j])
+        assert stage.activations == windows.kept_bytes[i, j]
+        assert stage.inputs == windows.entered_bytes[i, j]
+        assert stage.parameters == windows.param_bytes[i, j]
+        assert (stage.received, stage.returned) == (windows.received_bytes[i, j], windows.returned_bytes[i, j])
+        if j - i > len(windows) // 8:  # as a stage may be
+            deviations.append(windows.peak_bytes[i, j] / max(stage.forward, stage.backward) - 1)
+    assert abs(statistics.median(deviations)) < 0.02
+    assert -0.15 < min(deviations) <= max(deviations) < 0.4, (min(deviations), max(deviations))
+
+
+def test_what_stages_keep_is_counted_as_plainly_as_can_be() -> None:
+    for seed in range(100):
+        graph = random_graph(seed)
+        cuts = random.Random(seed).sample(range(2, len(graph.layers) - 1), 2) if len(graph.layers) > 5 else []
+        starts = (0, *sorted(cuts))
+        for start, stage in zip(starts, stage_bytes(Partition(graph, starts)), strict=True):
+            stop = min([cut for cut in cuts if cut > start], default=len(graph.layers))
+            assert stage.activations == kept_bytes(graph, start, stop)
+            assert stage.activations <= min(stage.forward, stage.backward)
+
+
+def test_formulas_of_microbatches_in_flight() -> None:
+    def flights(name: str, depth: int, m: int) -> list[set[tuple[int, ...]]]:
+        placement = placement_for(name, groups=1, depth=depth)
+        return [set(one) for one in in_flight(build_schedule(name, placement, m), placement)]
+
+    assert flights("gpipe", 3, 4) == [{(4,)}] * 3
+    assert flights("1f1b", 3, 4) == [{(3,)}, {(2,)}, {(1,)}]
+    assert flights("zero-bubble", 3, 6)[2] == {(3,)}
+    assert flights("master", 4, 4) == [{(1, 0), (0, 1)}] * 4
+    assert flights("master", 3, 4)[1] == {(1,)}
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_ranks_of_every_schedule(name: str) -> None:
+    graph = resnet50()
+    placement = placement_for(name, groups=1, depth=2, chunks=2 if SCHEDULES[name].chunks else 1)
+    partition = partition_equal(graph, placement.stages)
+    schedule = build_schedule(name, placement, 2 if name == "mast" else 4)
+    lowered = lower(schedule, placement, partition.links)
+    ranks = rank_bytes(partition, placement, schedule, slots=2)
+    assert ranks == rank_bytes(partition, placement, lowered, slots=2)
+    stages = stage_bytes(partition)
+    for rank, found in enumerate(ranks):
+        held = {stage for stage, _ in placement.held_by(rank)}
+        assert found.parameters == sum(stages[stage].parameters for stage in held)
+        assert found.optimizer == 2 * found.parameters
+        most = max(stages[stage].activations for stage in held)
+        assert found.total >= found.parameters * 3 + most
+    half = [rank_bytes(partition, placement, schedule, slots=2, weights=[w] * 4)[0].activations for w in (1.0, 0.5)]
+    assert half[1] <= half[0]
+    again = rank_bytes(partition, placement, add_recompute(schedule), slots=2)
+    assert sum(rank.total for rank in again) <= sum(rank.total for rank in ranks)
+
+
+def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
+    graph = resnet50()
+    placement = placement_for("master", groups=1, depth=2)
+    partition, schedule = partition_equal(graph, 2), build_schedule("master", placement, 2)
+    whole = rank_bytes(partition, placement, schedule, slots=2)
+    shared = rank_bytes(partition, placement, schedule, slots=2, shard_optimizer=True)
+    stages = stage_bytes(partition)
+    assert [rank.optimizer for rank in whole] == [2 * (stages[0].parameters + stages[1].parameters)] * 2
+    assert [rank.optimizer for rank in shared] == [2 * stages[0].parameters, 2 * stages[1].parameters]
+
+
+def test_whole_models() -> None:
+    graph = resnet50()
+    size = window_bytes(graph, 0, len(graph.layers)).parameters
+
+    def taken(name: str, ranks: int, m: int) -> RankBytes:
+        return whole_bytes(name, ranks, m, graph, 2)
+
+    assert taken("single", 1, 2).total >= taken("single", 1, 1).total
+    # Buckets hold all gradients; those of microbatches before the last are beside them.
+    assert taken("ddp", 2, 2).total - taken("single", 1, 1).total <= size
+    assert taken("ddp", 2, 4).total - taken("single", 1, 2).total == size
+    sharded = taken("fsdp", 4, 4)
+    assert sharded.parameters == sharded.gradients == -(-size // 4)
+    assert sharded.optimizer == 2 * sharded.parameters

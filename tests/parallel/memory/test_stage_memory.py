@@ -1,0 +1,82 @@
+"""What is remembered of stages, and worked out for all pieces of memory at once, is as worked out piece by piece."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from app.planning.workload import Workload
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition, cut_positions
+from parallel.memory.host_bytes import stage_host_bytes
+from parallel.memory.kept_bytes import kept_bytes, passes_of, with_lifetimes
+from parallel.memory.lifetimes import Lifetimes
+from parallel.memory.liveness import pieces
+from parallel.memory.policy import Keeping, Segment
+from parallel.memory.stage_bytes import StageBytes, window_bytes
+from parallel.memory.stage_memory import StageMemory
+from tests.helpers.random_graphs import random_graph
+
+RULES = [
+    Keeping(),
+    Keeping("stage"),
+    Keeping("block"),
+    Keeping("3"),
+    Keeping(offload="overlap", smallest=0),
+    Keeping("block", offload="overlap", smallest=0, ahead=60),
+    Keeping("2", offload="naive"),
+]
+
+
+def some_places(draw: random.Random, graph: LayerGraph) -> list[int]:
+    """Where stages or segments may begin, both ends among them."""
+    inner = cut_positions(graph)
+    return sorted({0, *draw.sample(inner, draw.randint(0, len(inner))), len(graph.layers)})
+
+
+def one_by_one(graph: LayerGraph, segments: list[Segment]) -> StageBytes:
+    found = pieces(graph)
+    lives = Lifetimes(found, passes_of(graph, segments, found), Keeping("chosen"))
+    return with_lifetimes(graph, lives, window_bytes(graph, segments[0].start, segments[-1].stop))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_segments_of_any_stage(seed: int) -> None:
+    draw = random.Random(seed)
+    graph = random_graph(seed, 24)
+    memory = StageMemory(graph)
+    for _ in range(10):
+        places = some_places(draw, graph)
+        first, last = sorted(draw.sample(range(len(places)), 2))
+        segments = [Segment(*bound, draw.random() < 0.6) for bound in pairwise(places[first : last + 1])]
+        assert memory.of_segments(segments, Keeping("chosen")) == one_by_one(graph, segments)
+        bound = segments[0].start, segments[-1].stop
+        for rule in (Keeping("chosen"), *RULES[4:]):
+            stage = memory.of_segments(segments, rule)
+            assert memory.least(bound) <= min(stage.backward, stage.first_backward)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "unet_w4", "torchvision:densenet121"])
+def test_any_segments_of_real_models(model: str) -> None:
+    draw = random.Random(7)
+    graph = Workload(model, 64, 2).trace()
+    memory = StageMemory(graph)
+    for _ in range(4):
+        segments = [Segment(*bound, draw.random() < 0.6) for bound in pairwise(some_places(draw, graph))]
+        assert memory.of_segments(segments, Keeping("chosen")) == one_by_one(graph, segments)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stages_of_partitions_under_rules(seed: int) -> None:
+    draw = random.Random(seed)
+    graph = random_graph(seed, 24)
+    memory = StageMemory(graph)
+    for rule in RULES * 2:  # the second time they are remembered
+        partition = Partition(graph, tuple(some_places(draw, graph)[:-1]))
+        stages = memory.kept(partition, rule)
+        assert stages == kept_bytes(partition, rule)
+        for stage, bound in zip(stages, pairwise([*partition.starts, len(graph.layers)]), strict=True):
+            assert memory.least(bound) <= min(stage.backward, stage.first_backward)
+        assert memory.host(partition, rule) == stage_host_bytes(partition, rule)

@@ -1,0 +1,85 @@
+"""Exactness: with the optimizer, or the parameters too, on the host, every strategy gives the plain step's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.memory.policy import Keeping
+from parallel.offload.copies import Copies
+from parallel.offload.host_optimizer import HostOptimizer
+from parallel.offload.host_parameters import HostParameters
+from parallel.offload.saved_tensors import Keeper
+from tests.helpers.engine_runs import (
+    CPU,
+    SEED,
+    SGD,
+    assert_equal,
+    net,
+    on_threads,
+    plain,
+    steps_of,
+    strategy_for,
+    train,
+)
+from tests.helpers.small_nets import NETS
+
+KEEPINGS = {
+    "optimizer": Keeping(optimizer=True),
+    "parameters": Keeping(parameters=True),
+    "parameters, block": Keeping(parameters=True, recompute="block"),
+    "parameters, stage": Keeping(parameters=True, recompute="stage"),
+    "all": Keeping(parameters=True, recompute="2", offload="overlap", smallest=0),
+    "naive": Keeping(parameters=True, offload="naive"),
+}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
+@pytest.mark.parametrize("name", NETS)
+def test_schedules(name: str, schedule: str, keeping: Keeping) -> None:
+    strategy = strategy_for(schedule, 2, m=4, keeping=keeping)
+    assert_equal(on_threads(name, strategy, steps_of(strategy.m)), plain(name, strategy.m), torch.float64)
+
+
+@pytest.mark.parametrize("keeping", ["optimizer", "all"])
+def test_complex_values(keeping: str) -> None:
+    strategy = strategy_for("1f1b", 2, m=4, keeping=KEEPINGS[keeping])
+    assert_equal(on_threads("fourier", strategy, steps_of(strategy.m)), plain("fourier", strategy.m), torch.float64)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("resident", [False, True], ids=["optimizer", "parameters"])
+@pytest.mark.parametrize("name", NETS)
+def test_whole_models(name: str, resident: bool, world: int) -> None:
+    def rank(communicator: Communicator, away: bool) -> dict[str, Any]:
+        model = net(name, torch.float64)
+        keeper = Keeper(Keeping(offload="overlap", smallest=0) if away else Keeping(), CPU)
+        host = None
+        if away:
+            if resident:
+                keeper.streams(HostParameters(model, CPU, Copies()))
+            host = HostOptimizer(SGD, dict(model.named_parameters()), Copies(), resident=resident)
+        engine = DataParallelEngine(
+            model,
+            NETS[name][1],
+            host.optimizer if host else SGD(model.parameters()),
+            communicator,
+            batch=8,
+            m=4,
+            seed=SEED,
+            keeper=keeper,
+            host=host,
+            device=CPU,
+        )
+        train(engine, steps_of(4))
+        return engine.state_dict()
+
+    here, there = (run_on_threads(world, rank, away, timeout_s=60)[0] for away in (False, True))
+    torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,376 @@
+"""Parameters on the host: the plain model's numbers, with no more of it on the device than two units at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from parallel.comm.local import LocalCommunicator
+from parallel.engine.grad_reducer import GradientExchange
+from parallel.offload.copies import Copies, Mark
+from parallel.offload.host_optimizer import HostOptimizer
+from parallel.offload.host_parameters import HostParameters, buffers_to
+from parallel.offload.live_bytes import LiveBytes
+from parallel.offload.packing import Packed
+from parallel.stage.stage import Loss
+from tests.helpers.small_nets import NETS, batch_of, drawn_once, pixel_loss
+
+CPU = torch.device("cpu")
+
+
+class Awkward(nn.Module):
+    """One weight in two layers, a layer called twice, parameters of its own, attention that asks for its parts' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.twice = nn.Conv2d(8, 8, 1)
+        self.tied = nn.Conv2d(8, 8, 1)
+        self.tied.weight = self.twice.weight
+        self.place = nn.Parameter(torch.randn(8, 1, 1))
+        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Conv2d(8, 3, 1)
+        self.head.bias.requires_grad_(False)  # type: ignore[union-attr]
+        self.scale = nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.stem(images))) + self.place
+        x = self.twice(torch.tanh(self.twice(x)))
+        rows = x.flatten(2).transpose(1, 2)
+        x = x + self.mix(rows, rows, rows)[0].transpose(1, 2).reshape(x.shape)
+        logits: Tensor = self.head(self.drop(self.tied(x))) * self.scale
+        return logits
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {**NETS, "awkward": (Awkward, pixel_loss)}
+
+
+def model(name: str) -> tuple[nn.Module, Loss]:
+    make, loss = MODELS[name]
+    return drawn_once(("host", name), 3, lambda: make().double()), loss
+
+
+@contextlib.contextmanager
+def saving(host: HostParameters | None) -> Iterator[None]:
+    """Forward passes in which the copies' tensors are kept as ``host`` says, and others as ever."""
+
+    def pack(tensor: Tensor) -> Tensor | Packed:
+        assert host is not None
+        return host.claims(tensor) or tensor
+
+    def unpack(packed: Tensor | Packed) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.unpack()
+
+    with saved_tensors_hooks(pack, unpack) if host else contextlib.nullcontext():
+        yield
+
+
+def train(net: nn.Module, loss: Loss, host: HostParameters | None, steps: int = 2, flight: int = 3) -> Any:
+    """All forward passes of a step before all backward passes. Gradients of the last step, and the state after it."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        waiting = []
+        for i, (images, targets) in enumerate(batch_of([2] * flight, 8, step, torch.float64)):
+            torch.manual_seed(10 * step + i)
+            with saving(host):
+                waiting.append(loss(net(images), targets))
+            if host:
+                assert host.device_bytes == 0, "only what is computed now is on the device"
+        for value in reversed(waiting):
+            value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: p.grad for name, p in net.named_parameters()}, net.state_dict()
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["as written", "traced"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plain_models_numbers(name: str, traced: bool) -> None:
+    (plain, loss), (net, _) = model(name), model(name)
+    if traced:  # its parameters outside of layers are asked for from outside, too
+        net = fx.symbolic_trace(net)
+        plain = fx.symbolic_trace(plain)
+    expected = train(plain, loss, None)
+    host = HostParameters(net, CPU, Copies())
+    found = train(net, loss, host)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-13)
+    assert host.device_bytes == 0
+    assert 0 < host.peak_device_bytes < sum(p.nbytes for p in net.parameters())
+
+
+def deep(layers: int = 6, width: int = 16) -> nn.Sequential:
+    return drawn_once(
+        ("deep", layers, width),
+        5,
+        lambda: nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh()))),
+    )  # type: ignore[return-value]
+
+
+LAYER = 4 * (16 * 16 + 16)
+
+
+def test_two_layers_are_on_the_device_at_a_time() -> None:
+    net = deep()
+    host = HostParameters(net, CPU, Copies())
+    for _ in range(2):
+        host.reset_peak()
+        with saving(host):
+            losses = [net(torch.randn(4, 16)).sum() for _ in range(3)]
+        forward = host.peak_device_bytes
+        assert host.device_bytes == 0
+        host.reset_peak()
+        for loss in losses:
+            loss.backward()
+        assert host.device_bytes == 0
+        assert host.peak_device_bytes == 2 * LAYER - 2 * 16 * 4, "biases are not asked for in backward"
+    assert forward == 2 * LAYER
+
+
+def test_a_step_makes_nothing_else_on_the_device_than_activations_and_one_layers_gradient() -> None:
+    net = deep(8, 64)
+    layer, activation = 4 * (64 * 64 + 64), 4 * 2 * 64
+    host = HostParameters(net, CPU, Copies())
+    optimizer = HostOptimizer(torch.optim.AdamW, dict(net.named_parameters()), Copies(), resident=True)
+    for _ in range(2):
+        with LiveBytes() as live:
+            optimizer.begin_step()
+            with saving(host):
+                losses = [net(torch.randn(2, 64)).sum() for _ in range(2)]
+            losses[0].backward()
+            optimizer.arm(0.1)
+            losses[1].backward()
+            optimizer.apply(0.1)
+        assert 3 * layer < live.peak_bytes < 3 * layer + 20 * activation
+        assert live.bytes < layer, "gradients and the optimizer's state are on the host"
+
+
+def test_without_claims_autograd_holds_the_copies_and_gives_them_back() -> None:
+    net = deep()
+    host = HostParameters(net, CPU, Copies())
+    loss = net(torch.randn(4, 16)).sum()
+    assert host.device_bytes >= 5 * 4 * 16 * 16
+    loss.backward()
+    assert host.device_bytes == 0
+
+
+class Noting(Copies):
+    """Notes copies to the device and when layers compute."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.names = {p.data_ptr(): name for name, p in net.named_parameters()}
+        self.notes: list[str] = []
+
+    def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
+        name = self.names[source.data_ptr()]
+        self.notes.append(f"copy {name}")
+        tensor, _ = super().to_device(source)
+        return tensor, name
+
+    def wait(self, mark: Mark) -> None:
+        self.notes.append(f"wait {mark}")
+
+
+def test_the_next_layers_copies_are_begun_before_they_are_waited_for() -> None:
+    net = deep(3)
+    copies = Noting(net)
+    host = HostParameters(net, CPU, copies)
+    for part in net:
+        if isinstance(part, nn.Linear):
+            part.register_full_backward_hook(lambda *_: copies.notes.append("backward"))
+    with saving(host):
+        net(torch.randn(4, 16))  # the order is learned here
+        copies.notes.clear()
+        loss = net(torch.randn(4, 16, requires_grad=True)).sum()
+    assert [note for note in copies.notes if "weight" in note] == [
+        "copy 0.weight",
+        "copy 2.weight",
+        "wait 0.weight",
+        "copy 4.weight",
+        "wait 2.weight",
+        "wait 4.weight",
+    ]
+    copies.notes.clear()
+    loss.backward()
+    assert copies.notes == [
+        "copy 4.weight",
+        "copy 2.weight",
+        "wait 4.weight",
+        "backward",
+        "copy 0.weight",
+        "wait 2.weight",
+        "backward",
+        "wait 0.weight",
+        "backward",
+    ]
+
+
+def test_another_way_through_the_layers_than_last_time_costs_copies_and_nothing_else() -> None:
+    net = deep(4)
+    plain = copy.deepcopy(net)
+    host = HostParameters(net, CPU, Copies())
+    x = torch.randn(4, 16)
+    for order in ([0, 2, 4, 6], [6, 0, 2], [4, 4, 0], [0, 6]):
+        for layers in (net, plain):
+            value = x
+            with saving(host), host.running() if layers is net else contextlib.nullcontext():
+                for number in order:
+                    value = layers[number](value)
+            value.sum().backward()
+        assert host.device_bytes == 0
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+    assert host.peak_device_bytes <= 3 * LAYER
+
+
+def test_gradients_go_where_their_sum_over_ranks_wants_them() -> None:
+    net, plain = deep(2), deep(2)
+    HostParameters(net, CPU, Copies())
+    exchange = GradientExchange(net.parameters(), LocalCommunicator(), overlap=True)
+    x = torch.randn(4, 16)
+    exchange.begin_step()
+    places = [p.grad.data_ptr() for p in net.parameters() if p.grad is not None]
+    exchange.arm()
+    for layers in (net, plain):
+        layers(x).sum().backward()
+    assert all(bucket.missing == 0 for bucket in exchange.buckets)
+    exchange.finish()
+    assert [p.grad.data_ptr() for p in net.parameters() if p.grad is not None] == places
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_is_changed_before_backward_is_refused() -> None:
+    net = deep(2)
+    host = HostParameters(net, CPU, Copies())
+    with saving(host):
+        loss = net(torch.randn(4, 16)).sum()
+    with torch.no_grad():
+        net[2].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_pass_that_fails_leaves_nothing_on_the_device() -> None:
+    net = deep(2)
+    host = HostParameters(net, CPU, Copies())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net(torch.randn(4, 17))
+    assert host.device_bytes == 0
+    assert net[0].weight is dict(net.named_parameters())["0.weight"], "nothing runs now"
+
+
+def test_outside_of_a_pass_the_module_is_what_it_was() -> None:
+    net, plain = model("awkward")[0], model("awkward")[0]
+    before = dict(net.named_parameters())
+    host = HostParameters(net, CPU, Copies())
+    assert dict(net.named_parameters()) == before
+    assert net.get_parameter("mix.out_proj.weight") is before["mix.out_proj.weight"]
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    net.load_state_dict(plain.state_dict())
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in net.state_dict().items())
+    host.remove()
+    x = batch_of([1], 8, 0, torch.float64)[0][0]
+    assert torch.equal(net.eval()(x), plain.eval()(x))
+    assert host.peak_device_bytes == 0
+
+
+def test_what_is_not_a_copy_is_packed_by_others() -> None:
+    class Inner:
+        def pack(self, tensor: Tensor) -> Packed:
+            packed.append(tensor.shape)
+            return Kept(tensor)
+
+    class Kept:
+        def __init__(self, tensor: Tensor) -> None:
+            self._tensor = tensor.detach()
+
+        def unpack(self) -> Tensor:
+            return self._tensor
+
+    packed: list[torch.Size] = []
+    net = deep(2)
+    packer = HostParameters(net, CPU, Copies()).packer(Inner())
+    with saved_tensors_hooks(packer.pack, lambda one: one.unpack()):
+        loss = net(torch.ones(4, 16)).sum()
+    assert packed
+    assert set(packed) == {torch.Size([4, 16])}
+    loss.backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_a_layer_that_keeps_its_parameters_in_a_list_is_refused() -> None:
+    with pytest.raises(ValueError, match="rnn keeps a list of its own"):
+        HostParameters(nn.ModuleDict({"rnn": nn.LSTM(2, 2)}), CPU, Copies())
+
+
+def test_only_buffers_are_moved() -> None:
+    norm = nn.BatchNorm2d(2)
+    pair = nn.ModuleList([norm, norm])
+    pair.register_buffer("mean", norm.running_mean)
+    buffers_to(pair, torch.device("meta"))
+    assert {buffer.device.type for buffer in pair.buffers()} == {"meta"}
+    assert pair.mean is norm.running_mean
+    assert {p.device.type for p in pair.parameters()} == {"cpu"}
+
+
+def test_the_loss_is_that_of_the_plain_model_when_evaluated() -> None:
+    (net, _), (plain, _) = model("skips"), model("skips")
+    host = HostParameters(net, CPU, Copies())
+    ((x, targets),) = batch_of([2], 8, 1, torch.float64)
+    with torch.no_grad():
+        assert torch.equal(F.cross_entropy(net.eval()(x), targets), F.cross_entropy(plain.eval()(x), targets))
+    assert host.device_bytes == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("resident", [True, False], ids=["parameters too", "optimizer"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpus_host_gives_the_plain_steps_numbers(name: str, resident: bool) -> None:
+    device = torch.device("cuda")
+    (plain, loss), (net, _) = model(name), model(name)
+    plain.to(device)
+    copies = Copies.for_device(device)
+    host = HostParameters(net, device, copies) if resident else None
+    if not resident:
+        net.to(device)
+    make = functools.partial(torch.optim.AdamW, lr=0.05)
+    ours, theirs = (
+        HostOptimizer(make, dict(net.named_parameters()), copies, resident=resident),
+        make(plain.parameters()),
+    )
+    for step in range(3):
+        for layers in (plain, net):
+            layers.zero_grad()
+            ours.begin_step()
+            values = []
+            for i, (images, targets) in enumerate(batch_of([2] * 3, 8, step, torch.float64)):
+                torch.manual_seed(10 * step + i)
+                with saving(host if layers is net else None):
+                    values.append(loss(layers(images.to(device)), targets.to(device)))
+            for i, value in enumerate(values):
+                if layers is net and i == 2:
+                    ours.arm(0.05)
+                value.backward()  # type: ignore[no-untyped-call]
+        ours.apply(0.05)
+        theirs.step()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[key].cpu(), value.cpu(), rtol=1e-9, atol=1e-10)

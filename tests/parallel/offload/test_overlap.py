@@ -1,0 +1,162 @@
+"""Offload's rules: what leaves, what stays, what comes back when, and that nobody uses a copy before it is done."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from parallel.memory.policy import Keeping
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.copies import Copies
+from parallel.offload.host_pool import HostPool, rounded
+from parallel.offload.overlap import OverlapOffload
+from tests.helpers.engine_runs import assert_equal, on_threads, plain, steps_of, strategy_for
+from tests.helpers.late_copies import LateCopies
+
+KIB = 1024
+NUMBERS = KIB // 4
+
+
+def tensors(count: int) -> list[torch.Tensor]:
+    return [torch.full((NUMBERS,), float(k)) for k in range(count)]
+
+
+def offload(copies: Copies | None = None, **more: int) -> tuple[OverlapOffload, ActivationMeter]:
+    meter, copies = ActivationMeter(), copies or Copies()
+    return OverlapOffload(copies, HostPool(copies, more.pop("budget", None)), meter=meter, **more), meter
+
+
+def test_what_waits_stays_within_the_window_and_the_oldest_leaves_first() -> None:
+    moves, meter = offload(ahead=2 * KIB)
+    flight = moves.flight()
+    packed = [flight.pack(tensor) for tensor in tensors(5)]
+    assert meter.bytes == 2 * KIB
+    assert moves.pool.bytes == 3 * rounded(KIB)
+    assert [entry.device is None for entry in flight.entries] == [True, True, True, False, False]
+    for k in reversed(range(5)):
+        assert packed.pop().unpack().eq(k).all()
+        assert meter.bytes <= 2 * KIB  # what is asked for makes room for what comes ahead
+    gc.collect()
+    assert (meter.bytes, moves.pool.bytes) == (0, 0)
+
+
+def test_what_comes_ahead_is_what_was_kept_just_before() -> None:
+    moves, meter = offload(ahead=2 * KIB)
+    flight = moves.flight()
+    packed = [flight.pack(tensor) for tensor in tensors(6)]
+    moves.flush(flight)
+    assert meter.bytes == 0
+    moves.prefetch(flight)
+    assert [entry.device is not None for entry in flight.entries] == [False] * 4 + [True] * 2
+    packed[5].unpack()
+    assert [entry.device is not None for entry in flight.entries] == [False] * 3 + [True] * 3
+
+
+def test_one_storage_travels_once_for_all_that_share_it() -> None:
+    moves, meter = offload()
+    flight = moves.flight()
+    whole = torch.arange(float(NUMBERS))
+    packed = [flight.pack(whole), flight.pack(whole.view(16, -1)), flight.pack(whole[: NUMBERS // 2])]
+    assert len(flight.entries) == 1
+    assert moves.pool.bytes == rounded(KIB)
+    assert [tuple(each.unpack().shape) for each in packed] == [(NUMBERS,), (16, NUMBERS // 16), (NUMBERS // 2,)]
+    assert torch.equal(packed[1].unpack(), whole.view(16, -1))
+    assert meter.peak_bytes == KIB
+
+
+def test_small_tensors_and_small_parts_of_large_storages_are_left() -> None:
+    moves, meter = offload(smallest=2 * KIB)
+    flight = moves.flight()
+    small, large = torch.zeros(NUMBERS), torch.zeros(8 * NUMBERS)
+    kept = [flight.pack(small), flight.pack(large[:NUMBERS])]
+    assert not flight.entries
+    assert meter.bytes == 9 * KIB
+    assert kept[1].unpack().data_ptr() == large.data_ptr()
+
+
+def test_what_the_host_has_no_room_for_stays() -> None:
+    moves, meter = offload(budget=2 * rounded(KIB))
+    flight = moves.flight()
+    packed = [flight.pack(tensor) for tensor in tensors(4)]
+    assert moves.pool.taken_bytes == 2 * rounded(KIB)
+    assert meter.bytes == 2 * KIB
+    assert all(each.unpack().eq(k).all() for k, each in enumerate(packed))
+
+
+def test_freed_memory_that_is_given_out_again_is_another_storage() -> None:
+    moves, _ = offload()
+    flight = moves.flight()
+    packed = []
+    for k in range(50):
+        packed.append(flight.pack(torch.full((NUMBERS,), float(k))))  # freed at once, and its place used anew
+    assert len(flight.entries) == 50
+    assert all(each.unpack().eq(k).all() for k, each in enumerate(packed))
+
+
+def test_changed_in_place_before_it_left() -> None:
+    moves, _ = offload(ahead=4 * KIB)
+    flight = moves.flight()
+    tensor = torch.zeros(NUMBERS)
+    packed = flight.pack(tensor)
+    tensor += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        packed.unpack()
+
+
+def test_changed_in_place_after_it_left_is_kept_as_it_was() -> None:
+    moves, _ = offload()
+    flight = moves.flight()
+    tensor = torch.zeros(NUMBERS)
+    packed = [flight.pack(tensor)]
+    tensor += 1
+    packed.append(flight.pack(tensor))
+    assert packed[0].unpack().eq(0).all()
+    assert packed[1].unpack().eq(1).all()
+
+
+def test_room_on_the_host_is_used_again() -> None:
+    copies = Copies()
+    pool = HostPool(copies, 4 * rounded(KIB))
+    first = pool.take(KIB)
+    assert first is not None
+    pool.give(first)
+    assert pool.take(KIB - 100) is first
+    assert pool.take(4 * rounded(KIB)) is None
+    pool.give(first)
+    assert pool.take(4 * rounded(KIB)) is not None  # in place of the unused one
+    assert pool.taken_bytes == 4 * rounded(KIB)
+    assert pool.peak_bytes == 4 * rounded(KIB)
+
+
+def test_a_step_that_is_given_up_frees_nothing_that_is_still_copied() -> None:
+    copies = LateCopies()
+    moves, meter = offload(copies, ahead=4 * KIB)
+    flight = moves.flight()
+    packed = [flight.pack(tensor) for tensor in tensors(6)]
+    moves.flush(flight)
+    moves.prefetch(flight)
+    del packed, flight
+    gc.collect()
+    copies.finish()
+    assert (meter.bytes, moves.pool.bytes) == (0, 0)
+
+
+LATE = {
+    "overlap": Keeping(offload="overlap", smallest=0),
+    "overlap, ahead": Keeping(offload="overlap", smallest=0, ahead=20_000),
+    "overlap, far ahead": Keeping(offload="overlap", smallest=0, ahead=200_000),
+    "block and overlap": Keeping(recompute="block", offload="overlap", smallest=0, ahead=10_000),
+    "stage and overlap": Keeping(recompute="stage", offload="overlap", smallest=0),
+    "everything": Keeping(recompute="2", offload="overlap", smallest=0, parameters=True),
+    "optimizer": Keeping(optimizer=True),
+}
+
+
+@pytest.mark.parametrize("keeping", LATE.values(), ids=LATE)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "bidirectional"])
+def test_nobody_uses_a_copy_before_it_is_done(schedule: str, keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copies, "for_device", staticmethod(lambda device: LateCopies()))
+    strategy = strategy_for(schedule, 2, m=4, keeping=keeping)
+    assert_equal(on_threads("skips", strategy, steps_of(strategy.m)), plain("skips", strategy.m), torch.float64)

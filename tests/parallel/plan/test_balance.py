@@ -1,0 +1,174 @@
+"""The optimal partition against all partitions of 500 random graphs; errors; larger models in little time."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+import pytest
+
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.graph.partition import Partition, cut_positions
+from parallel.memory.windows import Windows
+from parallel.plan.balance import MemoryRule, partition_optimal
+from tests.helpers.random_graphs import kept_bytes, random_graph, travelling_bytes
+
+
+class Case:
+    """A random problem, and what a partition of it costs, computed from the partition alone."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.graph = random_graph(seed)
+        self.positions = cut_positions(self.graph)
+        self.stages = draw.randint(1, min(5, len(self.positions) + 1))
+        self.paired = self.stages > 1 and draw.random() < 0.5
+        self.seconds = [float(draw.randint(0, 9)) for _ in self.graph.layers]
+        self.link_s = draw.choice([0.0, 0.05])
+        self.speeds = [draw.choice([1.0, 0.5, 2.0]) for _ in range(self.stages)] if draw.random() < 0.5 else None
+        self.memory = self._memory(draw) if draw.random() < 0.6 else None
+
+    def _memory(self, draw: random.Random) -> MemoryRule:
+        same = draw.randint(150, 600)
+        limits = [same if draw.random() < 0.7 else draw.randint(150, 600) for _ in range(self.stages)]
+        held = [len({k, self.stages - 1 - k}) if self.paired else 1 for k in range(self.stages)]
+
+        def numbers(stages: int) -> tuple[int, ...]:
+            return (*(draw.randint(0, 2) for _ in range(stages - 1)), draw.randint(1, 3))
+
+        counts = tuple(tuple(numbers(n) for _ in range(draw.randint(1, 2))) for n in held)
+        return MemoryRule(
+            tuple(map(float, limits)), counts, draw.choice([1.0, 3.0]), draw.choice([None, 2.0]), draw.random() < 0.3
+        )
+
+    def solve(self) -> Partition:
+        return partition_optimal(
+            self.graph,
+            self.stages,
+            self.seconds,
+            link_s=self.link_s,
+            speeds=self.speeds,
+            memory=self.memory,
+            paired=self.paired,
+        )
+
+    def load(self, starts: Sequence[int]) -> float:
+        """Of the slowest rank; infinite where the memory is too small."""
+        bounds = list(pairwise([*starts, len(self.graph.layers)]))
+        speeds = self.speeds or [1.0] * self.stages
+        loads = []
+        for k in range(self.stages):
+            others = (k, self.stages - 1 - k) if self.paired else (k,)
+            speed = min(speeds[other] for other in others)
+            loads.append(sum(self._seconds(*bounds[stage], speed) for stage in others))
+            if self.memory is not None and self.filled(k, bounds) > self.memory.limits[k]:
+                return float("inf")
+        return max(loads)
+
+    def _seconds(self, start: int, stop: int, speed: float) -> float:
+        return sum(self.seconds[start:stop]) / speed + self.link_s * travelling_bytes(self.graph, start, stop)
+
+    def filled(self, rank: int, bounds: Sequence[tuple[int, int]]) -> float:
+        """Bytes of ``rank`` at most."""
+        rule = self.memory
+        assert rule is not None
+        held = sorted({rank, self.stages - 1 - rank}) if self.paired else [rank]
+        shares = [rule.per_parameter if stage == rank or rule.per_other is None else rule.per_other for stage in held]
+        windows = Windows(self.graph, self.seconds, [0, *self.positions, len(self.graph.layers)])
+        parameters, kept, peaks = [], [], []
+        for stage, share in zip(held, shares, strict=True):
+            place = tuple(windows.positions.index(bound) for bound in bounds[stage])
+            parameters.append(share * sum(layer.param_bytes for layer in self.graph.layers[slice(*bounds[stage])]))
+            kept.append(windows.entered_bytes[place] if rule.recompute else kept_bytes(self.graph, *bounds[stage]))
+            peaks.append(windows.peak_bytes[place])
+        return max(
+            sum(parameters) + sum(n * size for n, size in zip(numbers, kept, strict=True)) + peaks[c] - kept[c]
+            for numbers in rule.in_flight[rank]
+            for c in range(len(held))
+            if numbers[c]
+        )
+
+    def sent(self, starts: Sequence[int]) -> int:
+        return sum(travelling_bytes(self.graph, *bound) for bound in pairwise([*starts, len(self.graph.layers)]))
+
+    @property
+    def everything(self) -> list[tuple[int, ...]]:
+        return [(0, *cuts) for cuts in combinations(self.positions, self.stages - 1)]
+
+
+@pytest.mark.parametrize("hundred", range(5))
+def test_no_other_partition_is_better(hundred: int) -> None:
+    impossible = 0
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        case = Case(seed)
+        best = min((case.load(starts), case.sent(starts)) for starts in case.everything)
+        if best[0] == float("inf"):
+            impossible += 1
+            with pytest.raises(ValueError, match="would"):
+                case.solve()
+        else:
+            starts = case.solve().starts
+            assert case.load(starts) == pytest.approx(best[0], rel=1e-12), seed
+            assert case.sent(starts) == best[1], seed
+    assert 1 <= impossible <= 50
+
+
+def graph_of(count: int) -> LayerGraph:
+    return LayerGraph(
+        tuple(
+            Layer(f"v{k}", kind, (f"v{k - 1}",) if k else (), output_bytes=2**20, param_bytes=0 if k == 0 else 2**20)
+            for k, kind in enumerate([INPUT, *["work"] * count, OUTPUT])
+        )
+    )
+
+
+def test_errors_say_how_many_stages_and_how_much_memory() -> None:
+    graph = graph_of(6)
+    with pytest.raises(ValueError, match="1 to 6 stages; got 7"):
+        partition_optimal(graph, 7, [1.0] * 8)
+    rule = MemoryRule((2.0**20,) * 2, (((1,),),) * 2, per_parameter=4)
+    with pytest.raises(ValueError, match=r"no 2 stages fit 0\.00 GiB a rank; 0\.02 GiB would do"):
+        partition_optimal(graph, 2, [1.0] * 8, memory=rule)
+    uneven = MemoryRule((2.0**20, 2.0**22), (((1,),),) * 2, per_parameter=4)
+    with pytest.raises(ValueError, match=r"with \d+\.\d+ times as much on every rank it would"):
+        partition_optimal(graph, 2, [1.0] * 8, memory=uneven)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_memory_named_in_the_error_is_the_smallest_that_does(paired: bool) -> None:
+    graph = graph_of(8)
+    numbers = ((1, 1),) if paired else ((2,),)
+
+    def split(limit: float) -> Partition:
+        return partition_optimal(
+            graph, 4, [1.0] * 10, memory=MemoryRule((limit,) * 4, (numbers,) * 4, per_parameter=400.0), paired=paired
+        )
+
+    with pytest.raises(ValueError, match=r"\d GiB would do") as fault:
+        split(2**28)
+    needed = float(str(fault.value).split("a rank; ")[1].split(" GiB")[0]) * 2**30
+    assert split(needed * 1.01)
+    with pytest.raises(ValueError, match="would do"):
+        split(needed * 0.99)
+
+
+def test_a_slower_rank_gets_less_and_a_slow_link_moves_the_cut() -> None:
+    graph = graph_of(9)
+    _, second, third = partition_optimal(graph, 3, [1.0] * 11, speeds=[1.0, 0.25, 1.0]).starts
+    assert third - second == 1
+    graph = graph_of(8)
+    heavy = dataclasses.replace(graph.layers[4], output_bytes=2**30)
+    wide = LayerGraph((*graph.layers[:4], heavy, *graph.layers[5:]))
+    assert partition_optimal(wide, 2, [1.0] * 10).starts == (0, 5)
+    assert partition_optimal(wide, 2, [1.0] * 10, link_s=1e-9).starts in ((0, 4), (0, 6))
+
+
+def test_more_places_than_are_searched_at_a_time_lose_little() -> None:
+    draw = random.Random(0)
+    graph = graph_of(300)
+    seconds = [draw.random() for _ in graph.layers]
+    bounds = [*partition_optimal(graph, 8, seconds, paired=True).starts, len(seconds)]
+    stages = [sum(seconds[start:stop]) for start, stop in pairwise(bounds)]
+    assert max(stages[k] + stages[7 - k] for k in range(8)) < 1.01 * sum(seconds) / 4

@@ -1,0 +1,69 @@
+"""The search for the largest tile finds the last one that fits, whatever the memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.plan.candidate import Candidate
+from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
+from parallel.plan.plan import Row
+from parallel.plan.savings import PLAIN, RECOMPUTE, Savings
+
+
+def row(name: str, over: int) -> Row:
+    return Row(Candidate(name, 1, 1, 1), over_bytes=max(0, over))
+
+
+@pytest.mark.parametrize("memory", [STEP**2, 1000**2, 1024**2, 1025**2, 5000**2])
+def test_the_next_side_does_not_fit(memory: int) -> None:
+    asked = []
+
+    def least(tile: int, name: str, savings: Savings) -> Row:
+        asked.append(tile)
+        return row(name, tile**2 - memory)
+
+    (found,) = largest_tiles(["single"], [PLAIN], least)
+    assert found.tile**2 <= memory < (found.tile + STEP) ** 2
+    assert found.row is not None
+    assert found.row.fits
+    assert found.next_row is not None
+    assert not found.next_row.fits
+    assert found.doubled is not None
+    assert len(asked) - 1 <= len(set(asked)) <= 20  # twice the side may have been asked for before
+
+
+def test_what_never_fits_and_what_always_does() -> None:
+    never, always = largest_tiles(
+        ["never", "always"], [PLAIN], lambda tile, name, savings: row(name, int(name == "never"))
+    )
+    assert (never.tile, never.row) == (0, None)
+    assert never.next_row is not None
+    assert (always.tile, always.next_row, always.doubled) == (LIMIT, None, None)
+
+
+def test_what_cannot_run_is_left_out() -> None:
+    assert largest_tiles(["mast"], [PLAIN], lambda tile, name, savings: None) == []
+
+
+def test_savings_follow_each_other_as_far_as_they_gain_anything() -> None:
+    def least(tile: int, name: str, savings: Savings) -> Row:
+        side = {"ddp": 1000, "fsdp": 600}[name]
+        if name == "ddp":
+            side *= len(savings.offload) * (1 + (savings.recompute != ("none",)))
+        return row(name, tile - side)
+
+    found = largest_tiles(["ddp", "fsdp"], steps_of(Savings()), least)
+    assert [(one.name, one.tile, one.savings) for one in found] == [
+        ("ddp", 960, PLAIN),
+        ("ddp", 1984, Savings(offload=(False,))),
+        ("ddp", 3968, Savings()),
+        ("fsdp", 576, PLAIN),
+    ]
+
+
+def test_steps_of_what_is_asked_for() -> None:
+    assert steps_of(PLAIN) == [PLAIN]
+    block = [Savings(("block",), (False,)), Savings(("block",), (False, True))]
+    assert steps_of(Savings(("block",))) == block
+    assert steps_of(Savings(("none",), (True,))) == [Savings(("none",), (True,))]
+    assert steps_of(Savings())[-1] == Savings(RECOMPUTE, (False, True))

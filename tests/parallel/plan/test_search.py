@@ -1,0 +1,271 @@
+"""The search: every strategy is there, the best one is found, and what does not fit is made to fit or told apart."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from parallel.cost.cluster import FILL, Cluster
+from parallel.cost.devices import LinkSpec
+from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.plan.candidate import WHOLE, Candidate, candidates
+from parallel.plan.limit import too_small
+from parallel.plan.plan import Row, best_of
+from parallel.plan.savings import ON_DEVICE, PLAIN, Savings
+from parallel.plan.search import Planner
+from parallel.plan.task import Task
+from parallel.schedule.registry import SCHEDULES
+
+NAMES = (*WHOLE, *SCHEDULES)
+LINK = LinkSpec("fast", 1e15, 0.0)
+MIB = 1 << 20
+
+
+def chain(layers: int = 12, saved: int = 8 * MIB, params: int = MIB) -> LayerGraph:
+    """Equal layers, each keeping its input."""
+    found = [Layer("x", INPUT, (), differentiable=False, output_bytes=saved)]
+    for n in range(layers):
+        before = found[-1].name
+        found.append(
+            Layer(
+                f"conv{n}",
+                "Conv2d",
+                (before,),
+                module=f"conv{n}",
+                output_bytes=saved,
+                param_bytes=params,
+                saved=((n, saved),),
+            )
+        )
+    found.append(Layer("output", OUTPUT, (found[-1].name,), output_bytes=saved))
+    return LayerGraph(tuple(found))
+
+
+def planner(
+    memory: int = 1 << 40,
+    batch: int = 8,
+    graph: LayerGraph | None = None,
+    copies: float = 1e6,
+    host: float = 1e18,
+    **more: str,
+) -> Planner:
+    graph = graph or chain()
+
+    def estimate(tiles: int) -> Costs:
+        cost = LayerCost(1.0 * tiles, 2.0 * tiles, 1.0 * tiles)
+        return Costs((LayerCost(0, 0, 0), *[cost] * (len(graph.layers) - 2), LayerCost(0, 0, 0)), "test")
+
+    cluster = Cluster(
+        "test", round(memory / FILL["cuda"]), 8, 8, LINK, LINK, 1e18, copy_bandwidth=copies, host_bytes=host
+    )
+    return Planner(Task(graph, estimate, batch, 2, more), cluster)
+
+
+def test_every_strategy_has_a_row_and_ddp_wins_where_it_fits() -> None:
+    rows = list(planner().rows(NAMES, ranks=4))
+    assert {row.candidate.name for row in rows} == set(NAMES) - {"single"}
+    assert all(row.fits for row in rows)
+    best = best_of(rows)
+    assert best is not None
+    assert best.candidate.name == "ddp"
+    assert best.step_s == pytest.approx(2 * 12 * 3, rel=1e-3)
+
+
+def test_a_pipeline_wins_where_the_model_does_not_fit_each_rank() -> None:
+    """12 layers of 8 MiB a tile, and 48 MiB of parameters and what belongs to them: 144 MiB at least for all of it.
+    Moving activations would make room, too, and takes far longer."""
+    rows = list(planner(130 * MIB).rows(NAMES, ranks=2))
+    best = best_of(rows)
+    assert best is not None
+    assert best.candidate.splits
+    assert max(best.peak_bytes) <= 130 * MIB
+    assert all(row.candidate.saves for row in rows if row.candidate.name == "ddp" and row.fits)
+    (ddp,) = planner(130 * MIB).rows(["ddp"], ranks=2, m=8, savings=PLAIN)
+    assert ddp.over_bytes > 0
+
+
+def test_recomputation_and_shared_states_only_where_nothing_else_fits() -> None:
+    candidate = Candidate("1f1b", 2, 2, 8)
+    plenty = planner().row(candidate)
+    assert not plenty.candidate.saves
+    tight = planner(max(plenty.peak_bytes) - 20 * MIB).row(candidate)
+    assert tight.candidate.saves
+    assert tight.fits
+    assert tight.images_per_second is not None
+    assert plenty.images_per_second is not None
+    assert tight.images_per_second < plenty.images_per_second
+
+
+def wide() -> LayerGraph:
+    """Equal layers that keep three times what each is given: computing them again one by one saves two thirds."""
+    layers = [
+        dataclasses.replace(layer, saved=(*layer.saved, (100 + n, 16 * MIB))) if layer.saved else layer
+        for n, layer in enumerate(chain().layers)
+    ]
+    return LayerGraph(tuple(layers))
+
+
+def test_of_several_savings_that_fit_the_fastest_is_taken() -> None:
+    candidate = Candidate("ddp", 2, 1, 8)
+    plain = planner(graph=wide()).row(candidate, PLAIN)
+    memory = max(plain.peak_bytes) - 100 * MIB
+    slow, fast = (planner(memory, graph=wide(), copies=copies).row(candidate) for copies in (1e6, 1e12))
+    assert (slow.candidate.recompute, slow.candidate.offload, slow.ahead_bytes) == ("block", False, 0)
+    assert (fast.candidate.recompute, fast.candidate.offload) == ("none", True)
+    assert fast.ahead_bytes == 2 * 16 * MIB
+    assert slow.step_s is not None
+    assert plain.step_s is not None
+    assert fast.step_s == pytest.approx(plain.step_s)  # copies hide behind what is computed
+    # For each of four microbatches the forward passes of all blocks but the last once more.
+    assert slow.step_s == pytest.approx(plain.step_s + 4 * 11)
+
+
+def test_both_savings_where_the_host_is_too_small_for_all() -> None:
+    candidate = Candidate("ddp", 2, 1, 8)
+    free = planner(graph=wide())
+    block, moved, both = (
+        row
+        for way in ({"recompute": "block"}, {"offload": True}, {"recompute": "block", "offload": True})
+        if (row := free.forecast(dataclasses.replace(candidate, **way))) is not None
+    )
+    memory = max(block.peak_bytes) - MIB
+    assert max(*moved.peak_bytes, *both.peak_bytes) < memory
+    # 12 layers keep 24 MiB each; of 11 that are computed again, one at a time, 8 MiB are there meanwhile.
+    assert str(planner(memory, graph=wide(), host=12 * 24 * MIB).row(candidate).candidate) == "ddp 2, m=8 +offload"
+    less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).row(candidate)
+    assert str(less.candidate) == "ddp 2, m=8 +recompute block +offload"
+    assert planner(memory, graph=wide(), host=9 * 8 * MIB).row(candidate).over_bytes > 0
+
+
+@pytest.mark.parametrize(("candidate", "less"), [(Candidate("ddp", 2, 1, 8), 20), (Candidate("1f1b", 2, 2, 8), 120)])
+def test_the_best_choice_of_what_is_computed_again_is_faster_than_all_blocks(candidate: Candidate, less: int) -> None:
+    plenty = planner(graph=wide()).row(candidate)
+    one = planner(max(plenty.peak_bytes) - less * MIB, graph=wide())
+    rough = one.row(candidate, ON_DEVICE)
+    assert rough.candidate.recompute in ("block", "stage")
+    best, other = one.refined([rough, Row(Candidate("mast", 2, 2, 2), images_per_second=1e-9)])
+    assert other.candidate.name == "mast"
+    assert best.fits
+    assert best.candidate.recompute == "optimal"
+    assert len(best.chosen) >= 1
+    assert best.step_s is not None
+    assert rough.step_s is not None
+    assert plenty.step_s is not None
+    assert plenty.step_s < best.step_s < rough.step_s
+    (asked,) = one.rows([candidate.name], ranks=2, m=8, savings=Savings(("optimal",)))
+    assert (asked.chosen, asked.step_s) == (best.chosen, best.step_s)
+
+
+def test_what_is_chosen_in_the_end_is_left_alone_where_nothing_is_computed_again_or_that_is_asked_for() -> None:
+    one = planner(graph=wide())
+    plain = one.row(Candidate("ddp", 2, 1, 8))
+    assert one.refined([plain]) == [plain]
+    block = one.row(plain.candidate, Savings(("block",), (False,)))
+    assert one.refined([block], Savings(("block",), (False,))) == [block]
+    assert Savings().refined(Candidate("zero-bubble", 2, 2, 8, recompute="stage")) is None
+    assert Savings().refined(dataclasses.replace(block.candidate, offload=True)) is None
+
+
+def test_no_choice_of_what_is_computed_again_fits() -> None:
+    (row,) = planner(50 * MIB, graph=wide()).rows(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (False,)))
+    assert row.refused == "no choice of what is computed again was found that fits the memory"
+    (both,) = planner().rows(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (True,)))
+    assert both.fits
+    assert both.chosen  # what is computed again beside what goes to the host
+
+
+def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
+    rows = list(planner().rows(NAMES, ranks=2, savings=Savings(("block",), (True,))))
+    assert {row.candidate.name for row in rows if row.refused} == {"fsdp", "zero-bubble"}
+    assert all(row.candidate.recompute == "block" and row.candidate.offload for row in rows if not row.refused)
+    (fsdp,) = planner().rows(["fsdp"], ranks=2, m=2, savings=Savings(offload=(True,)))
+    assert fsdp.refused.startswith("offload is asked for, and fsdp gathers")
+    (alone,) = planner().rows(["single"], ranks=1, m=1, savings=Savings(("stage",), (False,)))
+    assert alone.refused == "recompute stage is asked for, and single has no stage that could be computed again later"
+
+
+def test_where_times_are_not_known_the_least_saving_is_best() -> None:
+    one = Candidate("single", 1, 1, 2)
+    saving, plain = Row(dataclasses.replace(one, offload=True)), Row(dataclasses.replace(one, m=4))
+    assert best_of([saving, plain]) is plain
+    assert best_of([plain, saving, plain]) is plain
+
+
+def test_nothing_fits() -> None:
+    small = planner(4 * MIB)
+    rows = list(small.rows(NAMES, ranks=2))
+    assert best_of(rows) is None
+    assert all(row.over_bytes > 0 for row in rows)
+    least = min(rows, key=lambda row: row.over_bytes)
+    assert str(least.candidate) in too_small(rows, small.cluster)
+    enough = planner(4 * MIB + least.over_bytes)
+    assert enough.row(dataclasses.replace(least.candidate)).fits
+
+
+def test_a_refused_strategy_says_why() -> None:
+    rows = list(planner(**{"zero-bubble": "no layer to split"}).rows(NAMES, ranks=2))
+    (row,) = [row for row in rows if row.candidate.name == "zero-bubble"]
+    assert row.refused == "no layer to split"
+    assert not row.fits
+
+
+@pytest.mark.long
+def test_no_row_is_left_out_that_would_have_been_the_best_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def best(name: str) -> float:
+        row = best_of(planner(200 * MIB, batch=32, graph=chain(20)).rows([name], ranks=16))
+        return -1.0 if row is None or row.images_per_second is None else row.images_per_second
+
+    everything = {name: best(name) for name in NAMES}
+    monkeypatch.setattr("parallel.plan.search.FEW", 0)
+    assert {name: best(name) for name in NAMES} == pytest.approx(everything)
+
+
+def test_the_partition_of_a_row_is_the_one_it_was_forecast_with() -> None:
+    one = planner()
+    row = one.row(Candidate("gpipe", 4, 4, 8))
+    partition = one.partition_of(row)
+    assert [len(partition.layers_of(stage)) for stage in range(4)] == [4, 3, 3, 4]
+    timeline = one.timeline(row)
+    assert timeline is not None
+    assert row.step_s == pytest.approx(timeline.makespan_s, rel=1e-3)
+
+
+def test_the_least_is_what_fits_first() -> None:
+    small = planner(130 * MIB)
+    row = small.least("1f1b", 2)
+    assert row is not None
+    assert row.fits
+    assert row.candidate.m == 8
+    assert small.least("mast", 1) is None
+
+
+def test_the_first_of_those_that_are_hardly_slower() -> None:
+    slow, fast, faster = (Row(c, images_per_second=s) for c, s in zip(some(), (1.0, 1.005, 1.1), strict=True))
+    assert best_of([slow, fast]) is slow
+    assert best_of([slow, fast, faster]) is faster
+    assert best_of([]) is None
+
+
+def some() -> list[Candidate]:
+    return list(candidates(2, 4, names=["ddp", "1f1b"], most_stages=5))[:3]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("single", "fsdp")])
+@pytest.mark.parametrize("shard", [False, True])
+def test_no_choice_takes_less_than_the_least_bytes(name: str, shard: bool) -> None:
+    one = planner(graph=wide(), batch=9)
+    given = candidates(2, 9, names=[name], most_stages=one.cutting.most_stages)
+    ways = [("none", False), ("block", False), ("none", True), ("block", True)]
+    for candidate in given:
+        for recompute, offload in ways:
+            tried = dataclasses.replace(
+                candidate, recompute=recompute, offload=offload, shard_optimizer=shard and candidate.paired
+            )
+            partition = one.cutting.partition(tried, within=False)
+            assert partition is not None
+            keeping = one.cutting.keeping(tried, partition)
+            assert keeping is not None
+            taken = max(rank.total for rank in one.cutting.rank_bytes(tried, partition, keeping))
+            assert 0 < one.cutting.least_bytes(tried, partition) <= taken

@@ -1,0 +1,117 @@
+"""Forecasts of steps whose time can be worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from parallel.cost.cluster import Cluster
+from parallel.cost.devices import LinkSpec
+from parallel.plan.candidate import Candidate
+from parallel.plan.step_time import (
+    ADDING_PASSES,
+    DDP_BUCKET,
+    UPDATE_PASSES,
+    forecast_split,
+    forecast_whole,
+)
+from parallel.schedule.step_cost import LinkCost, StageCost
+
+FAST = LinkSpec("fast", 1e30, 0.0)
+
+
+def cluster(per_node: int = 8, lanes: float = 8, link: LinkSpec = FAST, update: float = 1e30) -> Cluster:
+    return Cluster("test", 1 << 30, per_node, lanes, link, link, update)
+
+
+def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: Any) -> float:
+    costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)] * depth
+    links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(depth - 1)}
+    return forecast_split(Candidate(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "expected"),
+    [("mp-basic", 3, 36), ("gpipe", 4, 21), ("1f1b", 4, 21), ("mast", 2, 21), ("master", 4, 4 * (4 * 2 + 1) + 3)],
+)
+def test_formulas_of_the_papers(name: str, m: int, expected: float) -> None:
+    assert split(name, 4, 4, m, cluster()) == pytest.approx(expected)
+
+
+def test_recomputation_takes_a_forward_pass_more() -> None:
+    assert split("gpipe", 2, 2, 2, cluster()) == 9
+    assert split("gpipe", 2, 2, 2, cluster(), recompute="stage") == 9 + 2  # the last stage has just computed one of two
+    assert split("mp-basic", 2, 2, 1, cluster(), recompute="stage") == split("mp-basic", 2, 2, 1, cluster())
+
+
+def test_groups_sum_their_gradients_after_the_last_backward_pass() -> None:
+    """Two groups of two: the last stage is done one backward pass (2 s) before the first, whose sum is not hidden."""
+    link = LinkSpec("100 bytes/s", 100.0, 0.0)
+    alone, grouped = (split("gpipe", ranks, 2, ranks * 2, cluster(link=link)) for ranks in (2, 4))
+    assert alone == split("gpipe", 2, 2, 4, cluster())
+    assert grouped == pytest.approx(alone + 1.0)  # half of 2 x 100 bytes at 100 a second
+
+
+def test_ranks_on_one_core_compute_one_after_the_other() -> None:
+    assert split("gpipe", 2, 2, 4, cluster(lanes=1)) == pytest.approx(2 * 4 * 3)
+    # Two groups of two ranks on two cores: each group has one.
+    assert split("gpipe", 4, 2, 8, cluster(per_node=4, lanes=2)) == pytest.approx(2 * 4 * 3)
+
+
+def test_update() -> None:
+    second = cluster(update=UPDATE_PASSES[2] * 100.0)  # for a stage
+    plain = split("gpipe", 2, 2, 1, cluster())
+    assert split("gpipe", 2, 2, 1, second) == pytest.approx(plain + 1)
+    pairs = split("bidirectional", 2, 2, 2, cluster())
+    assert split("bidirectional", 2, 2, 2, second) == pytest.approx(pairs + 2)
+    assert split("bidirectional", 2, 2, 2, second, shard_optimizer=True) == pytest.approx(pairs + 1)
+
+
+def test_microbatches_after_the_first_add_their_gradients() -> None:
+    second = cluster(update=ADDING_PASSES * 100.0)
+    added = split("mp-basic", 2, 2, 4, second) - split("mp-basic", 2, 2, 4, cluster())
+    update = UPDATE_PASSES[2] / ADDING_PASSES
+    assert added == pytest.approx(3 * 2 + update)  # three microbatches, two stages one after the other
+    added = whole("single", 1, 4, second, params=100) - whole("single", 1, 4, cluster(), params=100)
+    assert added == pytest.approx(3 + update)
+
+
+def test_what_a_pair_updates_in_halves_is_copied() -> None:
+    slow = cluster(link=LinkSpec("100 bytes/s", 100.0, 0.0))
+    both, halves = (split("bidirectional", 2, 2, 4, slow, shard_optimizer=shard) for shard in (False, True))
+    assert halves == pytest.approx(both + 2)  # two stages of 100 bytes
+
+
+def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:
+    return forecast_whole(Candidate(name, ranks, 1, m), batch, 1.0, 2.0, params, 2, on).step_s
+
+
+def test_whole_models() -> None:
+    assert whole("single", 1, 4, cluster()) == pytest.approx(12)
+    assert whole("ddp", 2, 4, cluster()) == pytest.approx(6)
+    assert whole("ddp", 2, 4, cluster(lanes=1)) == pytest.approx(12)
+    assert whole("ddp", 2, 3, cluster(), batch=3) == pytest.approx(6)  # rank 0 has two of three microbatches
+
+
+def test_data_parallel_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> None:
+    slow = cluster(link=LinkSpec("slow", 4 * DDP_BUCKET, 0.0))  # 1 s for all gradients
+    assert whole("ddp", 2, 4, slow) == pytest.approx(6 + 0.25)
+    assert whole("fsdp", 2, 4, slow) == pytest.approx(6 + 0.5)  # gathering hides behind computing, scattering does not
+
+
+def test_sums_on_a_cpu_hide_behind_nothing() -> None:
+    link = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
+    busy = dataclasses.replace(cluster(), kind="cpu", sums=link, beside_backward=1.5, gathering=4.0)
+    assert whole("ddp", 2, 4, busy) == pytest.approx(6 + 1.5)
+    # Two microbatches gather twice, and gradients are scattered once.
+    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + (2 * 2 * 0.5 + 0.5) * 4)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "master", "bidirectional", "zero-bubble", "mp-basic"])
+def test_a_long_step_is_not_simulated_whole_and_takes_as_long(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.plan.step_time.LONG", 1000)
+    whole = split(name, 4, 4, 60, cluster())
+    monkeypatch.setattr("parallel.plan.step_time.LONG", 4)
+    assert split(name, 4, 4, 60, cluster()) == pytest.approx(whole)

@@ -1,0 +1,283 @@
+"""The calibrated cost model: fitted to made-up laws, kept as JSON, run on a real device with a tiny budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel.cost.calibrated import CostModel, Curve, load
+from parallel.cost.product import work_of, work_of_shape
+from parallel.cost.regression import Polynomial, fit
+from parallel.cost.shapes import ROUND, Product, products
+from parallel.graph.layers import LayerGraph
+from parallel.graph.op import Convolution
+from parallel.profile import calibrate as calibration
+from parallel.profile.cache import kept_at
+from parallel.profile.calibrate import calibrate, calibration_key, fit_model, load_or_calibrate
+from parallel.profile.core_use import CoreUse, others_now
+from parallel.profile.op_timing import MOVING
+from parallel.trace.trace import trace
+
+CPU = torch.device("cpu")
+KEY = calibration_key(CPU, 1, 1, torch.float32, True)
+
+
+def law(flops: float, channels_in: int, kernel: int) -> float:
+    """Seconds of a made-up device: slower where there are few channels, faster for large kernels."""
+    return flops / 2e11 * (1 + 16 / channels_in) * kernel**-0.2
+
+
+def made_up_readings(shapes: int = 400) -> Iterator[dict[str, Any]]:
+    """What a worker would read on a device that follows ``law`` and moves 10 GB/s."""
+    for name in MOVING:
+        for size in (1e5, 1e6, 1e8):
+            yield {"what": "moving", "name": name, "forward": [size, size / 1e10], "backward": [size, size / 1e10]}
+    for size in (2**20, 2**28):
+        yield {"what": "fresh", "bytes": size, "seconds": 0.0}
+    for _, shape in itertools.islice(products(seed=3), shapes):
+        work = work_of_shape(shape)
+        seconds = work.flops / 1e11
+        if isinstance(shape, Convolution):
+            seconds = law(work.flops, shape.channels_in, math.prod(shape.kernel))
+        reading = {"forward_s": seconds, "input_s": 2 * seconds, "weight_s": 3 * seconds}
+        what = "product" if isinstance(shape, Product) else "convolution"
+        yield {"what": what, "shape": asdict(shape), "reading": reading}
+
+
+@pytest.fixture(scope="module")
+def made_up() -> CostModel:
+    return fit_model(made_up_readings(), KEY, 1.0)
+
+
+def graph_of(model: nn.Module, px: int) -> LayerGraph:
+    return trace(model, (1, 3, px, px)).graph
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 5, padding=2),
+        nn.Conv2d(64, 48, 3, padding=1),
+    )
+
+
+def test_a_law_is_recovered_on_shapes_that_were_not_seen(made_up: CostModel) -> None:
+    assert made_up.expected_error < 0.08
+    graph = graph_of(plain(), 200)
+    costs = dict(zip((layer.name for layer in graph.layers), made_up.estimate(graph).layers, strict=True))
+    for name, channels_in, kernel in (("3", 32, 25), ("4", 64, 9)):
+        layer = next(layer for layer in graph.layers if layer.module == name)
+        expected = law(layer.flops, channels_in, kernel)
+        assert costs[layer.name].forward_s == pytest.approx(expected, rel=0.1)
+        assert costs[layer.name].backward_input_s == pytest.approx(2 * expected, rel=0.1)
+        assert costs[layer.name].backward_s == pytest.approx(5 * expected, rel=0.1)
+
+
+def test_only_weights_have_gradients_where_nothing_flows_on(made_up: CostModel) -> None:
+    first = made_up.estimate(graph_of(plain(), 64)).layers[1]
+    assert first.backward_input_s == 0
+    assert first.backward_s == pytest.approx(3 * first.forward_s, rel=0.1)
+
+
+def test_tiles_beyond_the_calibration_cost_in_proportion(made_up: CostModel) -> None:
+    large, larger = (sum(made_up.estimate(graph_of(plain(), px)).seconds) for px in (8192, 16384))
+    assert larger / large == pytest.approx(4, rel=0.01)
+
+
+def test_what_is_kept_gives_the_same(made_up: CostModel, tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(made_up.to_json())
+    assert load(path) == made_up
+    graph = graph_of(plain(), 64)
+    assert load(path).estimate(graph) == made_up.estimate(graph)
+    path.write_text(made_up.to_json()[:-20])
+    assert load(path) is None
+    assert load(tmp_path / "none.json") is None
+
+
+def test_operations_without_a_curve_take_that_of_a_usual_one(made_up: CostModel) -> None:
+    class Odd(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return F.softplus(images)
+
+    graph = graph_of(nn.Sequential(nn.Conv2d(3, 8, 3), Odd()), 64)
+    layer, cost = graph.layers[2], made_up.estimate(graph).layers[2]
+    assert layer.ops[0].name not in made_up.forward
+    assert cost.forward_s == pytest.approx(2 * layer.output_bytes / 1e10, rel=0.01)
+
+
+def test_new_memory_is_paid_for_where_the_kernel_gives_it(made_up: CostModel) -> None:
+    graph = graph_of(plain(), 1024)
+    dear = dataclasses.replace(made_up, fresh=Curve((2.0**25, 2.0**26), (1e-9, 1.0)))
+    extra = np.array(dear.estimate(graph).seconds) - np.array(made_up.estimate(graph).seconds)
+    name = {layer.module: at for at, layer in enumerate(graph.layers)}
+    # 128 MiB given by the first convolution, whose input needs no gradient; ReLU likewise, whose input does.
+    assert extra[name["0"]] == pytest.approx(2.0, rel=0.01)
+    assert extra[name["2"]] == pytest.approx(4.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(32, 48, 5, 2, 2, bias=False),
+        nn.Conv2d(32, 64, 3, padding=1, groups=8, bias=False),
+        nn.Conv2d(32, 32, 3, padding=1, groups=32, bias=False),
+        nn.ConvTranspose2d(32, 16, 2, 2, bias=False),
+    ],
+)
+def test_graphs_and_the_design_speak_of_the_same_work(layer: nn.Module) -> None:
+    graph = trace(nn.Sequential(layer), (2, 32, 24, 24)).graph
+    (op,) = graph.layers[1].ops
+    assert op.convolution is not None
+    assert work_of(op) == work_of_shape(op.convolution)
+
+
+def test_a_linear_layer_is_the_product_of_the_design() -> None:
+    graph = trace(nn.Sequential(nn.Linear(256, 100, bias=False)), (64, 256)).graph
+    (op,) = graph.layers[1].ops
+    assert work_of(op) == work_of_shape(Product(64, 256, 100))
+
+
+def test_every_beginning_of_the_design_has_all_kinds() -> None:
+    once = sum(ROUND.values())
+    drawn = list(itertools.islice(products(seed=0), 3 * once))
+    assert drawn == list(itertools.islice(products(seed=0), 3 * once))
+    for start in range(0, 3 * once, once):
+        kinds = [kind for kind, _ in drawn[start : start + once]]
+        assert {kind: kinds.count(kind) for kind in ROUND} == ROUND
+    assert all(work_of_shape(shape).kind == kind for kind, shape in drawn)
+
+
+def test_a_polynomial_is_recovered_and_bounded() -> None:
+    random = np.random.default_rng(0)
+    features = random.uniform(0, 4, (200, 3))
+    ratios = np.exp(0.5 + 0.2 * features[:, 0] - 0.05 * features[:, 1] ** 2 + 0.1 * features[:, 0] * features[:, 2])
+    polynomial, left_out = fit(features.tolist(), ratios.tolist())
+    assert float(np.median(left_out)) < 0.01
+    assert polynomial(features[:5].tolist()) == pytest.approx(ratios[:5], rel=0.02)
+    edge, beyond = polynomial([[features[:, 0].max(), 1.0, 1.0], [100.0, 1.0, 1.0]])
+    assert beyond == pytest.approx(edge)
+    assert Polynomial.from_dict(polynomial.to_dict()) == polynomial
+
+
+def test_few_readings_give_a_constant() -> None:
+    polynomial, _ = fit([[1.0, 2.0]] * 4, [1.0, 2.0, 2.0, 5.0])
+    assert polynomial([[7.0, 7.0]]) == pytest.approx(2.0)
+
+
+def test_each_way_of_running_has_a_calibration_of_its_own(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keys = [
+        KEY,
+        calibration_key(CPU, 2, 1, torch.float32, True),
+        calibration_key(CPU, 1, 2, torch.float32, True),
+        calibration_key(CPU, 1, 1, torch.bfloat16, True),
+        calibration_key(CPU, 1, 1, torch.float32, False),
+        calibration_key(CPU, 1, 1, torch.float32, True, heap_kept=True),
+        KEY | {"torch": "2.0"},
+        KEY | {"device": "abacus"},
+    ]
+    assert len({kept_at(key) for key in keys}) == len(keys)
+    assert all(kept_at(key).parent == tmp_path / "megatile" for key in keys)
+
+
+def test_a_longer_calibration_replaces_a_shorter_one(monkeypatch, tmp_path: Path, made_up: CostModel) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = []
+
+    def calibrated(device: torch.device, *, seconds: float, **_: Any) -> CostModel:
+        asked.append(seconds)
+        return dataclasses.replace(made_up, seconds_taken=seconds)
+
+    monkeypatch.setattr(calibration, "calibrate", calibrated)
+    for seconds in (20, 10, 90, 20):
+        assert load_or_calibrate(CPU, seconds=seconds).seconds_taken >= seconds
+    assert asked == [20, 90]
+    assert len(list((tmp_path / "megatile").iterdir())) == 1
+
+
+def test_a_calibration_made_on_a_busy_machine_is_made_again_on_a_calm_one(
+    monkeypatch, tmp_path: Path, made_up: CostModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    others = [0.5, 0.02]  # while it is calibrated, the first time and the second
+    monkeypatch.setattr(
+        calibration,
+        "calibrate",
+        lambda *_, **__: dataclasses.replace(made_up, seconds_taken=45.0, others=others.pop(0)),
+    )
+
+    def said(now: float | None = None) -> str:
+        """What a plan is told when others take that share at present; None when nobody is to look."""
+        caplog.clear()
+        monkeypatch.setattr(calibration, "others_now", lambda: now if now is not None else pytest.fail("looked"))
+        load_or_calibrate(CPU)
+        return " ".join(record.getMessage() for record in caplog.records)
+
+    assert said().startswith("other programs took 50 % of the cores while this machine was calibrated: real times may")
+    assert "took 50 % of its cores, and now they take 30 %" in said(0.3)
+    assert len(others) == 1
+    assert said(0.05) == "calibrating again: other programs took 50 % of the cores then, and are gone"
+    assert not others
+    assert said() == ""
+
+
+def test_what_others_take_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    readings = iter([(0.0, 0.0, 0.0), (10.0, 10.0 * len(cores), 2.5 * len(cores)), (20.0, 3.0, 3.0)])
+    monkeypatch.setattr(CoreUse, "_read", lambda _: next(readings))
+    use = CoreUse()
+    assert use.others() == pytest.approx(0.75)  # all cores at work, a quarter of it for this process
+    assert use.others() == 0.0
+
+
+@pytest.mark.process
+def test_a_program_beside_this_one_is_seen() -> None:
+    beside = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.2)
+        assert others_now() > 0.25 / len(os.sched_getaffinity(0))
+    finally:
+        beside.kill()
+        beside.wait()
+
+
+@pytest.mark.process
+def test_a_calibration_of_this_machine_gives_costs() -> None:
+    model = calibrate(CPU, together=2, seconds=0.5)
+    assert set(model.products) == set(ROUND)
+    assert set(model.forward) == set(MOVING)
+    assert 0 <= model.others <= 1
+    graph = graph_of(plain(), 64)
+    costs = model.estimate(graph)
+    assert [layer.name for layer, cost in zip(graph.layers, costs.layers, strict=True) if not cost.seconds] == [
+        graph.layers[0].name,
+        graph.layers[-1].name,
+    ]
+    assert all(math.isfinite(seconds) and seconds >= 0 for seconds in costs.seconds)
+    assert costs.expected_error == model.expected_error
+    assert "in 0 s" in costs.source or "in 1 s" in costs.source
+
+
+@pytest.mark.process
+def test_a_process_that_times_nothing_is_reported(monkeypatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="operations on cpu, and its process said: nothing; exit code 1"):
+        calibrate(CPU, seconds=0.5)

@@ -1,0 +1,127 @@
+"""What is measured between ranks gives back the seconds it was read from, is kept, and measured anew when due."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.cost.cluster import Cluster
+from parallel.plan.candidate import Candidate
+from parallel.plan.step_time import forecast_whole
+from parallel.profile import link_speed
+from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
+
+SPEED = LinkSpeed(4e9, 1e-4, 1e9, 3e-4, 2.5, 6.0)
+SIZE = 30_000_000
+
+
+def seconds(**changed: float) -> dict[str, float]:
+    known = {"empty_message": 0.001, "message": 0.005, "empty_sum": 0.006, "sum": 0.046}
+    known |= {"alone": 0.2, "replicated": 0.3, "sharded": 0.8}
+    return known | {"message_bytes": 16e6, "sum_bytes": SIZE, "net_bytes": SIZE} | changed
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_plan_forecasts_the_seconds_that_were_measured(ranks: int) -> None:
+    speed = speed_of(seconds(), ranks)
+    assert (speed.message_bandwidth, speed.message_s) == (pytest.approx(4e9), 0.001)
+    cluster = Cluster("test", 1 << 40, ranks, ranks, speed.messages, speed.messages, 1e30, "cpu", speed.sums)
+    cluster = dataclasses.replace(cluster, beside_backward=speed.beside_backward, gathering=speed.gathering)
+    assert cluster.sum_s(SIZE, range(ranks)) == pytest.approx(0.046)
+    assert cluster.sum_s(0, range(ranks)) == pytest.approx(0.006)
+    ddp, fsdp = (
+        forecast_whole(Candidate(name, ranks, 1, ranks), ranks, 0.1, 0.1, SIZE, 0, cluster).step_s
+        for name in ("ddp", "fsdp")
+    )
+    assert (ddp, fsdp) == (pytest.approx(0.3), pytest.approx(0.8))
+
+
+def test_what_is_not_slower_beside_a_backward_pass_takes_nothing() -> None:
+    speed = speed_of(seconds(replicated=0.19, sharded=0.1), 2)
+    assert (speed.beside_backward, speed.gathering) == (0.0, 0.0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, int]]:
+    """(ranks, threads) of each measurement that is made."""
+    found: list[tuple[int, int]] = []
+
+    def measure(ranks: int, *, threads: int) -> LinkSpeed:
+        found.append((ranks, threads))
+        return dataclasses.replace(SPEED, message_s=ranks * 1e-4)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(link_speed, "measure_links", measure)
+    return found
+
+
+def test_a_speed_is_kept_by_ranks_and_threads(asked: list[tuple[int, int]], tmp_path: Path) -> None:
+    first = load_or_measure_links(2)
+    assert load_or_measure_links(2) == first
+    assert load_or_measure_links(4).message_s == pytest.approx(4e-4)
+    assert load_or_measure_links(2, threads=2) == first
+    assert asked == [(2, 1), (4, 1), (2, 2)]
+    files = sorted((tmp_path / "megatile").iterdir())
+    assert [file.name[:6] for file in files] == ["links-"] * 3
+    for file in files:
+        file.write_text(file.read_text().replace("message_s", "messages"))
+    assert load_or_measure_links(2) == first
+    assert len(asked) == 4
+
+
+def test_one_of_another_version_is_measured_anew_and_told(
+    asked: list[tuple[int, int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    speed = load_or_measure_links(2)
+    (file,) = (tmp_path / "megatile").iterdir()
+    kept = json.loads(file.read_text())
+    assert kept["format"] == FORMAT
+    file.write_text(json.dumps(kept | {"format": FORMAT - 1}))
+    assert load_or_measure_links(2) == speed
+    assert len(asked) == 2
+    (record,) = caplog.records
+    assert f"by another version (format {FORMAT - 1}, now {FORMAT}): measured anew" in record.getMessage()
+    assert json.loads(file.read_text()) == kept
+    assert load_or_measure_links(2) == speed
+    assert len(asked) == 2
+
+
+def test_one_of_a_busy_machine_is_measured_again_on_a_calm_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    others = [0.5, 0.02]
+    monkeypatch.setattr(link_speed, "measure_links", lambda *_, **__: dataclasses.replace(SPEED, others=others.pop(0)))
+    now = [0.3, 0.05]
+    monkeypatch.setattr(link_speed, "others_now", lambda: now.pop(0))
+    for left in (1, 1, 0, 0):
+        load_or_measure_links(2)
+        assert len(others) == left
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("other programs took 50 % of the cores while messages and sums")
+    assert second.startswith("measuring messages and sums between ranks again: other programs took 50 %")
+
+
+def test_ranks_that_fail_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 1, "", "a trace\nno way to the other rank\n")
+
+    monkeypatch.setattr(subprocess, "run", failed)
+    with pytest.raises(RuntimeError, match=r"how fast 2 ranks of this machine talk .* said: no way to the other rank"):
+        measure_links(2)
+
+
+@pytest.mark.process
+def test_ranks_of_this_machine() -> None:
+    speed = measure_links(2, rounds=2)
+    assert 1e7 < speed.sum_bandwidth < 1e13  # bytes a second, and not megabytes or bits
+    assert 1e7 < speed.message_bandwidth < 1e13
+    assert 0 < speed.message_s < 1
+    assert 0 < speed.sum_s < 1
+    assert 0 <= speed.beside_backward < 1000
+    assert 0 <= speed.gathering < 1000

@@ -1,0 +1,200 @@
+"""What ``check`` proves of a schedule's computations, and what it says of one that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.schedule.check import CheckReport, check
+from parallel.schedule.csv_file import from_csv
+from parallel.schedule.error import SHOWN, ScheduleError
+from parallel.schedule.gpipe import gpipe
+from parallel.schedule.one_f_one_b import one_f_one_b
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+
+TWO_RANKS = Placement(groups=1, depth=2, stages=2)
+CHAIN = {(0, 1): True}
+RIGHT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def faults(text: str, placement: Placement = TWO_RANKS, links: dict[tuple[int, int], bool] | None = None) -> list[str]:
+    with pytest.raises(ScheduleError) as error:
+        check(from_csv(text), placement, CHAIN if links is None else links)
+    return [str(fault) for fault in error.value.faults]
+
+
+def test_report_of_a_right_schedule() -> None:
+    assert check(from_csv(RIGHT), TWO_RANKS, CHAIN) == CheckReport(2, False, ())
+
+
+def test_action_on_the_rank_of_another_stage() -> None:
+    assert faults("0F0,1F0,0B0\n1B0\n") == ["rank 0, position 1, 1F0: stage 1 of replica 0 is on rank 1 of this group"]
+
+
+def test_stage_of_the_second_replica_is_on_the_inverse_rank() -> None:
+    placement = Placement(groups=1, depth=2, stages=2, replicas=2)
+    text = "0F0,0B0,1:0F1,1:0B1\n1F0,1B0,1:1F1,1:1B1\n"
+    assert "rank 0, position 2, 1:0F1: stage 0 of replica 1 is on rank 1 of this group" in faults(text, placement)
+
+
+def test_stage_and_replica_that_there_are_not() -> None:
+    found = faults("0F0,0B0,2F0\n1F0,1B0,1:1F0\n")
+    assert "rank 0, position 2, 2F0: there are 2 stages in 1 replicas, counted from 0" in found
+    assert "rank 1, position 2, 1:1F0: there are 2 stages in 1 replicas, counted from 0" in found
+
+
+def test_ranks_of_another_mesh() -> None:
+    found = faults(RIGHT, Placement(groups=1, depth=3, stages=3), {(0, 1): True, (1, 2): True})
+    assert "rank 2: has no row in the schedule, which is for 1 x 3 ranks" in found
+    found = faults(RIGHT + "2F0,2B0\n")
+    assert "rank 2: has a row in the schedule, which is for 1 x 2 ranks" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n", "rank 1, 1F1: is missing"),
+        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", "rank 0, 0B1: is missing"),
+        ("0F0,0F1,0B0,0I1\n1F0,1B0,1F1,1B1\n", "rank 0, 0W1: is missing"),
+        ("0F0,0F1,0B0,0W1\n1F0,1B0,1F1,1B1\n", "rank 0, 0I1: is missing"),
+        ("0F0,0B0,0F2,0B2\n1F0,1B0,1F2,1B2\n", "microbatch 1 is not computed; microbatches are counted from 0"),
+    ],
+)
+def test_missing_action(text: str, missing: str) -> None:
+    assert faults(text) == [missing]
+
+
+def test_action_twice() -> None:
+    assert faults("0F0,0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1\n") == [
+        "rank 0, position 2, 0F0: stands on rank 0, position 0 already"
+    ]
+
+
+def test_backward_whole_and_in_halves() -> None:
+    assert faults("0F0,0B0,0I0,0W0\n1F0,1B0\n") == [
+        "rank 0, 0B0: is there, and 0I0 and 0W0 too: one backward pass a microbatch"
+    ]
+
+
+def test_microbatch_in_two_groups_and_in_two_replicas() -> None:
+    found = faults("0F0,0B0\n1F0,1B0\n0F0,0B0\n1F0,1B0\n", Placement(groups=2, depth=2, stages=2))
+    assert "rank 2, position 0, 0F0: microbatch 0 is in group 0, replica 0, not in 1, 0" in found
+    found = faults("0F0,0B0,1:1F0,1:1B0\n1F0,1B0,1:0F0,1:0B0\n", Placement(groups=1, depth=2, stages=2, replicas=2))
+    assert "rank 0, position 2, 1:1F0: microbatch 0 is in group 0, replica 0, not in 0, 1" in found
+
+
+def test_schedule_that_computes_nothing() -> None:
+    for schedule in ({}, {0: [], 1: []}):
+        with pytest.raises(ScheduleError, match="no microbatch is computed"):
+            check(schedule, TWO_RANKS, CHAIN)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("0B0,0F0\n1F0,1B0\n", "rank 0, position 0, 0B0: stands before 0F0, position 1"),
+        ("0F0,0B0\n1B0,1F0\n", "rank 1, position 0, 1B0: stands before 1F0, position 1"),
+        ("0F0,0B0\n1I0,1F0,1W0\n", "rank 1, position 0, 1I0: stands before 1F0, position 1"),
+        ("0F0,0W0,0I0\n1F0,1B0\n", "rank 0, position 1, 0W0: stands before 0I0, position 2"),
+        ("0R0,0F0,0B0\n1F0,1B0\n", "rank 0, position 0, 0R0: stands before 0F0, position 1"),
+        ("0F0,0B0,0R0\n1F0,1B0\n", "rank 0, position 1, 0B0: stands before 0R0, position 2"),
+    ],
+)
+def test_order_within_a_stage(text: str, fault: str) -> None:
+    assert faults(text) == [fault]
+
+
+def test_backward_before_forward_that_blocks_no_one() -> None:
+    """The last stage of a microbatch that no other waits for: progress alone would not see it."""
+    assert faults("0F0,0B0\n1B0,1F0\n", links={(0, 1): False}) == [
+        "rank 1, position 0, 1B0: stands before 1F0, position 1"
+    ]
+
+
+def test_ranks_may_take_microbatches_in_different_orders() -> None:
+    check(from_csv("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n"), TWO_RANKS, CHAIN)
+
+
+def test_order_that_never_comes_to_its_end_names_what_each_rank_waits_for() -> None:
+    assert faults("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n") == [
+        "rank 0, position 1, 0B0: waits for ever for 1B0",
+        "rank 1, position 1, 1F1: waits for ever for 0F1",
+    ]
+
+
+def test_skip_that_the_order_does_not_serve() -> None:
+    """Right for a chain of chunks, but stage 2 also feeds stage 1, which comes earlier."""
+    text, placement = "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", Placement(groups=1, depth=2, stages=4)
+    chain = {(0, 1): True, (1, 2): True, (2, 3): True}
+    assert check(from_csv(text), placement, chain).microbatches == 1
+    assert "rank 1, position 0, 1F0: waits for ever for 2F0" in faults(text, placement, chain | {(2, 1): True})
+
+
+def test_backward_waits_only_for_gradients_that_flow() -> None:
+    text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
+    assert check(from_csv(text), TWO_RANKS, {(0, 1): False}).microbatches == 2
+
+
+def test_input_half_feeds_earlier_stages_before_the_weight_half_is_done() -> None:
+    text = "0F0,0I0,0F1,0W0,0B1\n1F0,1I0,1F1,1B1,1W0\n"
+    assert check(from_csv(text), TWO_RANKS, CHAIN).microbatches == 2
+
+
+def test_message_shows_the_grid_with_the_first_faulty_cell_marked() -> None:
+    schedule = one_f_one_b(2, 30)
+    schedule[1][20], schedule[1][21] = schedule[1][21], schedule[1][20]
+    with pytest.raises(ScheduleError) as error:
+        check(schedule, TWO_RANKS, CHAIN)
+    assert str(error.value).splitlines() == [
+        "the schedule cannot be run, 1 fault:",
+        "  rank 1, position 20, 1B10: stands before 1F10, position 21",
+        "rank 0 | ... 0B6 0F8 0B7 0F9 0B8 0F10 0B9      0F11 0B10 0F12 0B11 0F13 0B12 ...",
+        "rank 1 | ... 1F7 1B7 1F8 1B8 1F9 1B9  >>1B10<< 1F10 1F11 1B11 1F12 1B12 1F13 ...",
+    ]
+
+
+def test_faults_in_a_cell_come_before_what_is_missing() -> None:
+    assert faults("0F0,0F1,0B0\n1F0,1B1,1F1,1B0\n") == [
+        "rank 1, position 1, 1B1: stands before 1F1, position 2",
+        "rank 0, 0B1: is missing",
+    ]
+
+
+def test_all_faults_are_kept_and_the_first_ones_shown() -> None:
+    schedule = gpipe(2, 40)
+    schedule[1] = []
+    with pytest.raises(ScheduleError, match=rf"80 faults:(\n  .*){{{SHOWN}}}\n  and 60 more\nrank 0") as error:
+        check(schedule, TWO_RANKS, CHAIN)
+    assert len(error.value.faults) == 80
+
+
+@given(data=st.data())
+def test_any_schedule_with_an_action_taken_out_doubled_or_moved_to_another_rank_is_refused(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(SCHEDULES)))
+    placement = placement_for(name, groups=1, depth=3, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, placement, 2 if name == "mast" else 4)
+    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)}
+    rank = data.draw(st.sampled_from(sorted(schedule)))
+    position = data.draw(st.integers(min_value=0, max_value=len(schedule[rank]) - 1))
+    action = schedule[rank][position]
+    match data.draw(st.sampled_from(["out", "doubled", "moved"])):
+        case "out":
+            del schedule[rank][position]
+            expected = f"rank {rank}, {action}: is missing"
+        case "doubled":
+            schedule[rank].append(action)
+            last = len(schedule[rank]) - 1
+            expected = f"rank {rank}, position {last}, {action}: stands on rank {rank}, position {position} already"
+        case _:
+            del schedule[rank][position]
+            other = (rank + 1) % 3
+            schedule[other].append(action)
+            expected = (
+                f"rank {other}, position {len(schedule[other]) - 1}, {action}: "
+                f"stage {action.stage} of replica {action.replica} is on rank {rank} of this group"
+            )
+    with pytest.raises(ScheduleError) as error:
+        check(schedule, placement, links)
+    assert expected in [str(fault) for fault in error.value.faults]

@@ -1,0 +1,158 @@
+"""What ``check`` proves of the messages and sums of a lowered schedule, and what it says of wrong ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.schedule.action import COMPUTE, Kind
+from parallel.schedule.check import check
+from parallel.schedule.csv_file import from_csv
+from parallel.schedule.error import ScheduleError
+from parallel.schedule.passes import lower
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+
+TWO_RANKS = Placement(groups=1, depth=2, stages=2)
+CHAIN = {(0, 1): True}
+FIRST = "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1"
+SECOND = "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0"
+
+
+def faults(*rows: str, placement: Placement = TWO_RANKS, links: dict[tuple[int, int], bool] | None = None) -> list[str]:
+    with pytest.raises(ScheduleError) as error:
+        check(from_csv("\n".join(rows).replace(" ", ",")), placement, CHAIN if links is None else links)
+    return [str(fault) for fault in error.value.faults]
+
+
+def test_right_messages() -> None:
+    report = check(from_csv(f"{FIRST}\n{SECOND}".replace(" ", ",")), TWO_RANKS, CHAIN)
+    assert (report.microbatches, report.lowered) == (2, True)
+
+
+def test_send_without_receive() -> None:
+    assert faults(FIRST, SECOND.replace("1RECV_F1<0 ", "")) == [
+        "rank 0, position 3, 0SEND_F1>1: 1RECV_F1<0 is missing on rank 1"
+    ]
+
+
+def test_receive_without_send() -> None:
+    assert faults(FIRST, SECOND.replace(" 1SEND_B0>0", "")) == [
+        "rank 0, position 4, 0RECV_B0<1: 1SEND_B0>0 is missing on rank 1"
+    ]
+
+
+def test_neither_send_nor_receive() -> None:
+    assert faults(FIRST.replace("0SEND_F1>1 ", ""), SECOND.replace("1RECV_F1<0 ", "")) == [
+        "rank 1, position 4, 1F1: 1RECV_F1<0 is missing, and its send on rank 0"
+    ]
+
+
+def test_message_twice() -> None:
+    assert faults(FIRST.replace("0SEND_F1>1", "0SEND_F1>1 0SEND_F1>1"), SECOND) == [
+        "rank 0, position 4, 0SEND_F1>1: stands on rank 0, position 3 already"
+    ]
+
+
+def test_message_where_nothing_passes() -> None:
+    first, second = "0F0 0SEND_F0>1 0B0", "1RECV_F0<0 1F0 1B0 1SEND_B0>0"
+    assert faults(first, second, links={}) == [
+        "rank 1, position 0, 1RECV_F0<0: nothing passes from stage 0 to stage 1",
+        "rank 0, position 1, 0SEND_F0>1: nothing passes from stage 0 to stage 1",
+        "rank 1, position 3, 1SEND_B0>0: nothing passes from stage 0 to stage 1",
+    ]
+    assert faults(first, second, links={(0, 1): False}) == [
+        "rank 1, position 3, 1SEND_B0>0: no gradient flows from stage 1 back to stage 0"
+    ]
+
+
+def test_message_to_a_stage_of_the_same_rank() -> None:
+    found = faults("0F0 0SEND_F0>1 1RECV_F0<0 1F0 1B0 0B0", placement=Placement(1, 1, 2))
+    assert found == [
+        "rank 0, position 1, 0SEND_F0>1: stage 1 is on this rank too: nothing to send",
+        "rank 0, position 2, 1RECV_F0<0: stage 0 is on this rank too: nothing to send",
+    ]
+
+
+def test_send_before_what_it_sends_is_made() -> None:
+    assert faults(FIRST.replace("0F1 0SEND_F1>1", "0SEND_F1>1 0F1"), SECOND) == [
+        "rank 0, position 2, 0SEND_F1>1: stands before the computation that makes what it sends"
+    ]
+    for backward in ("1B0", "1I0"):
+        second = SECOND.replace("1B0 1SEND_B0>0", f"1SEND_B0>0 {backward}").replace("1I0", "1I0 1W0")
+        assert faults(FIRST, second) == [
+            "rank 1, position 2, 1SEND_B0>0: stands before the computation that makes what it sends"
+        ]
+
+
+def test_receive_after_the_computation_that_needs_it() -> None:
+    assert faults(FIRST, SECOND.replace("1RECV_F1<0 1F1", "1F1 1RECV_F1<0")) == [
+        "rank 1, position 4, 1F1: stands before 1RECV_F1<0, which it needs"
+    ]
+
+
+def test_receives_in_another_order_than_the_sends() -> None:
+    """With tags both would arrive; a channel without tags hands microbatch 0 to the receive of microbatch 1."""
+    assert faults(FIRST, "1RECV_F1<0 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0") == [
+        "rank 1, position 0, 1RECV_F1<0: rank 0 sends 0SEND_F0>1 before that"
+    ]
+
+
+def test_replicas_share_the_channel_between_two_ranks() -> None:
+    placement = Placement(groups=1, depth=2, stages=2, replicas=2)
+    first = "0F0 0SEND_F0>1 1:1RECV_F1<0 1:1F1 1:1B1 1:1SEND_B1>0 0RECV_B0<1 0B0 0REDUCE 1:1REDUCE"
+    right = "1:0F1 1:0SEND_F1>1 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1:0RECV_B1<1 1:0B1 1:0REDUCE 1REDUCE"
+    wrong = "1:0F1 1:0SEND_F1>1 1:0RECV_B1<1 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1:0B1 1:0REDUCE 1REDUCE"
+    assert check(from_csv(f"{first}\n{right}".replace(" ", ",")), placement, CHAIN).microbatches == 2
+    assert faults(first, wrong, placement=placement) == [
+        "rank 1, position 2, 1:0RECV_B1<1: rank 0 sends 0SEND_F0>1 before that"
+    ]
+
+
+def test_sum_missing_early_or_repeated() -> None:
+    two_groups = Placement(groups=2, depth=1, stages=1)
+    right = "0F0 0B0 0REDUCE"
+    assert check(from_csv(f"{right}\n0F1 0B1 0REDUCE".replace(" ", ",")), two_groups, {}).lowered
+    assert faults(right, "0F1 0B1", placement=two_groups) == [
+        "rank 1, 0REDUCE: is missing: other ranks hold copies of the stage"
+    ]
+    assert faults(right, "0F1 0REDUCE 0B1", placement=two_groups) == [
+        "rank 1, position 1, 0REDUCE: stands before the last backward pass, 0B1"
+    ]
+    assert faults(right, "0F1 0I1 0REDUCE 0W1", placement=two_groups) == [
+        "rank 1, position 2, 0REDUCE: stands before the last backward pass, 0W1"
+    ]
+    assert faults(right, "0F1 0B1 0REDUCE 0REDUCE", placement=two_groups) == [
+        "rank 1, position 3, 0REDUCE: the stage's gradients are summed a second time"
+    ]
+
+
+def test_sums_in_different_orders() -> None:
+    found = faults("0F0 1F0 1B0 0B0 1REDUCE 0REDUCE", "0F1 1F1 1B1 0B1 0REDUCE 1REDUCE", placement=Placement(2, 1, 2))
+    assert found == ["rank 1, position 4, 0REDUCE: rank 0 sums stages [1, 0] in this order, this rank [0, 1]"]
+
+
+@given(data=st.data())
+def test_any_lowered_schedule_with_a_message_or_sum_taken_out_is_refused(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(SCHEDULES)))
+    placement = placement_for(name, groups=2, depth=3, chunks=2 if SCHEDULES[name].chunks else 1)
+    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)} | {(0, 2): True}
+    schedule = lower(build_schedule(name, placement, 4), placement, links)
+    cells = [(rank, n) for rank, row in schedule.items() for n, action in enumerate(row) if action.kind not in COMPUTE]
+    rank, n = data.draw(st.sampled_from(cells))
+    action = schedule[rank].pop(n)
+    with pytest.raises(ScheduleError, match=str(action)):
+        check(schedule, placement, links)
+
+
+def test_middle_rank_of_an_odd_depth_sums_its_stage_once() -> None:
+    placement = placement_for("master", groups=1, depth=3)
+    links = {(0, 1): True, (1, 2): True}
+    schedule = lower(build_schedule("master", placement, 2), placement, links)
+    sums = [str(action) for action in schedule[1] if action.kind is Kind.REDUCE]
+    assert sums == [], "no other rank holds stage 1"
+    two_groups = placement_for("master", groups=2, depth=3)
+    schedule = lower(build_schedule("master", two_groups, 4), two_groups, links)
+    assert [str(action) for action in schedule[1] if action.kind is Kind.REDUCE] == ["1REDUCE"]
+    assert check(schedule, two_groups, links).lowered

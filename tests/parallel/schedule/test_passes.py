@@ -1,0 +1,268 @@
+"""What lowering adds to a schedule: recomputation, messages as early as they should be, sums in one order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.schedule.action import COMPUTE, PER_PEER, Action, Kind, Schedule
+from parallel.schedule.check import check
+from parallel.schedule.csv_file import from_csv
+from parallel.schedule.passes import BEGINS_BACKWARD, Links, add_communication, add_recompute, add_reduction, lower
+from parallel.schedule.placement import Placement
+from parallel.schedule.progress import SENDS, other_end
+from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+
+TWO_RANKS = Placement(groups=1, depth=2, stages=2)
+PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)
+
+
+def rows(*texts: str) -> Schedule:
+    return from_csv("\n".join(texts).replace(" ", ","))
+
+
+def texts(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, schedule[rank])) for rank in sorted(schedule)]
+
+
+def chain(placement: Placement) -> dict[tuple[int, int], bool]:
+    return {(stage, stage + 1): True for stage in range(placement.stages - 1)}
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[Schedule, Placement, Links]:
+    """Any schedule of the registry on a small mesh, the chain of stages and any skips."""
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    groups, depth = draw(st.integers(1, 2)), draw(st.integers(2, 5))
+    chunks = draw(st.integers(2, 3)) if SCHEDULES[name].chunks else 1
+    placement = placement_for(name, groups=groups, depth=depth, chunks=chunks)
+    m = 2 * groups if name == "mast" else draw(st.integers(groups, 12))
+    far = [(s, t) for s in range(placement.stages) for t in range(s + 2, placement.stages)]
+    skips = draw(st.lists(st.sampled_from(far), max_size=4, unique=True)) if far else []
+    links = chain(placement) | {pair: draw(st.booleans()) for pair in skips}
+    return build_schedule(name, placement, m), placement, links
+
+
+def test_everything_of_a_small_step() -> None:
+    schedule = rows("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    assert texts(lower(schedule, TWO_RANKS, {(0, 1): True}, recompute=True)) == [
+        "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0R0 0B0 0RECV_B1<1 0R1 0B1",
+        "1RECV_F0<0 1F0 1RECV_F1<0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0",
+    ]
+
+
+def test_sums_of_a_pair() -> None:
+    schedule = rows("0F0 0B0 1:1F1 1:1B1", "1F0 1B0 1:0F1 1:0B1")
+    assert texts(add_reduction(schedule, PAIR)) == [
+        "0F0 0B0 0REDUCE 1:1F1 1:1B1 1:1REDUCE",
+        "1F0 1B0 1:0F1 1:0B1 1:0REDUCE 1REDUCE",
+    ]
+
+
+def test_sums_at_the_end_of_everything() -> None:
+    schedule = rows("0F0 0B0 1:1F1 1:1B1", "1F0 1B0 1:0F1 1:0B1")
+    assert texts(add_reduction(schedule, PAIR, at_end=True)) == [
+        "0F0 0B0 1:1F1 1:1B1 0REDUCE 1:1REDUCE",
+        "1F0 1B0 1:0F1 1:0B1 1:0REDUCE 1REDUCE",
+    ]
+    sent = lower(schedule, PAIR, chain(PAIR), reduce_at_end=True)
+    assert [row.split()[-2:] for row in texts(sent)] == [["0REDUCE", "1:1REDUCE"], ["1:0REDUCE", "1REDUCE"]]
+    assert [[a for a in row.split() if "REDUCE" not in a] for row in texts(sent)] == [
+        [a for a in row.split() if "REDUCE" not in a] for row in texts(lower(schedule, PAIR, chain(PAIR)))
+    ]
+    # One that no microbatch went through is summed, too.
+    without = add_reduction(rows("0F0 0B0", "1F0 1B0"), PAIR, at_end=True)
+    assert texts(without) == ["0F0 0B0 0REDUCE 1:1REDUCE", "1F0 1B0 1:0REDUCE 1REDUCE"]
+
+
+def test_stage_that_is_complete_first_is_summed_first() -> None:
+    schedule = rows("0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1")
+    assert texts(add_reduction(schedule, Placement(groups=2, depth=1, stages=2))) == [
+        "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE",
+        "0F1 1F1 1B1 1REDUCE 0B1 0REDUCE",
+    ]
+
+
+def test_sums_follow_the_sends_that_others_wait_for() -> None:
+    lowered = lower(rows("0F0 0B0 1:1F1 1:1B1", "1F0 1B0 1:0F1 1:0B1"), PAIR, {(0, 1): True})
+    assert texts(lowered)[0].endswith("1:1B1 1:1SEND_B1>0 1:1REDUCE")
+
+
+def test_copy_without_microbatches_is_summed() -> None:
+    assert texts(add_reduction(rows("0F0 0B0", "1F0 1B0"), PAIR)) == [
+        "0F0 0B0 0REDUCE 1:1REDUCE",
+        "1:0REDUCE 1F0 1B0 1REDUCE",
+    ]
+
+
+def test_middle_rank_sums_its_two_replicas_once() -> None:
+    placement = placement_for("master", groups=2, depth=3)
+    lowered = add_reduction(build_schedule("master", placement, 8), placement)
+    assert [str(action) for action in lowered[1] if action.kind is Kind.REDUCE] == ["1REDUCE"]
+    alone = placement_for("master", groups=1, depth=3)
+    assert Kind.REDUCE not in {a.kind for a in add_reduction(build_schedule("master", alone, 4), alone)[1]}
+
+
+def test_no_gradient_back_along_a_link_without() -> None:
+    schedule = rows("0F0 0B0", "1F0 1B0")
+    assert texts(add_communication(schedule, TWO_RANKS, {(0, 1): False})) == [
+        "0F0 0SEND_F0>1 0B0",
+        "1RECV_F0<0 1F0 1B0",
+    ]
+
+
+def test_skip_goes_straight_to_its_stage() -> None:
+    placement = Placement(groups=1, depth=3, stages=3)
+    schedule = build_schedule("mp-basic", placement, 1)
+    assert texts(add_communication(schedule, placement, chain(placement) | {(0, 2): True})) == [
+        "0F0 0SEND_F0>1 0SEND_F0>2 0RECV_B0<1 0RECV_B0<2 0B0",
+        "1RECV_F0<0 1F0 1SEND_F0>2 1RECV_B0<2 1B0 1SEND_B0>0",
+        "2RECV_F0<0 2RECV_F0<1 2F0 2B0 2SEND_B0>1 2SEND_B0>0",
+    ]
+
+
+def test_receive_is_announced_earlier_where_the_channel_asks_for_it() -> None:
+    # Stage 3 needs the skip of microbatch 0 last, though it was sent first.
+    placement = Placement(groups=1, depth=2, stages=4)
+    links = chain(placement) | {(0, 3): True}
+    lowered = add_communication(build_schedule("interleaved", placement, 2), placement, links)
+    received = [str(a) for a in lowered[1] if a.kind is Kind.RECEIVE_FORWARD]
+    assert received == ["1RECV_F0<0", "3RECV_F0<0", "1RECV_F1<0", "3RECV_F1<0", "3RECV_F0<2", "3RECV_F1<2"]
+
+
+@given(meshes(), st.booleans())
+def test_check_finds_nothing_wrong(mesh: tuple[Schedule, Placement, Links], recompute: bool) -> None:
+    schedule, placement, links = mesh
+    assert check(lower(schedule, placement, links, recompute=recompute), placement, links).lowered
+
+
+@given(meshes(), st.booleans())
+def test_compute_actions_stay_as_they_were(mesh: tuple[Schedule, Placement, Links], recompute: bool) -> None:
+    schedule, placement, links = mesh
+    lowered = lower(schedule, placement, links, recompute=recompute)
+    added = PER_PEER | {Kind.REDUCE, Kind.RECOMPUTE}
+    assert {rank: [a for a in actions if a.kind not in added] for rank, actions in lowered.items()} == schedule
+
+
+@given(meshes())
+def test_every_link_between_ranks_has_its_messages(mesh: tuple[Schedule, Placement, Links]) -> None:
+    schedule, placement, links = mesh
+    lowered = add_communication(schedule, placement, links)
+    got = sorted(str(a) for actions in lowered.values() for a in actions if a.kind in PER_PEER)
+    expected = []
+    for actions in schedule.values():
+        for action in actions:
+            for (source, target), back in links.items():
+                if placement.rank_of(source) == placement.rank_of(target):
+                    continue
+                if action.kind is Kind.FORWARD and action.stage == source:
+                    send = replace(action, kind=Kind.SEND_FORWARD, peer=target)
+                elif action.kind in BEGINS_BACKWARD and action.stage == target and back:
+                    send = replace(action, kind=Kind.SEND_BACKWARD, peer=source)
+                else:
+                    continue
+                expected += [str(send), str(other_end(send))]
+    assert got == sorted(expected)
+
+
+@given(meshes())
+def test_channels_are_first_in_first_out(mesh: tuple[Schedule, Placement, Links]) -> None:
+    schedule, placement, links = mesh
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, actions in add_communication(schedule, placement, links).items():
+        for action in actions:
+            if action.kind in PER_PEER:
+                assert action.peer is not None
+                peer = placement.rank_of(action.peer, action.replica, placement.group_of(rank))
+                if action.kind in SENDS:
+                    sent[rank, peer].append(other_end(action))
+                else:
+                    received[peer, rank].append(action)
+    assert sent == received
+
+
+@given(meshes(), st.booleans())
+def test_receives_are_announced_one_compute_action_ahead(
+    mesh: tuple[Schedule, Placement, Links], recompute: bool
+) -> None:
+    """The gradient of what the rank has just sent is the exception: its shapes were not known before. It, and what
+    comes behind it on the channel, is announced as soon as that is."""
+    schedule, placement, links = mesh
+    for actions in lower(schedule, placement, links, recompute=recompute).values():
+        for n, receive in enumerate(actions):
+            if receive.kind not in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+                continue
+            forward = receive.kind is Kind.RECEIVE_FORWARD
+            users = [replace(receive, kind=k, peer=None) for k in ((Kind.FORWARD,) if forward else BEGINS_BACKWARD)]
+            between = [a for a in actions[n:] if a.kind in COMPUTE]
+            ahead = min(between.index(user) for user in users if user in between)
+            if ahead == 0:
+                earlier = [a for a in actions[:n] if a.kind in COMPUTE]
+                peer = placement.rank_of(receive.peer or 0, receive.replica)
+                held_up = [
+                    a
+                    for a in actions
+                    if a.kind is Kind.RECEIVE_BACKWARD
+                    and placement.rank_of(a.peer or 0, a.replica) == peer
+                    and replace(a, kind=Kind.FORWARD, peer=None) in earlier[-1:]
+                ]
+                assert not earlier or held_up, f"{receive} in {texts({0: actions})}"
+
+
+@given(meshes())
+def test_gradients_are_awaited_once_their_values_are_sent(mesh: tuple[Schedule, Placement, Links]) -> None:
+    schedule, placement, links = mesh
+    for actions in add_communication(schedule, placement, links).values():
+        for n, receive in enumerate(actions):
+            if receive.kind is Kind.RECEIVE_BACKWARD:
+                assert replace(receive, kind=Kind.SEND_FORWARD) in actions[:n]
+
+
+@given(meshes())
+def test_holders_sum_in_one_order_as_early_as_that_allows(mesh: tuple[Schedule, Placement, Links]) -> None:
+    schedule, placement, links = mesh
+    lowered = lower(schedule, placement, links)
+    orders = defaultdict(set)
+    for rank, actions in lowered.items():
+        sums = [a.stage for a in actions if a.kind is Kind.REDUCE]
+        held = {stage for stage, _ in placement.held_by(rank) if len(placement.holders(stage)) > 1}
+        assert sorted(sums) == sorted(held)
+        for stage in sums:
+            orders[placement.holders(stage)].add(tuple(sums))
+        # Between the last backward pass of a stage and its sum there is nothing but sends and a sum that is waited for.
+        for n, action in enumerate(actions):
+            if action.kind is Kind.REDUCE and n and actions[n - 1].kind in COMPUTE:
+                assert actions[n - 1].stage == action.stage
+                assert actions[n - 1].kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    assert all(len(order) == 1 for order in orders.values())
+
+
+@given(meshes())
+def test_recomputation_stands_before_its_backward_pass(mesh: tuple[Schedule, Placement, Links]) -> None:
+    schedule, _, _ = mesh
+    for rank, actions in add_recompute(schedule).items():
+        for before, action in zip(schedule[rank], schedule[rank][1:], strict=False):
+            if action.kind in BEGINS_BACKWARD:
+                again = replace(action, kind=Kind.RECOMPUTE)
+                if before == replace(action, kind=Kind.FORWARD):
+                    assert again not in actions
+                else:
+                    assert actions[actions.index(action) - 1] == again
+
+
+def test_a_lowered_schedule_parses_back() -> None:
+    placement = placement_for("bidirectional", groups=2, depth=3)
+    lowered = lower(build_schedule("bidirectional", placement, 9), placement, chain(placement), recompute=True)
+    for actions in lowered.values():
+        assert [Action.parse(str(action)) for action in actions] == actions
+
+
+@pytest.mark.parametrize("name", ["mp-basic", "gpipe", "1f1b", "zero-bubble"])
+def test_one_rank_exchanges_nothing(name: str) -> None:
+    placement = placement_for(name, groups=1, depth=1)
+    schedule = build_schedule(name, placement, 2)
+    assert lower(schedule, placement, {}) == schedule

@@ -1,0 +1,181 @@
+"""Every schedule is right for any mesh, as long as its paper says, and keeps as many activations as its paper says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.schedule.action import Kind, Schedule
+from parallel.schedule.bidirectional import bidirectional
+from parallel.schedule.check import check
+from parallel.schedule.gems import mast, master
+from parallel.schedule.gpipe import gpipe
+from parallel.schedule.interleaved import interleaved
+from parallel.schedule.mp_basic import mp_basic
+from parallel.schedule.one_f_one_b import one_f_one_b
+from parallel.schedule.passes import lower
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.zero_bubble import zero_bubble
+
+UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+DEPTHS, COUNTS = range(1, 7), range(1, 13)
+GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def makespan(schedule: Schedule) -> int:
+    """Length of the step in units, for a chain of stages and messages that take no time."""
+    last_stage = max(action.stage for row in schedule.values() for action in row)
+    ends: dict[tuple[str, int, int | None], int] = {}  # (F or G, stage, microbatch) -> end
+    clocks = dict.fromkeys(schedule, 0)
+    rows = {rank: list(actions) for rank, actions in schedule.items()}
+    while any(rows.values()):
+        before = sum(map(len, rows.values()))
+        for rank, row in rows.items():
+            while row:
+                action = row[0]
+                needed = []
+                if action.kind is Kind.FORWARD and action.stage > 0:
+                    needed = [("F", action.stage - 1, action.microbatch)]
+                elif action.kind in GRADIENTS and action.stage < last_stage:
+                    needed = [("G", action.stage + 1, action.microbatch)]
+                if any(key not in ends for key in needed):
+                    break
+                clocks[rank] = max([clocks[rank], *(ends[key] for key in needed)]) + UNITS[action.kind]
+                if action.kind is not Kind.BACKWARD_WEIGHT:
+                    ends["F" if action.kind is Kind.FORWARD else "G", action.stage, action.microbatch] = clocks[rank]
+                row.pop(0)
+        assert sum(map(len, rows.values())) < before, "no rank can go on"
+    return max(clocks.values())
+
+
+def peaks(schedule: Schedule) -> list[int]:
+    """Most microbatches that each rank keeps activations of at one time, over all its stages."""
+    found = []
+    for _, row in sorted(schedule.items()):
+        kept = peak = 0
+        for action in row:
+            kept += {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: 0}.get(action.kind, -1)
+            peak = max(peak, kept)
+        found.append(peak)
+    return found
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[Schedule, Placement]:
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    kind = SCHEDULES[name]
+    depth = draw(st.integers(min_value=kind.replicas, max_value=6))
+    groups = draw(st.integers(min_value=1, max_value=3))
+    chunks = draw(st.integers(min_value=2, max_value=3)) if kind.chunks else 1
+    m = 2 * groups if name == "mast" else draw(st.integers(min_value=groups, max_value=12))
+    placement = placement_for(name, groups=groups, depth=depth, chunks=chunks)
+    return build_schedule(name, placement, m), placement
+
+
+def links_of(stages: int) -> st.SearchStrategy[Mapping[tuple[int, int], bool]]:
+    """A chain of stages with any skips, some of which no gradient flows back through."""
+    chain = {(stage, stage + 1): True for stage in range(stages - 1)}
+    pairs = [(source, target) for target in range(stages) for source in range(target - 1)]
+    skips = st.dictionaries(st.sampled_from(pairs), st.booleans()) if pairs else st.just({})
+    return skips.map(lambda extra: chain | extra)
+
+
+@given(mesh=meshes(), data=st.data())
+def test_passes_check_whatever_the_mesh_and_the_skips(mesh: tuple[Schedule, Placement], data: st.DataObject) -> None:
+    schedule, placement = mesh
+    links = data.draw(links_of(placement.stages))
+    assert not check(schedule, placement, links).lowered
+
+
+@given(mesh=meshes(), data=st.data(), recompute=st.booleans())
+def test_passes_check_when_lowered(mesh: tuple[Schedule, Placement], data: st.DataObject, recompute: bool) -> None:
+    schedule, placement = mesh
+    links = data.draw(links_of(placement.stages))
+    check(lower(schedule, placement, links, recompute=recompute), placement, links)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("m", COUNTS)
+def test_step_time_is_that_of_the_paper(depth: int, m: int) -> None:
+    assert makespan(mp_basic(depth, m)) == m * depth * 3
+    assert makespan(gpipe(depth, m)) == (m + depth - 1) * 3
+    assert makespan(one_f_one_b(depth, m)) == (m + depth - 1) * 3
+    assert makespan(master(depth, m)) == m * (depth * 2 + 1) + depth - 1
+    if m >= depth:
+        assert makespan(zero_bubble(depth, m)) == m * 3 + depth - 1
+        for chunks in (2, 3):
+            assert makespan(interleaved(depth, m, chunks)) == m * 3 * chunks + (depth - 1) * 3
+
+
+def test_step_times_of_the_table() -> None:
+    assert makespan(mp_basic(4, 2)) == 24
+    assert makespan(mast(4, 2)) == 21
+    assert makespan(master(4, 4)) == 39
+    assert makespan(gpipe(4, 8)) == makespan(one_f_one_b(4, 8)) == 33
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("m", COUNTS)
+def test_activations_kept_are_those_of_the_paper(depth: int, m: int) -> None:
+    assert peaks(mp_basic(depth, m)) == [1] * depth
+    assert peaks(gpipe(depth, m)) == [m] * depth
+    assert peaks(one_f_one_b(depth, m)) == [min(m, depth - k) for k in range(depth)]
+    assert peaks(zero_bubble(depth, m)) == [min(m, depth)] * depth
+    assert peaks(master(depth, m)) == [1] * depth
+    for chunks in (2, 3):
+        turn = -(-m // max(1, m // depth))
+        assert max(peaks(interleaved(depth, m, chunks))) <= (chunks - 1) * turn + 2 * depth - 1
+    if depth > 1:
+        assert all(peak <= min(m, depth + 1) for peak in peaks(bidirectional(depth, m)))
+
+
+@pytest.mark.parametrize("depth", range(2, 7))
+@pytest.mark.parametrize("m", COUNTS)
+def test_zero_bubble_is_shorter_than_1f1b_at_the_same_peak(depth: int, m: int) -> None:
+    assert makespan(zero_bubble(depth, m)) < makespan(one_f_one_b(depth, m))
+    assert max(peaks(zero_bubble(depth, m))) <= max(peaks(one_f_one_b(depth, m)))
+
+
+@pytest.mark.parametrize("m", [2, 4, 6, 8, 10, 12])
+def test_bidirectional_on_two_ranks_has_no_bubble(m: int) -> None:
+    assert makespan(bidirectional(2, m)) == 3 * m
+
+
+def test_bidirectional_pair_on_two_ranks_keeps_both_busy() -> None:
+    assert {rank: " ".join(map(str, row)) for rank, row in bidirectional(2, 2).items()} == {
+        0: "0F0 1:1F1 1:1B1 0B0",
+        1: "1:0F1 1F0 1B0 1:0B1",
+    }
+
+
+@pytest.mark.parametrize("m", [6, 8, 10, 12, 24])
+def test_bidirectional_on_four_ranks_is_as_short_as_can_be(m: int) -> None:
+    assert makespan(bidirectional(4, m)) == 3 * m + 3
+    assert makespan(one_f_one_b(4, m)) == 3 * m + 9
+
+
+@pytest.mark.parametrize("depth", range(2, 9))
+@pytest.mark.parametrize("m", range(2, 25))
+def test_bidirectional_is_shorter_than_1f1b(depth: int, m: int) -> None:
+    bubble = makespan(bidirectional(depth, m)) - 3 * m
+    assert bubble < 3 * (depth - 1)
+    if m >= depth:
+        least = 3 * ((depth - 1) // 2)  # a rank in the middle waits for its first F, and others for its last B
+        assert least <= bubble <= least + depth // 2 + m % 2
+
+
+def test_interleaved_is_the_paper_s_where_depth_divides_m() -> None:
+    rows = {rank: " ".join(map(str, row)) for rank, row in interleaved(2, 4, 2).items()}
+    assert rows == {
+        0: "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        1: "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    }
+
+
+def test_mast_says_what_to_use_for_more_than_a_pair() -> None:
+    with pytest.raises(ValueError, match=r"2 microbatches a group, not 4: use master"):
+        mast(2, 4)

@@ -1,0 +1,240 @@
+"""The simulation against the formulas of the papers, against itself, and by hand where links and sums take time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.schedule.action import Kind, Schedule
+from parallel.schedule.csv_file import from_csv
+from parallel.schedule.passes import lower
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.simulate import simulate
+from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.schedule.timeline import Timeline
+
+TWO_RANKS = Placement(groups=1, depth=2, stages=2)
+PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)
+
+
+def rows(*texts: str) -> Schedule:
+    return from_csv("\n".join(texts).replace(" ", ","))
+
+
+def units(*activation_bytes: int) -> list[StageCost]:
+    """Stages of F = 1 and B = 2 seconds."""
+    return [StageCost(1.0, 2.0, 1.0, 1.0, kept) for kept in activation_bytes]
+
+
+def step(name: str, depth: int, m: int, *activation_bytes: int) -> Timeline:
+    placement = placement_for(name, groups=1, depth=depth)
+    costs = units(*(activation_bytes or (1,) * depth))
+    return simulate(build_schedule(name, placement, m), placement, costs)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "expected_s"),
+    [
+        ("mp-basic", 2, 24),
+        ("mast", 2, 21),
+        ("master", 4, 39),
+        ("gpipe", 8, 33),
+        ("1f1b", 8, 33),
+        ("zero-bubble", 8, 27),
+    ],
+)
+def test_step_times_of_four_stages(name: str, m: int, expected_s: float) -> None:
+    assert step(name, 4, m).makespan_s == expected_s
+
+
+@given(st.integers(2, 6), st.integers(1, 9), st.floats(0.1, 2), st.floats(0, 2))
+def test_formulas(depth: int, m: int, forward_s: float, longer_s: float) -> None:
+    backward_s = forward_s + longer_s
+    costs = [StageCost(forward_s, backward_s, 0, 0, 1)] * depth
+    round_s = forward_s + backward_s
+    expected_s = {
+        "mp-basic": m * depth * round_s,
+        "gpipe": (m + depth - 1) * round_s,
+        "1f1b": (m + depth - 1) * round_s,
+        "master": m * (depth * backward_s + forward_s) + (depth - 1) * forward_s,
+    }
+    for name, seconds in expected_s.items():
+        placement = placement_for(name, groups=1, depth=depth)
+        assert simulate(build_schedule(name, placement, m), placement, costs).makespan_s == pytest.approx(seconds)
+
+
+def test_bubble_of_a_bidirectional_pipeline() -> None:
+    assert step("bidirectional", 4, 8).bubble == pytest.approx((4 - 2) / (2 * 8 + 4 - 2))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+def test_peak_bytes(m: int) -> None:
+    kept = (1000, 100, 30, 7)
+    assert step("gpipe", 4, m, *kept).peak_bytes == {k: m * kept[k] for k in range(4)}
+    assert step("1f1b", 4, m, *kept).peak_bytes == {k: min(m, 4 - k) * kept[k] for k in range(4)}
+    assert step("mp-basic", 4, m, *kept).peak_bytes == dict(enumerate(kept))
+
+
+def test_peak_bytes_of_a_pair_are_those_of_the_larger_stage() -> None:
+    assert step("mast", 4, 2, 1000, 100, 30, 7).peak_bytes == {0: 1000, 1: 100, 2: 100, 3: 1000}
+    assert step("master", 4, 8, 7, 30, 100, 1000).peak_bytes == {0: 1000, 1: 100, 2: 100, 3: 1000}
+
+
+def test_recomputation_costs_a_forward_pass_and_keeps_one_microbatch() -> None:
+    placement = placement_for("gpipe", groups=1, depth=1)
+    schedule = build_schedule("gpipe", placement, 5)
+    plain = simulate(schedule, placement, units(10))
+    again = simulate(lower(schedule, placement, {}, recompute=True), placement, units(10))
+    assert (plain.makespan_s, plain.peak_bytes) == (15, {0: 50})
+    assert (again.makespan_s, again.peak_bytes) == (20, {0: 10})
+
+
+def test_bytes_of_a_split_backward_pass_are_kept_until_its_second_half() -> None:
+    schedule = rows("0F0 0I0 0F1 0I1 0W0 0W1")
+    assert simulate(schedule, Placement(1, 1, 1), units(10)).peak_bytes == {0: 20}
+
+
+def test_microbatches_of_different_sizes() -> None:
+    schedule = rows("0F0 0F1 0B0 0B1")
+    timeline = simulate(schedule, Placement(1, 1, 1), units(10), weights=[1.0, 0.5])
+    assert [(str(s.action), s.start_s, s.end_s) for s in timeline.spans[0]] == [
+        ("0F0", 0, 1),
+        ("0F1", 1, 1.5),
+        ("0B0", 1.5, 3.5),
+        ("0B1", 3.5, 4.5),
+    ]
+    assert timeline.peak_bytes == {0: 15}
+
+
+def test_messages_of_small_microbatches_travel_faster() -> None:
+    timeline = simulate(rows("0F0 0B0", "1F0 1B0"), TWO_RANKS, units(1, 1), {(0, 1): LinkCost(4, 2)}, weights=[0.5])
+    assert [span.duration_s for rank in (0, 1) for span in timeline.spans[rank]] == [0.5, 2, 1, 0.5, 1, 1]
+
+
+def test_every_compute_action_takes_the_overhead() -> None:
+    assert simulate(rows("0F0 0B0"), Placement(1, 1, 1), units(1), overhead_s=0.25).makespan_s == 3.5
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_messages_travel_one_at_a_time(lowered: bool) -> None:
+    schedule = rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    if lowered:
+        schedule = lower(schedule, TWO_RANKS, {(0, 1): True})
+    links = {(0, 1): LinkCost(forward_s=3.0, backward_s=0.5)}
+    timeline = simulate(schedule, TWO_RANKS, units(1, 1), links)
+    sends = {
+        str(s.action): (s.start_s, s.end_s)
+        for spans in timeline.spans.values()
+        for s in spans
+        if s.action.peer is not None
+    }
+    assert sends == {"0SEND_F0>1": (1, 4), "0SEND_F1>1": (4, 7), "1SEND_B0>0": (10, 10.5), "1SEND_B1>0": (12, 12.5)}
+    assert timeline.makespan_s == 14.5
+
+
+def test_message_waits_until_its_receive_is_announced() -> None:
+    late = rows("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F0<0 1F0 1RECV_F1<0 1F1")
+    ahead = rows("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F0<0 1RECV_F1<0 1F0 1F1")
+    links = {(0, 1): LinkCost(1.0, None)}
+    costs = [StageCost(1, 0, 0, 0, 0), StageCost(2, 0, 0, 0, 0)]
+    assert simulate(late, TWO_RANKS, costs, links).makespan_s == 1 + 1 + 2 + 1 + 2
+    assert simulate(ahead, TWO_RANKS, costs, links).makespan_s == 1 + 1 + 2 + 2
+
+
+def test_links_without_gradients_hold_up_nothing() -> None:
+    schedule = rows("0F0 0B0", "1F0 1B0")
+    timeline = simulate(schedule, TWO_RANKS, units(1, 1), {(0, 1): LinkCost(1.0, None)})
+    assert [(s.start_s, s.end_s) for s in timeline.compute(0)] == [(0, 1), (1, 3)]
+
+
+def test_skip_is_waited_for() -> None:
+    placement = Placement(1, 3, 3)
+    links = {(0, 1): LinkCost(0, 0), (1, 2): LinkCost(0, 0), (0, 2): LinkCost(5.0, 5.0)}
+    timeline = simulate(build_schedule("mp-basic", placement, 1), placement, units(1, 1, 1), links)
+    assert timeline.compute(2)[0].start_s == 6
+    assert timeline.compute(0)[1].start_s == 6 + 3 + 5
+
+
+def test_sums_run_beside_compute_and_end_the_step() -> None:
+    schedule = rows("0F0 0B0 0REDUCE 1:1F1 1:1B1 1:1REDUCE", "1:0F1 1:0B1 1:0REDUCE 1F0 1B0 1REDUCE")
+    timeline = simulate(schedule, PAIR, units(1, 1), {(0, 1): LinkCost(0, None)}, {0: 5.0, 1: 1.0})
+    sums = [(s.action.stage, s.start_s, s.end_s) for s in timeline.spans[0] if s.action.kind is Kind.REDUCE]
+    assert sums == [(0, 3, 8), (1, 8, 9)]  # ranks compute until 6
+    assert timeline.makespan_s == 9
+    assert timeline.busy_s(0) == 6
+    assert timeline.bubble == pytest.approx(1 - 6 / 9)
+
+
+def test_sum_begins_with_the_last_rank() -> None:
+    placement = Placement(groups=2, depth=1, stages=1)
+    schedule = rows("0F0 0B0 0REDUCE", "0F1 0B1 0F2 0B2 0REDUCE")
+    timeline = simulate(schedule, placement, units(1), reduce_s={0: 2.0})
+    assert [(s.start_s, s.end_s) for r in (0, 1) for s in timeline.spans[r] if s.action.kind is Kind.REDUCE] == [
+        (6, 8)
+    ] * 2
+
+
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 2),
+    st.integers(2, 5),
+    st.integers(1, 10),
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.5]), min_size=10, max_size=10),
+)
+def test_messages_that_cost_nothing_change_nothing(
+    name: str, groups: int, depth: int, m: int, seconds: list[float]
+) -> None:
+    placement = placement_for(name, groups=groups, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, placement, 2 * groups if name == "mast" else max(m, groups))
+    costs = [StageCost(s, 2 * s, s, s, stage + 1) for stage, s in enumerate(seconds[: placement.stages])]
+    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)} | {(0, placement.stages - 1): True}
+    free = dict.fromkeys(links, LinkCost(0.0, 0.0))
+    plain = simulate(schedule, placement, costs, free)
+    lowered = simulate(lower(schedule, placement, links), placement, costs, free)
+    assert {r: plain.compute(r) for r in schedule} == {r: lowered.compute(r) for r in schedule}
+    assert plain.peak_bytes == lowered.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (("0B0 0F0", "1F0 1B0"), "rank 0 stands at 0B0, which waits for 0F0"),
+        (("0F0 0B0", "1B0 1F0"), "rank 1 stands at 1B0, which waits for 1F0"),
+        (("0F0 0B0", "1F0"), "rank 0 stands at 0B0, which waits for 0RECV_B0<1"),
+        (("0F0 0W0 0I0", "1F0 1B0"), "rank 0 stands at 0W0, which waits for 0I0"),
+        (("0F0 0SEND_F0>1", "1F0"), "rank 0 has sent 0SEND_F0>1, which rank 1 does not await"),
+        (("0F0", "1RECV_F0<0 1F0"), "rank 1 stands at 1F0, which waits for 1RECV_F0<0"),
+    ],
+)
+def test_schedule_that_cannot_finish(texts: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ValueError, match="the schedule cannot finish") as error:
+        simulate(rows(*texts), TWO_RANKS, units(1, 1))
+    assert expected in str(error.value)
+
+
+def test_sums_in_different_orders_never_end() -> None:
+    schedule = rows("0F0 0B0 0REDUCE 1:1REDUCE", "1F0 1B0 1REDUCE 1:0REDUCE")
+    with pytest.raises(ValueError, match="rank 0 has begun 0REDUCE, which not every rank that holds the stage does"):
+        simulate(schedule, PAIR, units(1, 1))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sums_that_wait_for_the_end_of_everything_hide_behind_nothing(name: str, depth: int) -> None:
+    placement = placement_for(name, groups=2, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, placement, 4 if name == "mast" else 12)
+    costs = units(*(1,) * placement.stages)
+    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)}
+    sums = dict.fromkeys(range(placement.stages), 2.0)
+    plain_s = simulate(schedule, placement, costs).makespan_s
+    early_s, late_s = (
+        simulate(lower(schedule, placement, links, reduce_at_end=late), placement, costs, reduce_s=sums).makespan_s
+        for late in (False, True)
+    )
+    assert plain_s <= early_s <= late_s
+    # The last rank to end sums all that it holds after that.
+    assert late_s >= plain_s + 2.0 * max(
+        len({stage for stage, _ in placement.held_by(rank)}) for rank in range(2 * depth)
+    )

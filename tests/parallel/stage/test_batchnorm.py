@@ -1,0 +1,186 @@
+"""Running statistics equal those of a plain loop, or of the whole batch, whoever computes which microbatch when."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.comm.local import LocalCommunicator
+from parallel.stage.batchnorm import OrderedStatistics, RunningStatistics, running_statistics
+from parallel.stage.deferred_batchnorm import DeferredStatistics
+
+SIZES = (3, 1, 4, 2)
+M = len(SIZES)
+
+
+class Pair:
+    """Ranks as threads that can do nothing but sum."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._barrier = threading.Barrier(world, timeout=20)
+        self._given: list[Tensor] = []
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._given.append(tensor.clone())
+        self._barrier.wait()
+        tensor.copy_(torch.stack(self._given).sum(0))
+        if not self._barrier.wait():
+            self._given = []
+        self._barrier.wait()
+
+
+class Net(nn.Module):
+    """A norm used twice, a frozen one, one without running statistics."""
+
+    def __init__(self, momentum: float | None, instance: bool) -> None:
+        super().__init__()
+        self.twice = nn.BatchNorm2d(2, momentum=momentum)
+        self.second = nn.InstanceNorm2d(2, 0.1, momentum, track_running_stats=True) if instance else nn.Identity()
+        self.frozen = nn.BatchNorm2d(2, momentum=momentum)
+        self.untracked = nn.BatchNorm2d(2, track_running_stats=False)
+        self.last = nn.BatchNorm2d(2, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(x * 3 + 1).exp())
+        return self.last(self.frozen(self.untracked(self.second(x))).square())
+
+
+def net(momentum: float | None, instance: bool = False) -> Net:
+    module = Net(momentum, instance).double()
+    module.frozen.eval()
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(0.25)
+    return module
+
+
+def batches(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [100 + torch.randn(n, 2, 3, 3, generator=generator, dtype=torch.float64) for n in SIZES]
+
+
+def walk(module: nn.Module, statistics: RunningStatistics, order: Sequence[int], share: Sequence[int]) -> None:
+    """Two steps, each forward recomputed; the backward passes come last, so that buffers change before them."""
+    for step in range(2):
+        parts = batches(step)
+        statistics.begin_step(M)
+        outputs = []
+        for i in (i for i in order if i in share):
+            with statistics.microbatch(i, SIZES[i]):
+                output = module(parts[i].requires_grad_())
+            with statistics.frozen():
+                assert torch.equal(module(parts[i]), output)
+            outputs.append(output)
+        for output in outputs:
+            output.sum().backward()
+        statistics.end_step()
+
+
+def run(module: nn.Module, mode: Any, order: Sequence[int], world: int) -> list[nn.Module]:
+    if world == 1:
+        walk(module, running_statistics(module, LocalCommunicator(), mode), order, range(M))
+        return [module]
+    ranks: Any = Pair(world)
+    copies = [copy.deepcopy(module) for _ in range(world)]
+    threads = [
+        threading.Thread(target=walk, args=(each, running_statistics(each, ranks, mode), order, range(k, M, world)))
+        for k, each in enumerate(copies)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return copies
+
+
+def assert_same(found: nn.Module, expected: nn.Module) -> None:
+    state = found.state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.allclose(state[name], value, rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("instance", [False, True])
+def test_ordered_is_the_plain_loop(world: int, order: tuple[int, ...], momentum: float | None, instance: bool) -> None:
+    plain = net(momentum, instance)
+    found = run(copy.deepcopy(plain), "per-microbatch", order, world)
+    for step in range(2):
+        for part in batches(step):
+            plain(part)
+    for module in found:
+        assert_same(module, plain)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_deferred_is_the_whole_batch(world: int, order: tuple[int, ...], momentum: float | None) -> None:
+    module = nn.BatchNorm2d(2, momentum=momentum).double()
+    plain = copy.deepcopy(module)
+    found = run(module, "deferred", order, world)
+    for step in range(2):
+        plain(torch.cat(batches(step)))
+    for each in found:
+        assert_same(each, plain)
+        assert each.momentum == momentum
+
+
+def test_deferred_counts_every_use_of_a_layer() -> None:
+    module = net(0.3)
+    reference = copy.deepcopy(module)
+    seen: list[Tensor] = []
+    reference.twice.register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0].detach()))
+    statistics = DeferredStatistics(module, LocalCommunicator())
+    statistics.begin_step(M)
+    for i, part in enumerate(batches(0)):
+        with statistics.microbatch(i, SIZES[i]):
+            output = module(part)
+        assert torch.equal(output, reference(part))
+    statistics.end_step()
+    values = torch.cat(seen).transpose(0, 1).flatten(1)
+    assert torch.allclose(module.twice.running_mean, 0.7 * 0.25 + 0.3 * values.mean(1), rtol=1e-10)
+    assert torch.allclose(module.twice.running_var, 0.7 * 1.25 + 0.3 * values.var(1), rtol=1e-10)
+    assert module.twice.num_batches_tracked == 1
+    assert module.frozen.num_batches_tracked == 0
+
+
+def test_a_single_holder_in_order_updates_by_itself() -> None:
+    module = nn.BatchNorm2d(2)
+    plain = copy.deepcopy(module)
+    statistics = OrderedStatistics(module, LocalCommunicator())
+    statistics.begin_step(1)
+    x = torch.randn(2, 2, 3, 3)
+    with statistics.microbatch(0, 2):
+        module(x)
+        plain(x)
+        assert torch.equal(module.running_mean, plain.running_mean)
+    statistics.end_step()
+    assert torch.equal(module.running_var, plain.running_var)
+
+
+@pytest.mark.parametrize("mode", ["per-microbatch", "deferred"])
+def test_an_error_in_a_pass_leaves_the_layer_as_it_was(mode: Any) -> None:
+    module = nn.BatchNorm2d(2)
+    before = copy.deepcopy(module.state_dict())
+    statistics = running_statistics(module, LocalCommunicator(), mode)
+    statistics.begin_step(2)
+    both = nn.Sequential(module, nn.Flatten(), nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="shapes"), statistics.microbatch(1, 2):
+        both(torch.randn(2, 2, 3, 3))
+    assert module.momentum == 0.1
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_deferred_refuses_other_layers() -> None:
+    module = nn.Sequential(nn.InstanceNorm2d(2, track_running_stats=True), nn.SyncBatchNorm(2))
+    with pytest.raises(ValueError, match="got InstanceNorm2d, SyncBatchNorm"):
+        running_statistics(module, LocalCommunicator(), "deferred")

@@ -1,0 +1,257 @@
+"""Stages in a row do what the whole model does: outputs, gradients, buffers, state, in training and in evaluation."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from models.registry import build_model
+from parallel.graph.partition import Partition, partition_at, partition_equal
+from parallel.trace.cut import cut_stage
+from parallel.trace.stage_module import StageModule
+from parallel.trace.trace import Traced, trace
+from tests.helpers.awkward_nets import SMALL, Named, RandomModel
+from tests.helpers.lanes import long_where
+
+
+def stages_of(traced: Traced, partition: Partition) -> list[StageModule]:
+    return [cut_stage(traced, partition, stage) for stage in range(partition.depth)]
+
+
+def in_a_row(stages: list[StageModule], example: Tensor) -> Any:
+    """What the last stage gives; every stage is given nothing but what it names."""
+    values = dict.fromkeys(stages[0].inputs, example)
+    for stage in stages:
+        given = stage(*(values[name] for name in stage.inputs))
+        values |= dict(zip(stage.outputs, given, strict=True))
+    (output,) = stages[-1].outputs
+    return values[output]
+
+
+def run(step: Any, model: nn.Module, example: Tensor) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs, gradients in training, and buffers after one step from the model's present state."""
+    before = copy.deepcopy(model.state_dict())
+    model.zero_grad()
+    torch.manual_seed(3)
+    with torch.set_grad_enabled(model.training):
+        outputs = tree_leaves(step(example))
+    if model.training:
+        total = torch.zeros((), dtype=example.dtype)
+        for output in outputs:
+            total = total + (output * torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)).sum()
+        total.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(before[name])
+    return [output.detach() for output in outputs], gradients, buffers
+
+
+def assert_same(traced: Traced, partition: Partition, model: nn.Module, example: Tensor) -> None:
+    """The model and its stages, both modes. Modules are shared, so every run starts from the same state."""
+    stages = stages_of(traced, partition)
+    assert set().union(*(stage.state_dict() for stage in stages)) == set(model.state_dict())
+    assert set().union(*(dict(stage.named_parameters()) for stage in stages)) == dict(model.named_parameters()).keys()
+    for training in (True, False):
+        model.train(training)
+        outputs, gradients, buffers = run(model, model, example)
+        for stage in stages:
+            stage.train(training)
+        outputs_, gradients_, buffers_ = run(lambda x: in_a_row(stages, x), model, example)
+        assert len(outputs) == len(outputs_) > 0
+        assert all(torch.equal(a, b) for a, b in zip(outputs, outputs_, strict=True))
+        assert gradients.keys() == gradients_.keys()
+        assert bool(gradients) == training
+        for name, gradient in gradients.items():
+            scale = gradient.abs().max().clamp(min=1e-300)
+            assert (gradients_[name] - gradient).abs().max() / scale <= 1e-10, name
+        assert all(torch.equal(buffer, buffers_[name]) for name, buffer in buffers.items())
+
+
+OURS = ["resnet18", "resnet110_v2", "unet_w4", "unet(2,4)"]
+THEIRS = {
+    "densenet121": 32,
+    "googlenet": 64,
+    "mobilenet_v3_small": 32,
+    "efficientnet_b0": 32,
+    "convnext_tiny": 32,
+    "swin_t": 32,
+    "swin_v2_t": 32,
+    "regnet_y_400mf": 32,
+    "shufflenet_v2_x0_5": 32,
+    "squeezenet1_0": 64,
+    "mnasnet0_5": 32,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "googlenet": {"aux_logits": True, "init_weights": False},
+}
+
+
+@pytest.mark.parametrize("name", long_where(OURS, "resnet110_v2"))
+def test_stages_of_our_models(name: str) -> None:
+    model = build_model(name, classes=3).double()
+    traced = trace(model, (2, 3, 32, 32), torch.float64)
+    example = torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    for stages in (2, 3, 4):
+        assert_same(traced, partition_equal(traced.graph, stages), model, example)
+
+
+@pytest.mark.parametrize("name", long_where(THEIRS, "swin_v2_t", "swin_t", "densenet121", "convnext_tiny"))
+def test_stages_of_torchvision_models(name: str) -> None:
+    model = torchvision.models.get_model(name, num_classes=3, **OPTIONS.get(name, {})).double()
+    shape = (2, 3, THEIRS[name], THEIRS[name])
+    traced = trace(model, shape, torch.float64)
+    assert_same(traced, partition_equal(traced.graph, 3), model, torch.rand(shape, dtype=torch.float64))
+
+
+@pytest.mark.long
+def test_stages_of_inception() -> None:
+    """Its auxiliary classifier needs tiles of 299 px in training."""
+    model = torchvision.models.inception_v3(num_classes=3, aux_logits=True, init_weights=False).double()
+    traced = trace(model, (2, 3, 299, 299), torch.float64)
+    assert_same(traced, partition_equal(traced.graph, 3), model, torch.rand(2, 3, 299, 299, dtype=torch.float64))
+
+
+def test_stages_of_vision_transformer() -> None:
+    model = torchvision.models.VisionTransformer(
+        image_size=32, patch_size=16, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=3, dropout=0.1
+    ).double()
+    traced = trace(model, (2, 3, 32, 32), torch.float64)
+    assert_same(traced, partition_equal(traced.graph, 4), model, torch.rand(2, 3, 32, 32, dtype=torch.float64))
+
+
+def test_stages_of_vgg() -> None:
+    with torch.device("meta"):  # its own classifier has 120 million parameters
+        model = torchvision.models.vgg11_bn(num_classes=3)
+    vgg = torchvision.models.vgg
+    model.features = vgg.make_layers(vgg.cfgs["A"], batch_norm=True)
+    model.classifier = nn.Sequential(nn.Linear(25088, 16), nn.ReLU(True), nn.Dropout(), nn.Linear(16, 3))
+    model.double()
+    traced = trace(model, (2, 3, 32, 32), torch.float64)
+    assert_same(traced, partition_equal(traced.graph, 3), model, torch.rand(2, 3, 32, 32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_every_single_cut_of_small_models(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind().double()
+    traced = trace(model, (4, 6), torch.float64)
+    example = torch.rand(4, 6, dtype=torch.float64)
+    places = [k for k in range(2, len(traced.graph.layers) - 1) if traced.graph.can_cut(k)]
+    assert places
+    for place in places:
+        assert_same(traced, partition_at(traced.graph, [traced.graph.layers[place].name]), model, example)
+    assert_same(traced, partition_equal(traced.graph, len(places) + 1), model, example)
+    assert_same(traced, partition_equal(traced.graph, 1), model, example)
+
+
+@given(seed=st.integers(0, 10_000), data=st.data())
+@settings(max_examples=settings().max_examples * 2 // 5)
+def test_random_cuts_of_random_models(seed: int, data: st.DataObject) -> None:
+    """Skips of any length, changes in place, modules used twice, numbers that cross."""
+    model = RandomModel(seed).double()
+    traced = trace(model, (3, 4), torch.float64)
+    places = [k for k in range(2, len(traced.graph.layers) - 1) if traced.graph.can_cut(k)]
+    chosen = sorted(data.draw(st.sets(st.sampled_from(places), max_size=5))) if places else []
+    cuts = [traced.graph.layers[place].name for place in chosen]
+    assert_same(traced, partition_at(traced.graph, cuts), model, torch.rand(3, 4, dtype=torch.float64))
+
+
+def test_the_rest_of_the_model_can_go() -> None:
+    model = build_model("resnet18", classes=3)
+    traced = trace(model, (2, 3, 32, 32))
+    stage = cut_stage(traced, partition_equal(traced.graph, 2), 1)
+    gone, kept = weakref.ref(model.conv1.weight), weakref.ref(model.fc.weight)
+    del model, traced
+    gc.collect()
+    assert gone() is None
+    assert kept() is stage.get_parameter("fc.weight")
+
+
+def test_modules_are_the_users() -> None:
+    model = build_model("resnet18", classes=3)
+    traced = trace(model, (2, 3, 32, 32))
+    stage = cut_stage(traced, partition_at(traced.graph, ["layer3"]), 1)
+    assert stage.get_submodule("layer3.0.conv1") is model.layer3[0].conv1
+    assert not any(isinstance(part, torch.fx.GraphModule) for part in stage.modules())
+    stage.eval()
+    assert not model.layer3[0].bn1.training
+    assert model.layer2[0].bn1.training
+
+
+def test_buffers_replaced_after_the_trace() -> None:
+    model = Named()
+    traced = trace(model, (4, 6))
+    model.double()
+    assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(4, 6, dtype=torch.float64))
+
+
+def test_frozen_normalisation_stays_frozen() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(mode)
+            self.body[1].eval()
+            return self
+
+    model = Frozen()
+    traced = trace(model, (4, 6))
+    stages = [stage.train() for stage in stages_of(traced, partition_at(traced.graph, ["body.2"]))]
+    assert not stages[0].get_submodule("body.1").training
+    assert stages[1].get_submodule("body.3").training
+
+
+def test_evaluation_that_needs_what_training_does_not_send() -> None:
+    class Shortcut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.relu(self.b(torch.tanh(self.a(x))))
+            return y if self.training else y + x
+
+    traced = trace(Shortcut(), (4, 6))
+    partition = partition_at(traced.graph, ["b"])
+    with pytest.raises(ValueError, match=r"evaluation would send values .*x from stage 0 to 1.*begin at b"):
+        cut_stage(traced, partition, 1)
+
+
+def test_values_are_let_go_of_after_their_last_use() -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    class Spy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, torch.fx.Proxy):
+                alive.append(sum(reference() is not None for reference in made))
+                made.append(weakref.ref(x))
+            return x * 1.0
+
+    model = nn.Sequential(*(Spy() for _ in range(6)))
+    for spy in model:
+        spy.register_forward_hook(lambda *_: None)  # kept whole
+    traced = trace(model, (4, 6))
+    stage = cut_stage(traced, partition_equal(traced.graph, 1), 0)
+    alive.clear()
+    made.clear()
+    with torch.no_grad():
+        stage(torch.rand(4, 6))
+    assert max(alive) <= 1

@@ -1,0 +1,268 @@
+"""Layers as they are: how deep tracing goes, what it records of each layer, what it leaves as it was."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.registry import build_model
+from parallel.trace.trace import merged, run_again, trace
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.1)
+        self.never = nn.Dropout(0.0)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.conv(x)))
+        n = x.size(0)
+        x = F.adaptive_avg_pool2d(x, 1).view(n, -1)
+        return self.fc(self.never(self.drop(x))) + x.detach().sum()
+
+
+class Refuses(nn.Module):
+    """A leaf for one reason or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "data":
+            return self.inner(x) if bool(x.sum() > 0) else x
+        if self.how == "no_grad":
+            with torch.no_grad():
+                return self.inner(x)
+        if self.how == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x)
+        if self.how == "drawn":
+            return self.inner(x) if float(torch.rand(1)) < 0.5 else x
+        return self.inner(x)
+
+
+class Around(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.part = nn.Sequential(nn.Tanh(), Refuses(how))
+        self.after = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.part(self.before(x)))
+
+
+def test_facts_of_layers() -> None:
+    traced = trace(Body(), (2, 3, 8, 8))
+    layers = traced.graph.by_name
+    assert [layer.kind for layer in traced.graph.layers] == [
+        "input", "Conv2d", "BatchNorm2d", "ReLU", "size", "adaptive_avg_pool2d", "view", "Dropout", "Dropout", "Linear",
+        "detach", "sum", "add", "output",
+    ]  # fmt: skip
+    conv = layers["conv"]
+    assert (conv.module, conv.inputs, conv.differentiable) == ("conv", ("x",), True)
+    assert conv.output_bytes == 2 * 4 * 8 * 8 * 4
+    assert conv.param_bytes == 4 * 3 * 9 * 4
+    assert conv.flops == 2 * (2 * 4 * 8 * 8) * (3 * 9)
+    assert layers["norm"].param_bytes == 2 * 4 * 4
+    assert layers["size"].output_bytes == 0
+    assert not any(layers[name].differentiable for name in ("x", "size", "detach", "sum_1"))
+    assert [layer.name for layer in traced.graph.layers if layer.random] == ["drop"]
+    assert {path: traced.graph.classes[path] for path in ("", "conv")} == {"": "Body", "conv": "Conv2d"}
+    # The ReLU changes what the BatchNorm made.
+    assert traced.graph.inseparable == ((2, 3),)
+
+
+class WithoutAutograd(nn.Module):
+    """Its linear layer is not taken apart by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.inner(x)
+
+
+def test_flops_of_a_composite_operation_are_those_of_its_parts() -> None:
+    layers = trace(nn.Sequential(WithoutAutograd()), (3, 4)).graph.by_name
+    (op,) = layers["_0"].ops
+    assert (op.name, op.flops) == ("linear", 2 * 3 * 4 * 8)
+
+
+def test_nothing_is_touched() -> None:
+    model = Body()
+    model.norm.eval()
+    state, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    attributes = {path: set(vars(part)) for path, part in model.named_modules()}
+    tensors = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    trace(model, (2, 3, 8, 8))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    assert tensors == [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    assert attributes == {path: set(vars(part)) for path, part in model.named_modules()}
+    assert model.training
+    assert model.conv.training
+    assert not model.norm.training
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_no_memory_for_the_largest_tile() -> None:
+    traced = trace(build_model("resnet18", classes=2), (8, 3, 65536, 65536))
+    assert traced.graph.by_name["conv1"].output_bytes == 8 * 64 * 32768**2 * 4
+
+
+@pytest.mark.parametrize("how", ["data", "no_grad", "autocast", "drawn", "hook"])
+def test_innermost_module_that_cannot_be_traced_is_a_leaf(how: str) -> None:
+    model = Around(how)
+    if how == "hook":
+        model.part[1].register_forward_hook(lambda module, inputs, output: output * 2)
+    traced = trace(model, (2, 4))
+    assert [layer.module for layer in traced.graph.layers if layer.module] == ["before", "part.0", "part.1", "after"]
+    assert traced.graph.by_name["part_1"].random  # nobody knows
+    assert traced.graph.by_name["part_1"].differentiable == (how != "no_grad")
+    assert not traced.graph.by_name["part_0"].random
+
+
+def test_model_that_cannot_be_traced() -> None:
+    with pytest.raises(ValueError, match=r"Refuses itself cannot be cut .*\n?.*test_trace.py:\d+.*submodule"):
+        trace(Refuses("data"), (2, 4))
+    with pytest.raises(ValueError, match="switches gradients or autocast"):
+        trace(Refuses("autocast"), (2, 4))
+    hooked = Around("")
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooks of the model itself"):
+        trace(hooked, (2, 4))
+
+
+def test_shape_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="does not run on the example input, at module 'before'"):
+        trace(Around(""), (2, 5))
+
+
+def test_same_graph_is_shared_and_a_different_one_is_not() -> None:
+    shared = trace(build_model("resnet18", classes=2), (1, 3, 64, 64))
+    assert shared.training is shared.evaluation
+    model = torchvision.models.googlenet(num_classes=2, aux_logits=True, init_weights=False)
+    traced = trace(model, (2, 3, 64, 64))
+    training = {node.name for node in traced.training.graph.nodes}
+    evaluation = {node.name for node in traced.evaluation.graph.nodes}
+    assert evaluation < training
+    assert "aux1_conv_conv" in training - evaluation
+
+
+def test_ranges_without_cuts() -> None:
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.b(self.a(torch.tanh(self.a(x)))))  # a: 1 to 3; b: 4
+            z = y * self.scale  # 6 to 7
+            view = z.view(-1)  # 8
+            view.add_(1)  # 9 changes what 7 made
+            return torch.tanh(torch.tanh(z))
+
+    graph = trace(Shares(), (2, 4)).graph
+    assert [layer.kind for layer in graph.layers][1:10] == [
+        "Linear", "tanh", "Linear", "Linear", "tanh", "get_attr", "mul", "view", "add_",
+    ]  # fmt: skip
+    assert graph.inseparable == ((1, 3), (6, 9))
+
+
+def test_data_dependent_model_runs_on_zeros() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[: int(torch.count_nonzero(x)) + 1]
+
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), Counts())
+    traced = trace(model, (3, 4))
+    assert traced.graph.by_name["_1"].output_bytes == 4 * 4
+    assert model[0].num_batches_tracked == 0
+
+
+def test_merged_ranges() -> None:
+    assert merged([(5, 7), (1, 1), (0, 2), (2, 3), (6, 9)]) == ((0, 3), (5, 9))
+
+
+class BySize(nn.Module):
+    """Another path for large tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(x) if x.shape[-1] > 40 else self.small(x)
+
+
+class InParts(nn.Module):
+    """As many parts as a tile has rows of 8 px."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part.sum() for part in x.split(8, dim=2)])
+
+
+class InPlace(nn.Module):
+    """Adds in place to what may be a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(1)
+        y += 1
+        return y
+
+
+@pytest.mark.parametrize("model", [BySize(), nn.Sequential(nn.Conv2d(3, 3, 1), BySize()), InParts(), InPlace()])
+def test_what_depends_on_the_side_of_tiles_is_followed_for_each(model: nn.Module) -> None:
+    assert not trace(model, (1, 3, 32, 32)).any_side
+
+
+def test_graphs_that_hold_for_any_side_run_on_others() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten())
+    traced = trace(model, (1, 3, 32, 32))
+    assert traced.any_side
+    assert run_again(traced, (1, 3, 48, 48)).graph == trace(model, (1, 3, 48, 48)).graph
+    with pytest.raises(ValueError, match="does not run"):
+        run_again(traced, (1, 3, 2, 2))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d, functools.partial(nn.BatchNorm2d, affine=False)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_norms_that_are_not_taken_apart_leave_the_same_facts(
+    kind: Callable[[int], nn.Module], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4), nn.ReLU(inplace=True), BuffersOfItsOwn())
+    graph = trace(model, (2, 3, 16, 16), autocast=dtype).graph
+    monkeypatch.setattr("parallel.trace.op_watch._normed", lambda *given: None)
+    assert trace(model, (2, 3, 16, 16), autocast=dtype).graph == graph
+
+
+class BuffersOfItsOwn(nn.Module):
+    """Looks its running statistics up in its own forward."""
+
+    mean: Tensor
+    var: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, training=True)

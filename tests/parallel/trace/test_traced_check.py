@@ -1,0 +1,157 @@
+"""Graphs held against their models before a run: what is traced wrongly is found, named, and kept whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, fx, nn
+
+from parallel.comm.local import LocalCommunicator
+from parallel.graph.partition import partition_equal
+from parallel.trace.trace import Traced, trace
+from parallel.trace.trace_alone import trace_alone
+from parallel.trace.traced_check import first_difference
+from tests.helpers.awkward_nets import SMALL
+from tests.helpers.deciding_nets import DECIDING
+from tests.parallel.trace.test_cut import assert_same
+
+
+class AsksHowItIsRun(nn.Module):
+    """Computes something else while it is traced, as code does that knows of fx; or of the type of its values."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        asked = {
+            "type": type(x) is Tensor or "Fake" in type(x).__name__,
+            "fx": not torch.fx._symbolic_trace.is_fx_tracing(),
+        }
+        if asked[self.how]:
+            x = torch.tanh(self.b(x))
+        return self.a(x)
+
+
+@pytest.mark.parametrize("how", ["type", "fx"])
+def test_a_module_that_is_traced_wrongly_stays_whole(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), AsksHowItIsRun(how), nn.Linear(6, 6))
+    state = copy.deepcopy(model.state_dict())
+    difference = first_difference(trace(model, (2, 6)), (2, 6), torch.float32)
+    assert difference is not None
+    assert "1" in difference.paths
+    assert "in training, at module '1'" in difference.text
+    assert "test_traced_check.py:" in difference.text
+    traced = trace_alone(model, (2, 6), LocalCommunicator())
+    assert [layer.kind for layer in traced.graph.layers] == ["input", "Linear", "AsksHowItIsRun", "Linear", "output"]
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+
+
+def test_a_model_that_is_traced_wrongly_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"AsksHowItIsRun does not follow .* in training.*test_traced_check.py:\d+"):
+        trace_alone(AsksHowItIsRun("type"), (2, 6), LocalCommunicator())
+
+
+@pytest.mark.parametrize("kind", [*SMALL, *DECIDING])
+def test_small_models_agree_with_their_graphs(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    state, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert first_difference(trace(model, (4, 6)), (4, 6), torch.float32) is None
+    assert model.training
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+
+
+def test_a_norm_that_counts_its_batches_agrees_with_its_graph() -> None:
+    """It looks at its data: the model was run first, and its graph after it, on the same counter."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, momentum=None))
+    assert first_difference(trace(model, (2, 3, 8, 8)), (2, 3, 8, 8), torch.float32) is None
+    assert model[1].num_batches_tracked == 0
+
+
+def test_models_of_large_tiles_agree_with_their_graphs_without_memory() -> None:
+    """A batch of these tiles takes 24 GB."""
+    with torch.device("meta"):
+        model = torchvision.models.resnet18(num_classes=3)
+    shape = (8, 3, 16384, 16384)
+    assert first_difference(trace(model, shape), shape, torch.float32) is None
+
+
+def changed(traced: Traced, name: str, change: str) -> Traced:
+    """``traced``, whose layer ``name`` in training takes another value, is left out, or lets nothing flow back."""
+    graph = copy.deepcopy(traced.training.graph)
+    node = next(node for node in graph.nodes if node.name == name)
+    with graph.inserting_after(node):
+        match change:
+            case "left out":
+                node.replace_all_uses_with(node.args[0])
+            case "detached":
+                detached = graph.call_method("detach", (node,))
+                node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+            case "other argument":
+                node.args = (node.args[0].args[0], *node.args[1:])
+    return Traced(
+        traced.graph, fx.GraphModule(traced.model, graph), traced.evaluation, traced.model, traced.modes
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ["left out", "detached", "other argument"])
+def test_what_a_graph_computes_differently_is_found(change: str) -> None:
+    traced = trace(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), (2, 6))
+    assert first_difference(changed(traced, "_2", change), (2, 6), torch.float32) is not None
+
+
+def test_one_tile_where_batch_norm_needs_two_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
+    assert trace(model, (1, 3, 8, 8)).graph.by_name["_1"].output_bytes == 3 * 4  # a plan scales one tile
+    trace_alone(model, (2, 3, 8, 8), LocalCommunicator())
+    with pytest.raises(ValueError, match=r"one value per channel.*let two tiles fall in each microbatch"):
+        trace_alone(model, (1, 3, 8, 8), LocalCommunicator())
+
+
+class TwoNames(nn.Module):
+    """What it adds in place shows under another name; the same sum as a new tensor would not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = y = self.a(x)
+        y += x
+        return self.b(torch.tanh(y)) + before
+
+
+def test_sums_in_place_that_show_elsewhere_are_traced_as_such() -> None:
+    torch.manual_seed(0)
+    model = TwoNames().double()
+    assert first_difference(trace(model, (2, 6), torch.float64), (2, 6), torch.float64) is not None
+    traced = trace_alone(model, (2, 6), LocalCommunicator())
+    assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(3, 6, dtype=torch.float64))
+
+
+class UnderTwoNames(nn.Module):
+    """One batch norm is a part of two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.second = nn.Sequential(nn.Linear(6, 6), self.first[1], nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(x)))
+        return y
+
+
+def test_a_module_under_two_names() -> None:
+    model = UnderTwoNames().double()
+    state = copy.deepcopy(model.state_dict())
+    traced = trace_alone(model, (3, 6), LocalCommunicator())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(3, 6, dtype=torch.float64))

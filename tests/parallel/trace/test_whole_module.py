@@ -1,0 +1,150 @@
+"""Whole models that are computed again in parts or keep their activations on the host: exact, and really doing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
+from parallel.memory.policy import Keeping
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.live_bytes import LiveBytes
+from parallel.offload.saved_tensors import Keeper
+from parallel.trace.stage_module import StageModule
+from parallel.trace.whole_module import in_segments
+from tests.helpers.engine_runs import CPU, SEED, SGD, net, plain, steps_of, train
+from tests.helpers.small_nets import ALL_NETS, NETS
+
+KEEPINGS = {
+    "naive": Keeping(offload="naive"),
+    "overlap": Keeping(offload="overlap", smallest=0, ahead=10_000),
+    "block": Keeping(recompute="block"),
+    "2 layers": Keeping(recompute="2"),
+    "both": Keeping(recompute="block", offload="overlap", smallest=0),
+}
+
+
+def engine(name: str, keeping: Keeping, communicator: Communicator, meter: ActivationMeter) -> DataParallelEngine:
+    model = in_segments(net(name, torch.float64), keeping, tuple(steps_of(4)[0][0][0].shape), communicator)
+    meter.exclude((*model.parameters(), *model.buffers()))
+    keeper = Keeper(keeping, CPU, meter=meter)
+    loss = ALL_NETS[name][1]
+    return DataParallelEngine(
+        model, loss, SGD(model.parameters()), communicator, batch=8, m=4, seed=SEED, keeper=keeper
+    )
+
+
+@pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ALL_NETS)
+def test_exact(name: str, world: int, keeping: Keeping) -> None:
+    def rank(communicator: Communicator, _: Any) -> tuple[dict[str, Tensor], list[float]]:
+        made = engine(name, keeping, communicator, ActivationMeter())
+        losses = train(made, steps_of(4))
+        return made.state_dict().get("model", {}), losses
+
+    state, losses = run_on_threads(world, rank, None, timeout_s=60)[0]
+    expected = plain(name, 4)
+    assert losses == pytest.approx(expected.losses, rel=1e-10)
+    assert list(state) == list(expected.model)
+    torch.testing.assert_close(state, expected.model, rtol=1e-9, atol=1e-11)
+
+
+def test_less_is_kept_on_the_device() -> None:
+    kept = {}
+    for label, keeping in {"none": Keeping(), **KEEPINGS}.items():
+        meter = ActivationMeter()
+        train(engine("skips", keeping, LocalCommunicator(), meter), steps_of(4))
+        kept[label] = meter.peak_bytes
+    assert kept["block"] < 0.8 * kept["none"]
+    assert kept["overlap"] < 0.4 * kept["none"]
+    assert kept["both"] < 0.6 * kept["block"]
+    assert kept["naive"] == 0  # each tensor comes back for one operation alone, and nobody counts it
+
+
+def test_a_model_that_keeps_everything_stays_as_it_is() -> None:
+    model = net("skips", torch.float64)
+    assert in_segments(model, Keeping(), (2, 3, 12, 12), LocalCommunicator()) is model
+    assert isinstance(in_segments(model, Keeping(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
+    assert isinstance(in_segments(model, Keeping("block"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
+
+
+class _Restless(nn.Module):
+    """Takes another way each time, and cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.steady = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.sin() if not x.isnan().any() and (self.calls % 2 or self.steady) else x * x.sigmoid()
+
+
+def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None:
+    """As a user's forward pass would hold what it gave to a module, for as long as that computes."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.body(torch.cat((x, x, x), 2) * 2)
+            return out.mean()
+
+    shape, peaks = (1, 3, 64, 64), []
+    keeping = Keeping(offload="overlap", smallest=0)
+    for cut in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = Deep()
+        if cut:
+            model = in_segments(model, keeping, shape, LocalCommunicator())
+        made = DataParallelEngine(
+            model,
+            lambda output, target: output,
+            SGD(model.parameters()),
+            LocalCommunicator(),
+            batch=1,
+            m=1,
+            keeper=Keeper(keeping, CPU),
+        )
+        with LiveBytes() as live:
+            made.step([Microbatch(torch.ones(shape), torch.zeros(1), shape)], 0, 0.0)
+        peaks.append(live.peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
+def test_a_model_that_cannot_be_traced_is_offloaded_as_it_is() -> None:
+    class Untraceable(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    model = Untraceable(12, 12)
+    assert in_segments(model, Keeping(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()) is model
+    with pytest.raises(ValueError, match="cannot be cut into layers: its path depends on the values of tensors"):
+        in_segments(model, Keeping("block"), (2, 3, 12, 12), LocalCommunicator())
+
+
+def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
+    """Before the first step, where that shows then."""
+    restless, keeping = _Restless(), Keeping("3")
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), restless, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1))
+    with pytest.raises(ValueError, match=r"at module '1' \(forward, .*test_whole.py:\d+\)"):
+        in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
+    restless.steady = True
+    model = in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
+    restless.steady = False
+    made = DataParallelEngine(
+        model, NETS["skips"][1], SGD(model.parameters()), LocalCommunicator(), batch=8, m=4, keeper=Keeper(keeping, CPU)
+    )
+    with pytest.raises(RuntimeError, match="does not compute the same twice"):
+        train(made, [[(i.float(), t) for i, t in batch] for batch in steps_of(4)])

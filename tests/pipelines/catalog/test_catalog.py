@@ -1,0 +1,174 @@
+"""Folders as people have them, and which slides they hold."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.catalog.catalog import SlideNames, find_slides, slide_stem
+from pipelines.slides.slide import SlideError
+from pipelines.tiles.tile_table import IndexSettings
+
+REAL = Path(__file__).parents[3] / "data" / "real"
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            path.mkdir()
+        else:
+            path.touch()
+
+
+def ids(root: Path) -> list[str]:
+    return [spec.slide_id for spec in find_slides(root)]
+
+
+def dicom(path: Path, series: str, size: int, explicit: bool = True) -> None:
+    uid = series.encode() + b"\0" * (len(series) % 2)
+    head = b"UI" + len(uid).to_bytes(2, "little") if explicit else len(uid).to_bytes(4, "little")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes((bytes(128) + b"DICM" + b"\x20\0\x0e\0" + head + uid).ljust(size, b"\0"))
+
+
+def test_every_known_name_is_a_slide(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        *["a.svs", "b.tif", "c.TIFF", "d.btf", "e.ndpi", "f.mrxs", "g.scn", "h.bif", "i.vms", "j.vmu"],
+        *["k.svslide", "l.dcm", "m.png", "n.jpg", "o.jpeg", "t.qptiff"],
+        *["p.ome.tif", "q.ome.zarr/", "deep/er/r.zarr/", "deep/s.v2.svs"],
+    )
+    assert ids(tmp_path) == [*"abcdefghijklmnopqr", "s.v2", "t"]
+
+
+def test_what_is_no_slide(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        *["a.svs", "a_mask.tif", "a-mask.png", "a_mask.ome.tif", "a_mask.zarr/0.png", "a.geojson", "labels.csv"],
+        *[".hidden.svs", "._a.svs", ".cache/b.svs", "annotations/c.png", "x/Masks/d.png", "run/tissue/e.png"],
+        *["f.mrxs", "f/Data0000.dat", "f/thumbnail.png", "g.zarr/0/0.png", ".h.zarr/0.png"],
+    )
+    assert ids(tmp_path) == ["a", "f", "g"]
+
+
+def test_pictures_without_any_mpp_take_the_one_given_for_pictures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    touch(tmp_path, "a.png", "b.JPG", "c.tif", "d.png")
+
+    def mpps(**given: Any) -> list[float | None]:
+        return [spec.mpp for spec in find_slides(tmp_path, **given)]
+
+    assert mpps() == [None] * 4
+    assert mpps(picture_mpp=0.5, mpp_by_slide={"d": 0.3}) == [0.5, 0.5, None, 0.3]
+    assert "2 pictures record no um/px, as 'a'" in caplog.text
+    assert mpps(picture_mpp=0.5, mpp=0.25) == [0.25] * 4
+    assert (IndexSettings().picture_mpp, IndexSettings(mpp=1.0).picture_mpp) == (0.5, None)
+
+
+def test_the_pictures_of_a_vms_slide_are_its_own(tmp_path: Path) -> None:
+    touch(tmp_path, "s.jpg", "s_map.jpg", "other.jpg")
+    (tmp_path / "s.vms").write_text("[Virtual Microscope Specimen]\r\nImageFile=s.jpg\r\nMapFile=s_map.jpg\r\n")
+    assert ids(tmp_path) == ["other", "s"]
+
+
+def test_dicom_files_of_one_series_are_one_slide(tmp_path: Path) -> None:
+    dicom(tmp_path / "case7" / "1.dcm", "1.2.3", 900)
+    dicom(tmp_path / "case7" / "2.dcm", "1.2.3", 5000)
+    for name, series, size in [("a", "1.2.4", 700), ("b", "1.2.5", 800), ("c", "1.2.4", 900)]:
+        dicom(tmp_path / "flat" / f"{name}.dcm", series, size, explicit=False)
+    touch(tmp_path, "odd/x.dcm", "odd/y.dcm")
+    found = {spec.slide_id: spec.path.name for spec in find_slides(tmp_path)}
+    assert found == {"case7": "2.dcm", "b": "b.dcm", "c": "c.dcm", "x": "x.dcm", "y": "y.dcm"}
+
+
+def test_real_slides_open_under_their_id() -> None:
+    found = find_slides(REAL, mpp_by_slide={"highdicom_sm_image.dcm": 0.5})
+    assert {"CMU-1-Small-Region", "cmu-small", "test3-DAPI-2-387", "highdicom_sm_image"} <= {s.slide_id for s in found}
+    by_id = {spec.slide_id: spec for spec in found}
+    assert by_id["highdicom_sm_image"].mpp == 0.5
+    with pickle.loads(pickle.dumps(by_id["CMU-1-Small-Region"])).open() as slide:
+        assert (slide.levels[0].width, slide.levels[0].height) == (2220, 2967)
+
+
+def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
+    touch(tmp_path, "elsewhere/b.svs", "slides/a.svs")
+    (tmp_path / "slides" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "slides")
+    assert ids(tmp_path / "slides") == ["a", "b"]
+
+
+def test_mpp_for_all_and_for_one(tmp_path: Path) -> None:
+    touch(tmp_path, "a.svs", "b.svs")
+    found = find_slides(tmp_path, mpp=0.5, mpp_by_slide={"B.svs": 0.25, "nobody": 1.0}, backend="openslide")
+    assert [(s.mpp, s.backend) for s in found] == [(0.5, "openslide"), (0.25, "openslide")]
+    for arguments, complaint in [({"mpp": 0.0}, "--slide-mpp"), ({"mpp_by_slide": {"a": 1e9}}, "mpp of slide 'a'")]:
+        with pytest.raises(ValueError, match=rf"{complaint} must be between 0.05 and 100 um/px"):
+            find_slides(tmp_path, **arguments)  # type: ignore[arg-type]
+
+
+def test_two_slides_of_one_name(tmp_path: Path) -> None:
+    touch(tmp_path, "x/a.svs", "y/a.ome.tif", "y/b.svs")
+    with pytest.raises(ValueError, match=r"'a': .*x.a\.svs and .*y.a\.ome\.tif\nrename"):
+        find_slides(tmp_path)
+
+
+def test_folders_that_hold_nothing(tmp_path: Path) -> None:
+    touch(tmp_path, "file.svs", "empty/notes.txt", "s.zarr/0")
+    for name, complaint in [
+        ("gone", "does not exist"),
+        ("file.svs", "is a file. Give its folder"),
+        ("s.zarr", "is one slide. Give its folder"),
+        ("empty", "holds no slide: looked"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            find_slides(tmp_path / name)
+
+
+def test_names_in_tables() -> None:
+    known = {"a.1", "B", "b", "Case"}
+    cases = {"a.1": "a.1", "a.1.svs": "a.1", "x/y/a.1.ome.tif": "a.1", "C:\\s\\a.1.tif": "a.1", "B.svs": "B", "b": "b"}
+    cases |= {"case.svs": "Case", "CASE": "Case", "c": None, "": None, "a": None}  # type: ignore[dict-item]
+    names = SlideNames(known)
+    assert {name: names.match(name) for name in cases} == cases
+    assert SlideNames({"x", "y"}).match("X") == "x"
+    assert SlideNames({"ab", "AB"}).match("aB") is None
+    assert slide_stem("x.ome.zarr") == slide_stem("x.SVS") == slide_stem("x") == "x"
+
+
+def test_odd_files_cost_themselves_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "ok.svs", "locked/s.svs")
+    for name in (b"caf\xe9.svs", b"two\nlines.svs"):
+        os.close(os.open(os.fsencode(tmp_path) + b"/" + name, os.O_CREAT, 0o644))
+    for pipe in ("pipe.svs", "series.dcm", "other.vms"):
+        os.mkfifo(tmp_path / pipe)
+    (tmp_path / "gone.dcm").symlink_to(tmp_path / "nowhere.dcm")
+    scandir = os.scandir
+
+    def locked(path: str) -> object:  # root may list everything
+        if os.fspath(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    specs = {spec.slide_id: spec for spec in find_slides(tmp_path)}
+    said = {
+        "caf\\xe9": "must be UTF-8",
+        "two\\x0alines": "without control characters",
+        "pipe": "pipe, socket or device",
+        "series": "pipe, socket or device",
+        "other": "pipe, socket or device",
+        "gone": "a link that leads nowhere",
+        "locked/": "cannot be listed: Permission denied",
+    }
+    assert specs.keys() == {"ok", *said}
+    for slide_id, words in said.items():
+        with pytest.raises(SlideError, match=words) as fault:
+            specs[slide_id].open()
+        str(fault.value).encode()

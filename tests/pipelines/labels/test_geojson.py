@@ -1,0 +1,133 @@
+"""QuPath's GeoJSON in all its layouts, real files, and damaged ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelines.labels.geojson import read_geojson
+from pipelines.slides.slide import SlideError
+from tests.helpers.drawings import area, box
+
+SAMPLES = Path(__file__).parents[2] / "data" / "annotations"
+
+
+@pytest.mark.parametrize(
+    ("name", "polygons", "classes", "without_area"),
+    [
+        ("qupath-rectangle.json", 1, ("rectangle",), 0),
+        ("qupath-brush.json", 1, ("brush",), 0),
+        ("qupath-ellipse.json", 1, ("ellipse",), 0),
+        ("qupath-polyline.json", 0, (), 1),
+        ("qupath-multipoint.json", 0, (), 1),
+        ("qupath-polygon-cell-classified.json", 4, ("Cell", "Nucleus"), 0),
+        ("dlup-qupath05.geojson", 3, ("UT", "I"), 0),
+        ("histoqc-holed.geojson", 1, ("foreground",), 0),
+        ("histoqc-multipolygon.json", 8, ("Tumor", "Invborder"), 0),
+        ("large_image-sample.geojson", 10, ("foreground",), 0),
+    ],
+)
+def test_real_files(name: str, polygons: int, classes: tuple[str, ...], without_area: int) -> None:
+    drawing = read_geojson(SAMPLES / name)
+    assert (len(drawing.box), drawing.classes, drawing.without_area) == (polygons, classes, without_area)
+    for i in range(polygons):
+        edges = slice(drawing.first_edge[i], drawing.first_edge[i + 1])
+        # closed: every point is left as often as it is reached
+        np.testing.assert_array_equal(
+            np.sort(drawing.start[edges], axis=0), np.sort(drawing.end[edges], axis=0), err_msg=str(i)
+        )
+
+
+def write(path: Path, document: Any) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_the_three_layouts_are_one(tmp_path: Path) -> None:
+    feature = box(1, 2, 5, 9, "Tumor")
+    layouts = [
+        {"type": "FeatureCollection", "features": [feature]},
+        [feature],
+        feature,
+        [{"type": "FeatureCollection", "features": [feature]}],
+    ]
+    for i, layout in enumerate(layouts):
+        drawing = read_geojson(write(tmp_path / f"{i}.json", layout))
+        assert drawing.classes == ("Tumor",)
+        np.testing.assert_array_equal(drawing.box, [[1, 2, 5, 9]])
+
+
+def test_parts_of_multipolygons_and_collections_are_polygons(tmp_path: Path) -> None:
+    square, hole = box(0, 0, 9, 9)["geometry"]["coordinates"][0], box(3, 3, 6, 6)["geometry"]["coordinates"][0]
+    geometry = {
+        "type": "GeometryCollection",
+        "geometries": [
+            {"type": "MultiPolygon", "coordinates": [[square, hole], [square]]},
+            {"type": "Point", "coordinates": [1, 2]},
+            {"type": "GeometryCollection", "geometries": [{"type": "Polygon", "coordinates": [square]}]},
+        ],
+    }
+    drawing = read_geojson(write(tmp_path / "d.json", {"type": "Feature", "geometry": geometry, "properties": None}))
+    assert np.diff(drawing.first_edge).tolist() == [10, 5, 5]
+    assert drawing.without_area == 0
+
+
+@pytest.mark.parametrize(
+    ("properties", "name"),
+    [
+        ({"classification": {"name": "Tumor", "colorRGB": -1}}, "Tumor"),
+        ({"classification": {"names": ["Tumor", "Positive"]}}, "Tumor: Positive"),
+        ({"classification": {"name": "Tumor"}, "name": "no. 3"}, "Tumor"),
+        ({"classification": "Stroma"}, "Stroma"),
+        ({"name": " gland "}, "gland"),
+        ({"classification": None}, "foreground"),
+        ({}, "foreground"),
+    ],
+)
+def test_class_names(tmp_path: Path, properties: dict[str, Any], name: str) -> None:
+    feature = box(0, 0, 2, 2) | {"properties": properties}
+    assert read_geojson(write(tmp_path / "d.json", feature)).classes == (name,)
+
+
+def test_heights_and_open_rings_are_accepted(tmp_path: Path) -> None:
+    feature = area([[(0, 0, 7), (4, 0, 7), (4, 4, 7)]])  # type: ignore[list-item]  # GeoJSON allows a third value
+    drawing = read_geojson(write(tmp_path / "d.json", feature))
+    np.testing.assert_array_equal(drawing.end, [[4, 0], [4, 4], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b'{"type": "FeatureCollection", "features": [', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"<html></html>", "not JSON"),
+        (b"7", "found 'int'"),
+        (b'{"version": "2.0"}', "expected a FeatureCollection"),
+        (b'{"type": "FeatureCollection"}', "features"),
+        (b'[{"type": "Feature"}]', "feature 1: KeyError: 'geometry'"),
+        (json.dumps([box(0, 0, 1, 1), {"type": "Feature", "geometry": {"type": "Circle"}}]).encode(), "feature 2"),
+        (json.dumps(area([])).encode(), "at least one ring"),
+        (json.dumps(area([[(0, 0), (1, 1)]])).encode(), "at least three points"),
+        (json.dumps(area([[(0, 0), (1, 1), (float("nan"), 2)]])).encode(), "a coordinate is not a finite number"),
+        (json.dumps(area([["ab", "cd", "ef"]])).encode(), "ValueError"),  # type: ignore[list-item]
+        (json.dumps(area([[1, 2, 3]])).encode(), "TypeError"),  # type: ignore[list-item]
+        (json.dumps(box(0, 0, 1, 1) | {"properties": [1]}).encode(), "AttributeError"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, content: bytes, complaint: str) -> None:
+    path = tmp_path / "broken.geojson"
+    path.write_bytes(content)
+    with pytest.raises(SlideError, match=r"broken\.geojson is damaged") as caught:
+        read_geojson(path)
+    assert complaint in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SlideError, match=r"gone\.geojson cannot be read"):
+        read_geojson(tmp_path / "gone.geojson")

@@ -1,0 +1,212 @@
+"""The four ways to label slides, their order, and every fault of a table."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.labels.annotations import SlideAnnotations
+from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp_column
+from pipelines.labels.splits import split_folders
+from tests.helpers.drawings import box, write_geojson
+
+
+def slides(root: Path, *names: str) -> tuple[SlideSpec, ...]:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return find_slides(root)
+
+
+def from_table(tmp_path: Path, text: str, *names: str) -> SlideLabels:
+    specs = slides(tmp_path / "slides", *(names or ("a.svs", "b.svs", "c.svs")))
+    (tmp_path / "t.csv").write_text(text)
+    found = find_labels(tmp_path / "slides", specs, labels=tmp_path / "t.csv")
+    assert isinstance(found, SlideLabels)
+    return found
+
+
+def test_a_table(tmp_path: Path) -> None:
+    found = from_table(tmp_path, "filename,class,case_id\na.svs,tumour,p1\nslides/b.svs,normal,\nC,tumour,p1\n")
+    assert found.classes == ("normal", "tumour")
+    assert found.label == {"a": 1, "b": 0, "c": 1}
+    assert found.patient == {"a": "p1", "b": "b", "c": "p1"}
+    assert found.source == str(tmp_path / "t.csv")
+    assert found.unlabelled == found.unknown == ()
+
+
+def test_numbers_are_sorted_as_numbers(tmp_path: Path) -> None:
+    assert from_table(tmp_path, "slide,label\na,10\nb,9\nc,0\n").classes == ("0", "9", "10")
+
+
+def test_the_same_line_twice_is_one(tmp_path: Path) -> None:
+    assert from_table(tmp_path, "slide,label\na,x\na.svs,x\nb,y\nc,y\n").label == {"a": 0, "b": 1, "c": 1}
+
+
+def test_what_does_not_match_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = from_table(tmp_path, "slide,label\na,x\nb,y\nnobody,y\n,y\n")
+    assert set(found.label) == set(found.patient) == {"a", "b"}
+    assert found.unlabelled == ("c",)
+    assert found.unknown == ("nobody", "(line 5: no slide)")
+    assert "1 slides have no label and are left out: c" in caplog.text
+    assert "2 labels are for slides that are not there: nobody" in caplog.text
+
+
+def test_all_faults_at_once(tmp_path: Path) -> None:
+    text = "slide,label,patient\na,x,p\na,y,p\nb,,q\nc,y,r\nc,y,s\n"
+    with pytest.raises(ValueError, match=r"t\.csv: line") as caught:
+        from_table(tmp_path, text)
+    message = str(caught.value)
+    assert "line 3: slide 'a' is 'y' here and 'x' before" in message
+    assert "line 4: slide 'b' has an empty label" in message
+    assert "slide 'c' has two patients: r, s" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "slide,label\na,x\nb,x\nc,x\n",
+            "at least two classes are needed; all 3 labelled slides of the folder are 'x'",
+        ),
+        ("slide,label\na,x\nzz,y\n", "at least two classes are needed; all 1 labelled"),
+        ("slide,label\nd,x\ne,y\n", "no line names a slide of the folder; the file has d, e, the folder a, b, c"),
+        ("name,label\na,x\n", r"lacks a column \(slide: slide or slide_id or image or filename\).*name, label"),
+        ("slide,grade\na,x\n", r"lacks a column \(label: label or class or type\).*slide, grade"),
+    ],
+)
+def test_tables_that_do_not_do(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        from_table(tmp_path, text)
+
+
+def test_the_order_of_the_four_ways(tmp_path: Path) -> None:
+    root = tmp_path / "slides"
+    specs = slides(root, "x/a.svs", "y/b.svs")
+    by_folder = find_labels(root, specs)
+    assert isinstance(by_folder, SlideLabels)
+    assert by_folder.classes == ("x", "y")
+    assert by_folder.label == {"a": 0, "b": 1}
+    assert by_folder.patient == {"a": "a", "b": "b"}
+
+    write_geojson(root / "annotations" / "a.geojson", box(0, 0, 5, 5, "beside"))
+    beside = find_labels(root, specs)
+    assert isinstance(beside, SlideAnnotations)
+    assert beside.classes == ("background", "beside")
+    assert beside.unlabelled == ("b",)
+
+    (root / "labels.csv").write_text("slide,label\na,1\nb,2\n")
+    table_beside = find_labels(root, specs)
+    assert isinstance(table_beside, SlideLabels)
+    assert table_beside.classes == ("1", "2")
+
+    write_geojson(tmp_path / "drawn" / "b.geojson", box(0, 0, 5, 5, "given"))
+    given = find_labels(root, specs, annotations=tmp_path / "drawn")
+    assert isinstance(given, SlideAnnotations)
+    assert given.classes == ("background", "given")
+
+    (tmp_path / "t.csv").write_text("slide,label\na,p\nb,q\n")
+    table = find_labels(root, specs, labels=tmp_path / "t.csv")
+    assert isinstance(table, SlideLabels)
+    assert table.classes == ("p", "q")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a.svs", "b.svs"),
+        ("x/a.svs", "y/b.svs", "c.svs"),
+        ("x/a.svs", "x/b.svs"),
+        ("case1/a.svs", "case2/b.svs", "case3/c.svs"),
+    ],
+)
+def test_no_labels_says_all_four_ways(tmp_path: Path, names: tuple[str, ...]) -> None:
+    specs = slides(tmp_path / "slides", *names)
+    with pytest.raises(ValueError, match="have no labels") as caught:
+        find_labels(tmp_path / "slides", specs)
+    for way in ("--labels FILE.csv", "--annotations DIR", "labels.csv", "CLASS"):
+        assert way in str(caught.value)
+
+
+def test_classes_by_folder_may_be_deep_and_uneven(tmp_path: Path) -> None:
+    found = find_labels(tmp_path, slides(tmp_path, "x/p1/a.svs", "x/b.svs", "y/c.svs", "z/q/r/d.svs"))
+    assert isinstance(found, SlideLabels)
+    assert found.label == {"a": 0, "b": 0, "c": 1, "d": 2}
+
+
+def test_mpp_column(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('slide,mpp\na.svs,0.25\nb,\nc,"0,5"\n')
+    assert read_mpp_column(path) == {"a.svs": 0.25, "c": 0.5}
+    specs = slides(tmp_path / "slides", "a.svs", "b.svs", "c.svs")
+    found = find_slides(tmp_path / "slides", mpp=1.0, mpp_by_slide=read_mpp_column(path))
+    assert [spec.mpp for spec in found] == [0.25, 1.0, 0.5]
+    assert len(specs) == 3
+    path.write_text("slide,label\na,x\n")
+    assert read_mpp_column(path) == {}
+    path.write_text("slide,mpp\na,fine\nb,0.5\nc,x\n")
+    with pytest.raises(ValueError, match=r"line 2 \(a\): 'fine'\n  line 4 \(c\): 'x'"):
+        read_mpp_column(path)
+
+
+def test_a_hundred_thousand_rows_are_read_in_seconds(tmp_path: Path) -> None:
+    """Every row once looked at every slide: 75 s."""
+    names = [f"Slide_{k:04}" for k in range(1000)]
+    specs = tuple(SlideSpec(name, tmp_path / f"{name}.svs") for name in names)
+    lines = [f"{name.lower()}.svs,{k % 2}" for k, name in enumerate(names)]
+    lines += [f"case_{k},{k % 3}" for k in range(100_000)]
+    (tmp_path / "labels.csv").write_text("slide,label\n" + "\n".join(lines))
+    begun_s = time.process_time()
+    found = find_labels(tmp_path, specs)
+    assert time.process_time() - begun_s < 20
+    assert isinstance(found, SlideLabels)
+    assert (len(found.label), len(found.unknown)) == (1000, 100_000)
+
+
+def test_many_contradictions_are_a_short_message(tmp_path: Path) -> None:
+    names = [f"s{k}.svs" for k in range(1000)]
+    text = "".join(f"{name},{label}\n" for name in names for label in "ab")
+    with pytest.raises(ValueError, match="slide 's0' is 'b' here and 'a' before; keep one") as fault:
+        from_table(tmp_path, "slide,label\n" + text, *names)
+    assert "and 992 more" in str(fault.value)
+    assert len(str(fault.value)) < 2000
+
+
+def test_folders_called_like_splits_are_no_classes(tmp_path: Path) -> None:
+    """A folder of pictures with train/ and val/ was once learned as two classes of these names."""
+    specs = slides(tmp_path, "train/normal/a.png", "train/tumour/b.png", "Validation/normal/c.png", "val/tumour/d.png")
+    found = find_labels(tmp_path, specs)
+    assert isinstance(found, SlideLabels)
+    assert found.classes == ("normal", "tumour")
+    assert found.label == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert split_folders(tmp_path, specs) == {"a": "train", "b": "train", "c": "val", "d": "val"}
+
+
+@pytest.mark.parametrize("inner", ["", "x/"])
+def test_splits_without_classes_say_what_to_do(tmp_path: Path, inner: str) -> None:
+    specs = slides(tmp_path, *(f"{split}/{inner}{split}{k}.png" for split in ("train", "valid") for k in range(2)))
+    with pytest.raises(
+        ValueError, match=r"train, val are taken for splits, not for classes: make class folders in each"
+    ):
+        find_labels(tmp_path, specs)
+    (tmp_path / "labels.csv").write_text("slide,label\ntrain0,a\ntrain1,b\nvalid0,a\n")
+    found = find_labels(tmp_path, specs)
+    assert isinstance(found, SlideLabels)
+    assert found.classes == ("a", "b")
+
+
+def test_splits_beside_other_folders_are_refused(tmp_path: Path) -> None:
+    specs = slides(tmp_path, "train/a.png", "val/b.png", "extra/c.png", "d.png")
+    with pytest.raises(ValueError, match=r"train, val are splits, and there are slides in extra, none, too"):
+        find_labels(tmp_path, specs)
+
+
+def test_one_class_may_be_called_like_a_split(tmp_path: Path) -> None:
+    found = find_labels(
+        tmp_path, slides(tmp_path, *(f"{name}/{name}{k}.png" for name in ("test", "probe") for k in "ab"))
+    )
+    assert isinstance(found, SlideLabels)
+    assert found.classes == ("probe", "test")

@@ -1,0 +1,330 @@
+"""The device feed on the CPU: values, orientation, and independence of how a batch is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines.stream import stain
+from pipelines.stream.augment import AugmentSettings, draw
+from pipelines.stream.batch import Batch
+from pipelines.stream.device import DeviceFeed, allocate_pinned
+from pipelines.stream.device_pixels import NORMALISATION
+from pipelines.stream.stream import TileStream
+from tests.helpers.tiles import pool_of, tile_table
+
+CPU = torch.device("cpu")
+NONE = AugmentSettings(augment="none")
+
+
+def batch_of(n: int, size: int = 16, first: int = 100, *, masks: bool = False) -> Batch:
+    images = np.random.default_rng(0).integers(0, 256, (n, size, size, 3)).astype(np.uint8)
+    targets = images[..., 0] // 64 if masks else np.arange(n)
+    samples = np.arange(first, first + n)
+    every = np.ones(n, bool)
+    return Batch(images, targets, samples, samples, first, lambda: None, every, every, samples)
+
+
+def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    images: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    for image, target in feed.microbatches(batch, sizes):
+        assert image is not None
+        assert target is not None
+        images.append(image)
+        targets.append(target)
+    assert [len(i) for i in images] == sizes
+    return torch.cat(images), torch.cat(targets)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", ["imagenet", "he"])
+def test_pixels_are_normalised(name: str, channels_last: bool) -> None:
+    batch = batch_of(3)
+    feed = DeviceFeed(CPU, NONE, seed=0, normalisation=name, channels_last=channels_last)  # type: ignore[arg-type]
+    images, targets = next(feed.microbatches(batch, [3]))
+    assert images is not None
+    assert targets is not None
+    mean, std = (np.array(v) for v in NORMALISATION[name])
+    expected = ((batch.images / 255 - mean) / std).transpose(0, 3, 1, 2)
+    assert images.dtype == torch.float32
+    assert np.abs(images.numpy() - expected).max() < 1e-5
+    assert images.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    assert targets.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [[7], [1] * 7, [3, 4]])
+def test_the_cut_into_microbatches_changes_no_bit(sizes: list[int]) -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
+    whole = made(feed, batch_of(7, masks=True), [2, 2, 3])
+    parts = made(feed, batch_of(7, masks=True), sizes)
+    assert torch.equal(whole[0], parts[0])
+    assert torch.equal(whole[1], parts[1])
+
+
+def test_ranks_draw_what_one_process_draws() -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
+    batch = batch_of(6)
+    whole = made(feed, batch, [6])[0]
+    half = Batch(
+        batch.images[3:],
+        batch.targets[3:],
+        batch.rows[3:],
+        batch.samples[3:],
+        batch.first_sample,
+        lambda: None,
+        batch.has_image[3:],
+        batch.has_target[3:],
+        batch.wanted[3:],
+    )
+    assert torch.equal(whole[3:], made(feed, half, [3])[0])
+
+
+def test_tile_and_mask_turn_together() -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(stain=0, brightness=0), seed=2)
+    batch = batch_of(16, masks=True)
+    images, masks = made(feed, batch, [16])
+    mean, std = NORMALISATION["imagenet"]
+    red = torch.round((images[:, 0] * std[0] + mean[0]) * 255)
+    assert torch.equal(red // 64, masks.float())
+    assert masks.dtype == torch.uint8
+    changed = [not np.array_equal(masks[k].numpy(), batch.targets[k]) for k in range(16)]
+    assert sum(changed) > 8
+    assert torch.equal(masks.flatten(1).long().sum(1), torch.from_numpy(batch.targets.astype(int).sum((1, 2))))
+
+
+def test_a_part_of_a_batch_is_made_as_in_the_whole() -> None:
+    batch = batch_of(6, masks=True)
+    images, masks = made(DeviceFeed(CPU, AugmentSettings(), seed=2), batch, [6])
+    some = np.arange(6) < 2
+    half = replace(batch, images=batch.images[:2], targets=batch.targets[2:], has_image=some, has_target=~some)
+    first, second, third = DeviceFeed(CPU, AugmentSettings(), seed=2).microbatches(half, [2, 1, 3])
+    assert first[0] is not None
+    assert torch.equal(first[0], images[:2])
+    assert (first[1], second[0], third[0]) == (None, None, None)
+    assert second[1] is not None
+    assert third[1] is not None
+    assert torch.equal(torch.cat([second[1], third[1]]), masks[2:])
+
+
+def test_stains_change_as_the_numpy_version_changes_them() -> None:
+    settings = AugmentSettings(flip=False, stain=0.1, brightness=0.2)
+    batch = batch_of(4)
+    images, _ = made(DeviceFeed(CPU, settings, seed=9), batch, [4])
+    drawn = draw(settings, 9, batch.samples)
+    assert drawn.matrix is not None
+    assert drawn.shift is not None
+    mean, std = (np.array(v)[:, None, None] for v in NORMALISATION["imagenet"])
+    for k in range(4):
+        expected = batch.images[k].copy()
+        stain.apply(expected, drawn.matrix[k], drawn.shift[k])
+        found = (images[k].numpy() * std + mean) * 255
+        assert np.abs(found - expected.transpose(2, 0, 1)).max() <= 0.51  # that one rounds to uint8
+        assert (expected != batch.images[k]).mean() > 0.5
+
+
+def test_the_batch_is_left_as_it_is_and_targets_outlive_it() -> None:
+    batch = batch_of(4, masks=True)
+    before = batch.images.copy()
+    _, targets = made(DeviceFeed(CPU, NONE, seed=0), batch, [4])
+    assert (batch.images == before).all()
+    kept = targets.clone()
+    batch.targets[...] = 77
+    assert torch.equal(targets, kept)
+
+
+def test_sizes_must_make_up_the_batch() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 1\] tiles do not make up a batch of 4"):
+        next(DeviceFeed(CPU, NONE, seed=0).microbatches(batch_of(4), [2, 1]))
+
+
+def test_the_iterator_ahead_gives_the_same_batches_and_state() -> None:
+    table = tile_table([9])
+    stream = TileStream.over(table, epochs=1).read(pool_of(table)).batch(2)
+    plain = [b.rows.tolist() for b in iter(stream)]
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=0)
+    found, states, early = [], [], False
+    with feed.ahead_of(iter(stream)) as batches:
+        for batch in batches:
+            found.append(batch.rows.tolist())
+            for _ in feed.microbatches(batch, [1] * len(batch)):
+                time.sleep(0.01)  # as computing does: the next batch is read, and sent between two microbatches
+            early = early or batches._next is not None
+            batch.release()
+            states.append(batches.get_state()["batch"])
+        assert batches.wait_s > 0
+        batches.set_state({**batches.get_state(), "batch": 2})
+        assert [b.rows.tolist() for b in batches] == plain[2:]
+    assert found == plain
+    assert states == [1, 2, 3, 4, 5]
+    assert early
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("prefetch", [1, 3, 9])
+def test_microbatches_made_ahead_are_the_same_to_the_last_bit(prefetch: int, masks: bool) -> None:
+    batches = [batch_of(5, 24, 100 * k, masks=masks) for k in range(3)]
+    plain, ahead = (DeviceFeed(CPU, AugmentSettings(), seed=4, prefetch=n) for n in (0, prefetch))
+    for number, batch in enumerate(batches):
+        found = []
+        for part in ahead.microbatches(batch, [2, 2, 1]):
+            found.append(part)
+            if not found[1:] and batches[number + 1 :]:
+                ahead.send(batches[number + 1])
+        for one, other in zip(plain.microbatches(batch, [2, 2, 1]), found, strict=True):
+            assert one[0] is not None
+            assert other[0] is not None
+            assert torch.equal(one[0], other[0])
+            assert other[0].stride() == one[0].stride()
+            assert torch.equal(one[1], other[1])  # type: ignore[arg-type]
+
+
+class Makers:
+    """Which threads made microbatches ahead, and how many: what a feed enters around each."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        yield
+        self.names.append(threading.current_thread().name)
+
+    def settled(self, number: int) -> list[str]:
+        """All of them, once there are ``number`` and no more come."""
+        for _ in range(500):
+            if len(self.names) >= number:
+                break
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.names
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+def test_as_many_are_made_ahead_as_asked_those_of_the_next_batch_too(prefetch: int) -> None:
+    feed, makers = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=prefetch), Makers()
+    feed.beside = makers
+    first, second = batch_of(3), batch_of(3, first=200)
+    parts = feed.microbatches(first, [1, 1, 1])
+    next(parts)
+    assert len(makers.settled(min(3, 1 + prefetch))) == (min(3, 1 + prefetch) if prefetch else 0)
+    feed.send(second)
+    given = 1
+    for given, _ in enumerate(parts, 2):
+        assert len(makers.settled(min(6, given + prefetch))) == (min(6, given + prefetch) if prefetch else 0)
+    assert given == 3
+    assert all(name.startswith("microbatch-maker") for name in makers.names)
+    assert len(list(feed.held())) == 2 * min(3, prefetch)
+    assert [len(targets) for _, targets in feed.microbatches(second, [1, 1, 1])] == [1, 1, 1]  # type: ignore[arg-type]
+    assert len(makers.names) == (6 if prefetch else 0)
+
+
+def test_one_batch_can_be_the_next_one_for_ever() -> None:
+    feed, makers = DeviceFeed(CPU, AugmentSettings(), seed=4, prefetch=1), Makers()
+    batch = batch_of(2)
+    expected = made(DeviceFeed(CPU, AugmentSettings(), seed=4), batch, [1, 1])[0]
+    feed.beside = makers
+    feed.repeat(batch)
+    for times in range(1, 4):
+        assert torch.equal(made(feed, batch, [1, 1])[0], expected)
+        assert len(makers.settled(2 * times + 1)) == 2 * times + 1  # the first of the next time
+
+
+def test_what_was_made_early_is_dropped_when_targets_or_sizes_change() -> None:
+    feed = DeviceFeed(CPU, NONE, seed=0, prefetch=2)
+    batch = batch_of(4)
+    list(feed.microbatches(batch_of(4), [2, 2]))
+    feed.send(batch)
+    feed.forget()
+    batch.targets[...] = 9  # as ``follow`` does
+    assert made(feed, batch, [2, 2])[1].tolist() == [9] * 4
+    feed.send(batch)
+    assert made(feed, batch, [3, 1])[1].tolist() == [9] * 4
+
+
+def test_nobody_here_holds_what_was_given() -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=1)
+    for images, _ in feed.microbatches(batch_of(3), [1, 1, 1]):
+        assert images is not None
+        given = weakref.ref(images)
+        del images, _
+        for _try in range(100):  # the thread that made it lets go of it a moment later
+            if given() is None:
+                break
+            time.sleep(0.01)
+        assert given() is None
+
+
+def test_a_fault_of_the_thread_that_makes_them_is_raised_where_they_are_asked_for() -> None:
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=1)
+
+    def fails() -> contextlib.AbstractContextManager[None]:
+        raise torch.OutOfMemoryError("tensors take too much")
+
+    feed.beside = fails
+    with pytest.raises(torch.OutOfMemoryError, match="take too much"):
+        next(feed.microbatches(batch_of(2), [1, 1]))
+
+
+class Stream:
+    """Stands in for a stream of a GPU on a CPU, where everything is done at once: notes who waits for whom."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes, self.recorded = name, notes, 0
+
+    def record_event(self) -> Stream:
+        self.recorded += 1
+        self.notes.append(f"{self.name} records {self.recorded}")
+        return self
+
+    def wait_event(self, event: Stream) -> None:
+        self.notes.append(f"{self.name} waits for {event.name}")
+
+    def synchronize(self) -> None:
+        self.notes.append(f"host waits for {self.name}")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_streams_wait_for_each_other_and_memory_is_kept_for_them(
+    prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    computing, side, making = (Stream(name, notes) for name in ("computing", "side", "making"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: notes.append(f"kept for {stream.name}"))
+    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
+    feed._prefetch, feed._side = prefetch, side  # type: ignore[assignment]
+    feed._making = making if prefetch else None  # type: ignore[assignment]
+    expected = made(DeviceFeed(CPU, AugmentSettings(), seed=4), batch_of(2), [1, 1])[0]
+    assert torch.equal(made(feed, batch_of(2), [1, 1])[0], expected)
+    ahead = ["making waits for side", "kept for making", "kept for making", "making records"]
+    taken = ["computing waits for making", "kept for computing", "kept for computing"]
+    assert [note.rstrip(" 123") for note in notes] == (
+        ["side records", *ahead, *ahead, *taken, "host waits for side", *taken]
+        if prefetch
+        else ["side records", "computing waits for side", *taken[1:], "host waits for side"]
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_cuda_device_is_fed_what_the_cpu_is_fed(prefetch: int) -> None:
+    table = tile_table([40])
+    stream = TileStream.over(table, epochs=1).read(pool_of(table)).batch(8)
+    on_cpu = DeviceFeed(CPU, AugmentSettings(), seed=3)
+    on_cuda = DeviceFeed(torch.device("cuda"), AugmentSettings(), seed=3, prefetch=prefetch)
+    plain = [made(on_cpu, batch, [3, 5])[0] for batch in iter(stream)]
+    with on_cuda.ahead_of(iter(stream.prefetch(allocate=allocate_pinned))) as batches:
+        for batch, expected in zip(batches, plain, strict=True):
+            found = made(on_cuda, batch, [3, 5])[0]
+            batch.release()
+            assert torch.allclose(found.cpu(), expected, atol=1e-4)

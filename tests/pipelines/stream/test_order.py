@@ -1,0 +1,75 @@
+"""Orders: every row once, few slides at a time, classes equally often; the same for the same seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pipelines.stream.order import Balance, IndexOrder, SlideShuffle
+
+slides_of_tiles = st.lists(st.integers(0, 6), min_size=1, max_size=60).map(lambda s: np.array(s, np.int32))
+
+
+def shuffle(slide: NDArray[np.int32], open_slides: int = 3, seed: int = 0) -> SlideShuffle:
+    return SlideShuffle(np.arange(len(slide)), slide, seed, 0, open_slides)
+
+
+@given(slides_of_tiles, st.integers(1, 8), st.integers(0, 3))
+def test_shuffle_gives_every_row_once_per_epoch(slide: NDArray[np.int32], open_slides: int, epoch: int) -> None:
+    order = shuffle(slide, open_slides)
+    assert sorted(order.epoch(epoch)) == list(range(len(slide)))
+
+
+@given(slides_of_tiles, st.integers(1, 8))
+def test_shuffle_mixes_at_most_open_slides_at_a_time(slide: NDArray[np.int32], open_slides: int) -> None:
+    drawn = slide[shuffle(slide, open_slides).epoch(0)]
+    spans = [(np.flatnonzero(drawn == k)[0], np.flatnonzero(drawn == k)[-1]) for k in np.unique(drawn)]
+    assert max(sum(first <= t <= last for first, last in spans) for t in range(len(drawn))) <= open_slides
+
+
+def test_shuffle_draws_a_new_order_for_each_epoch_and_seed() -> None:
+    slide = np.repeat(np.arange(8, dtype=np.int32), 20)
+    epochs = [tuple(shuffle(slide, seed=s).epoch(e)) for s in range(2) for e in range(3)]
+    assert len(set(epochs)) == 6
+    assert tuple(shuffle(slide).epoch(2)) == epochs[2]
+
+
+def test_no_epoch_ends_on_a_lone_slide() -> None:
+    drawn = np.repeat(np.arange(7, dtype=np.int32), 50)[
+        shuffle(np.repeat(np.arange(7, dtype=np.int32), 50), 6).epoch(0)
+    ]
+    assert len(np.unique(drawn[-150:])) == 3  # 7 slides in groups of 4 and 3, not 6 and 1
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 5))
+def test_balance_draws_each_stratum_equally_often(sizes: list[int], epoch: int) -> None:
+    stratum = np.repeat(np.arange(len(sizes)), sizes)
+    order = Balance(tuple(IndexOrder(np.flatnonzero(stratum == k)) for k in range(len(sizes))), seed=1)
+    drawn = stratum[order.epoch(epoch)]
+    assert order.length == len(drawn) >= len(stratum)
+    assert len(set(np.bincount(drawn, minlength=len(sizes)))) == 1
+    rounds = drawn.reshape(-1, len(sizes))
+    assert (np.sort(rounds, axis=1) == np.arange(len(sizes))).all()
+
+
+def test_balance_sees_all_rows_of_a_stratum_equally_often_over_epochs() -> None:
+    slide = np.zeros(3, np.int32)
+    small = SlideShuffle(np.arange(3), slide, 0, 0, 1)
+    large = SlideShuffle(np.arange(3, 24), np.repeat(np.arange(7, dtype=np.int32), 3), 0, 1, 2)
+    order = Balance((small, large), seed=0)
+    seen = np.bincount(np.concatenate([order.epoch(e) for e in range(7)]), minlength=24)
+    assert order.length == 24
+    assert (seen[:3] == 7 * 12 // 3).all()
+    assert (seen[3:] == 7 * 12 // 21).all()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_strided_shares_of_a_balanced_order_see_all_classes(classes: int) -> None:
+    """A plain 0, 1, 0, 1, ... would give each of two ranks with every second row one class only."""
+    stratum = np.arange(40 * classes) % classes
+    order = Balance(tuple(IndexOrder(np.flatnonzero(stratum == k)) for k in range(classes)), seed=0)
+    for rank in range(classes):
+        assert len(np.unique(stratum[order.epoch(0)[rank::classes]])) == classes

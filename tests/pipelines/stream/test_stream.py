@@ -1,0 +1,376 @@
+"""The stream: one global order for all ranks and threads, exact resume at every position."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.handles import SlidePool
+from pipelines.labels.annotations import SlideAnnotations
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import SlideError
+from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.batch import Batch
+from pipelines.stream.read import UNREAD
+from pipelines.stream.stream import TileStream
+from pipelines.tiles.index import IndexSettings, TileTable
+from tests.helpers.real import PYRAMID_TIFF, SVS
+from tests.helpers.tiles import TILE, MemorySpec, memory_specs, pool_of, tile_table
+
+COUNTS = [5, 1, 9, 4, 7]
+N = sum(COUNTS)
+
+
+def stream_of(counts: list[int] = COUNTS, *, epochs: int | None = 2, seed: int = 3, threads: int = 2) -> TileStream:
+    table = tile_table(counts)
+    return (
+        TileStream.over(table, seed=seed, epochs=epochs)
+        .shuffle(open_slides=2)
+        .read(pool_of(table))
+        .label(np.arange(len(table)) * 10)
+        .batch(4)
+        .prefetch(threads=threads)
+    )
+
+
+def contents(batch: Batch) -> tuple[bytes, bytes, bytes, bytes, int]:
+    """A copy of everything in a batch, which is released."""
+    copy = (
+        batch.images.tobytes(),
+        batch.targets.tobytes(),
+        batch.rows.tobytes(),
+        batch.samples.tobytes(),
+        batch.first_sample,
+    )
+    batch.release()
+    return copy
+
+
+def rest(batches: Iterator[Batch], count: int | None = None) -> list[tuple[bytes, bytes, bytes, bytes, int]]:
+    return [contents(batch) for _, batch in zip(range(count or 1000), batches, strict=False)]
+
+
+def test_batches_hold_the_tiles_they_name() -> None:
+    stream = stream_of()
+    seen: Counter[int] = Counter()
+    sizes = []
+    for k, batch in enumerate(iter(stream)):
+        assert batch.images.shape == (len(batch), TILE, TILE, 3)
+        assert batch.first_sample == 4 * k
+        assert batch.samples.tolist() == list(range(4 * k, 4 * k + len(batch)))
+        assert (batch.images[:, 0, 0, 0] == stream.tiles.slide[batch.rows]).all()
+        assert (batch.images[:, 0, 0, 1] == stream.tiles.l0_x[batch.rows] // TILE).all()
+        assert (batch.targets == batch.rows * 10).all()
+        seen.update(batch.rows.tolist())
+        sizes.append(len(batch))
+        batch.release()
+    assert set(seen.values()) == {2}
+    assert len(seen) == N
+    assert sizes == [4] * 13
+    assert len(stream) == 7
+
+
+def test_the_last_batch_of_a_finite_stream_is_shorter_also_for_each_rank() -> None:
+    stream = stream_of([3, 3], epochs=1)
+    assert [len(b) for b in iter(stream)] == [4, 2]
+    assert [len(b) for b in iter(stream.shard(range(2)))] == [2, 2]
+    assert [len(b) for b in iter(stream.shard(range(2, 4)))] == [2, 0]
+
+
+def test_every_epoch_has_every_tile_once() -> None:
+    with iter(stream_of(epochs=None)) as batches:
+        rows = np.concatenate([np.frombuffer(c[2], np.int64) for c in rest(batches, 3 * N // 2)])
+    for epoch in range(4):
+        assert sorted(rows[epoch * N : (epoch + 1) * N]) == list(range(N))
+
+
+@pytest.mark.parametrize("path", [SVS, PYRAMID_TIFF], ids=lambda path: path.suffix)
+def test_real_tiles_arrive_as_the_slide_gives_them(path: Path) -> None:
+    spec = SlideSpec("slide", path)
+    with spec.open() as slide:
+        x, y = (np.array([0, 401, 803, 1205]), np.array([7, 900, 1500, 2000]))
+        made_with = IndexSettings(tile=300, mpp=2 * slide.mpp, min_tissue=0.0)
+        table = TileTable(("slide",), np.zeros(4, np.int32), x, y, np.ones(4, np.float32), made_with)
+        stream = TileStream.over(table, epochs=2).shuffle().read(SlidePool([spec], 1)).batch(3)
+        for batch in _all(stream):
+            for image, row in zip(batch.images, batch.rows, strict=True):
+                assert (image == slide.read(table.region(int(row)))).all()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_ranks_share_one_global_order(world: int, balanced: bool) -> None:
+    stream = stream_of()
+    if balanced:
+        stream = stream.balance(stream.tiles.slide.astype(np.int64) % 2)
+    whole = np.concatenate([np.frombuffer(c[2], np.int64) for c in rest(iter(stream))])
+    shares = [range(4 * r // world, 4 * (r + 1) // world) for r in range(world)]
+    together = np.full(len(whole), -1)
+    for share in shares:
+        for batch in iter(stream.shard(share).prefetch(threads=1 + share.start)):
+            together[batch.samples] = batch.rows
+            batch.release()
+    assert (together == whole).all()
+
+
+def test_a_rank_reads_only_its_rows() -> None:
+    table = tile_table([1] * 8)
+    specs = memory_specs(table)
+    stream = TileStream.over(table, epochs=1).read(SlidePool(specs, 8)).batch(4).shard(range(1, 4, 2))
+    rest(iter(stream))
+    assert sorted(specs[0].opened) == ["s1", "s3", "s5", "s7"]
+
+
+@pytest.mark.parametrize("augment", ["none", "cpu"])
+def test_resume_is_exact_at_every_position(augment: str) -> None:
+    mode = AugmentSettings(augment="cpu") if augment == "cpu" else AugmentSettings(augment="none")
+    stream = stream_of([5, 1, 4]).augment(mode).balance(np.arange(10) % 3)
+    everything = rest(iter(stream))
+    assert len(everything) == 6
+    for k in range(len(everything) + 1):
+        with iter(stream.prefetch(threads=1 + k % 3)) as first:
+            assert rest(first, k) == everything[:k] if k else True
+            state = json.loads(json.dumps(first.get_state()))
+        second = iter(stream.prefetch(threads=1 + (k + 1) % 3, max_bytes=0))
+        second.set_state(state)
+        assert rest(second) == everything[k:]
+
+
+def test_an_iterator_can_be_set_back() -> None:
+    batches = iter(stream_of())
+    start = batches.get_state()
+    everything = rest(batches)
+    batches.set_state(start)
+    assert rest(batches) == everything
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 7), st.integers(0, 30), st.integers(0, 9))
+def test_resume_and_shards_agree_for_any_table(counts: list[int], batch: int, k: int, seed: int) -> None:
+    stream = stream_of(counts, epochs=None, seed=seed).batch(batch)
+    with iter(stream) as batches:
+        last = [b.rows.tolist() for b in _released(batches, k + 1)][-1]
+    rank_rows = []
+    for row in range(batch):
+        with iter(stream.shard(range(row, row + 1)).prefetch(threads=1)) as batches:
+            batches.set_state({**batches.get_state(), "batch": k})
+            rank_rows += next(batches).rows.tolist()
+    assert rank_rows == last
+
+
+def _released(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+    for _ in range(count):
+        batch = next(batches)
+        yield batch
+        batch.release()
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        (stream_of(seed=4), "seed was 3, now 4"),
+        (stream_of([5, 1, 9, 4, 8]), "tiles was"),
+        (stream_of().shuffle(3), "open_slides was 2, now 3"),
+        (stream_of().batch(5), "global_batch was 4, now 5"),
+        (stream_of().label(np.zeros(N, np.int64)), "target was"),
+        (stream_of().balance(np.arange(N) % 2), "balance was no"),
+        (stream_of().augment(AugmentSettings()), r"augment\.augment was none, now device"),
+        (stream_of(epochs=None), "epochs was 2, now endless"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused_with_the_key_named(other: TileStream, key: str) -> None:
+    state = iter(stream_of()).get_state()
+    with pytest.raises(ValueError, match=f"cannot go on from the saved state.*{key}"):
+        iter(other).set_state(state)
+
+
+def test_ranks_and_threads_may_change_between_runs() -> None:
+    state = iter(stream_of()).get_state()
+    iter(stream_of().shard(range(2)).prefetch(threads=3, max_bytes=7)).set_state(state)
+
+
+def test_balance_draws_classes_equally_often() -> None:
+    label = np.array([0] * 20 + [1] * 6, np.int64)
+    stream = stream_of(epochs=3).balance(label)
+    drawn = np.concatenate([label[np.frombuffer(c[2], np.int64)] for c in rest(iter(stream))])
+    assert np.bincount(drawn).tolist() == [39, 39]
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_each_slide_is_opened_once_per_epoch_and_few_are_open(balanced: bool) -> None:
+    table = tile_table([12] * 24)
+    specs, open_slides = memory_specs(table), 4
+    pool = SlidePool(specs, open_slides + 2)
+    stream = TileStream.over(table, epochs=1).shuffle(open_slides).read(pool).batch(4).prefetch(0, 2)
+    if balanced:
+        stream = stream.balance(table.slide.astype(np.int64) % 2)
+    most = 0
+    for batch in iter(stream):
+        most = max(most, len(pool.open_ids))
+        batch.release()
+    assert most <= open_slides + 2
+    assert Counter(specs[0].opened) == {f"s{k}": 1 for k in range(24)}
+
+
+def test_damage_is_replaced_alike_on_every_rank_and_told_once() -> None:
+    table = tile_table([6, 6, 6])
+
+    def damage(spec: MemorySpec) -> MemorySpec:
+        return replace(spec, bad=frozenset({2, 3}) if spec.slide_id == "s0" else frozenset(), opens=spec.number != 1)
+
+    told: list[str] = []
+    stream = (
+        TileStream.over(table, epochs=2)
+        .shuffle(2)
+        .read(SlidePool(memory_specs(table, damage), 3), lambda slide_id, region, error: told.append(str(error)))
+        .label(np.arange(18))
+        .batch(4)
+    )
+    whole = {int(s): int(r) for b in _all(stream) for s, r in zip(b.samples, b.rows, strict=True)}
+    assert sorted(told) == ["s0: bad tile at 16", "s0: bad tile at 24", "s1 does not open"]
+    assert set(whole.values()) == {0, 1, 4, 5, *range(12, 18)}
+    for share in (range(0, 4, 2), range(1, 4, 2)):
+        for batch in _all(stream.shard(share)):
+            assert [whole[int(s)] for s in batch.samples] == batch.rows.tolist() == batch.targets.tolist()
+
+
+class Turning:
+    """Masks whose pixels all differ, so that every change of place shows."""
+
+    classes = ("background", "gland")
+
+    def read_mask(self, slide_id: str, slide: object, region: Region, out: np.ndarray) -> None:
+        out[...] = (np.arange(out.size).reshape(out.shape) + 7 * (region.l0_x // TILE)) % 251
+
+
+@pytest.mark.parametrize("augment", ["none", "cpu"])
+def test_pixels_and_masks_read_apart_are_those_read_together(augment: str) -> None:
+    settings = AugmentSettings(augment="cpu") if augment == "cpu" else AugmentSettings(augment="none")
+    annotations: SlideAnnotations = Turning()  # type: ignore[assignment]
+    stream = stream_of(epochs=1).mask(annotations).augment(settings)
+    images, targets = stream.shard(range(4), targets=()), stream.shard(range(4), images=())
+    for whole, pixels, masks in zip(_all(stream), _all(images), _all(targets), strict=True):
+        assert (whole.images == pixels.images).all()
+        assert (whole.targets == masks.targets).all()
+        assert pixels.targets.shape == (0, TILE, TILE)
+        assert masks.images.shape == (0, TILE, TILE, 3)
+        assert whole.rows.tolist() == pixels.rows.tolist() == masks.rows.tolist()
+
+
+def test_rows_of_pixels_and_targets_may_have_gaps() -> None:
+    stream = stream_of(epochs=1)
+    for whole, part in zip(_all(stream), _all(stream.shard(range(4), (0, 3), (1, 3))), strict=True):
+        places = [k for k in (0, 3) if k < len(whole)]
+        assert part.samples.tolist() == whole.samples.tolist()
+        assert part.has_image.tolist() == [k in (0, 3) for k in range(len(whole))]
+        assert (part.images == whole.images[places]).all()
+        assert part.targets.tolist() == [whole.targets[k] for k in (1, 3) if k < len(whole)]
+
+
+def test_a_rank_that_wants_nothing_opens_no_slide_and_keeps_the_position() -> None:
+    table = tile_table([3, 3, 3])
+    specs = memory_specs(table)
+    whole = TileStream.over(table, epochs=1).shuffle(2).read(SlidePool(specs, 3)).batch(4)
+    with iter(whole.shard(range(4), (), ())) as batches:
+        taken = [next(batches).samples.tolist() for _ in range(2)]
+        assert taken == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert specs[0].opened == []
+        state = batches.get_state()
+    reading = iter(whole)
+    reading.set_state(state)
+    assert next(reading).samples.tolist() == [8]
+
+
+def masks_over(specs: tuple[MemorySpec, ...]) -> TileStream:
+    annotations: SlideAnnotations = Turning()  # type: ignore[assignment]
+    table = tile_table([6, 6])
+    return TileStream.over(table, epochs=1).shuffle(2).read(SlidePool(specs, 3)).mask(annotations).batch(4)
+
+
+def test_targets_follow_the_tile_that_another_rank_read_instead() -> None:
+    specs = memory_specs(tile_table([6, 6]))
+    damaged = tuple(replace(s, bad=frozenset({2, 3}) if s.slide_id == "s0" else frozenset()) for s in specs)
+    replaced = 0
+    with iter(masks_over(damaged)) as pixels, iter(masks_over(specs).shard(range(4), images=())) as masks:
+        for whole, part in zip(pixels, masks, strict=True):
+            differing = int((part.rows != whole.rows).sum())
+            assert masks.follow(part, whole.rows) == bool(differing)
+            assert (part.targets == whole.targets).all()
+            assert part.rows.tolist() == whole.rows.tolist()
+            replaced += differing
+            whole.release()
+            part.release()
+    assert replaced == 2
+
+
+def test_a_target_that_cannot_be_read_raises_only_if_its_tile_is_used() -> None:
+    specs = memory_specs(tile_table([6, 6]), lambda spec: replace(spec, opens=spec.slide_id != "s0"))
+    with iter(masks_over(specs).shard(range(4), images=())) as masks:
+        batch = next(masks)
+        assert UNREAD in batch.rows
+        assert masks.follow(batch, np.full(4, 7, np.int64))  # as the rank decides that has the pixels
+        with pytest.raises(SlideError, match="s0 does not open"):
+            masks.follow(batch, np.zeros(4, np.int64))
+
+
+def _all(stream: TileStream) -> Iterator[Batch]:
+    with iter(stream) as batches:
+        for batch in batches:
+            yield batch
+            batch.release()
+
+
+def test_masks_are_targets() -> None:
+    class Drawn:
+        classes = ("background", "gland")
+
+        def read_mask(self, slide_id: str, slide: object, region: object, out: np.ndarray) -> None:
+            out[...] = int(slide_id[1:])
+            out[0] = 255
+
+    annotations: SlideAnnotations = Drawn()  # type: ignore[assignment]
+    stream = stream_of().mask(annotations)
+    for batch in _all(stream):
+        assert batch.targets.shape == (len(batch), TILE, TILE)
+        assert batch.targets.dtype == np.uint8
+        assert (batch.targets[:, 1] == stream.tiles.slide[batch.rows][:, None]).all()
+        assert (batch.targets[:, 0] == 255).all()
+
+
+def test_without_a_target_labels_are_unknown() -> None:
+    table = tile_table([3])
+    assert next(iter(TileStream.over(table).read(pool_of(table)).batch(2))).targets.tolist() == [-1, -1]
+
+
+def test_wrong_settings_are_named() -> None:
+    table = tile_table([3])
+    stream = TileStream.over(table)
+    with pytest.raises(ValueError, match="reads from no slides"):
+        iter(stream)
+    with pytest.raises(ValueError, match="the table is empty"):
+        TileStream.over(table.select(np.empty(0, np.int64)))
+    with pytest.raises(ValueError, match=r"out of range\(1\); got range\(0, 2\)"):
+        stream.shard(range(2))
+    with pytest.raises(ValueError, match="a class >= 0 for each of 3 tiles"):
+        stream.balance(np.array([0, -1, 1]))
+    with pytest.raises(ValueError, match="one label for each of 3 tiles"):
+        stream.label(np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match=r"brightness is at least 0 and less than 1; got 1\.5"):
+        stream.augment(AugmentSettings(brightness=1.5))
+
+
+def test_a_sample_that_cannot_be_had_raises_where_it_belongs() -> None:
+    table = tile_table([2, 2])
+    specs = memory_specs(table, lambda spec: replace(spec, opens=False))
+    with pytest.raises(SlideError, match="does not open") as caught:
+        next(iter(TileStream.over(table).read(SlidePool(specs, 2)).batch(2)))
+    assert "sample 0: slide s0, Region(l0_x=0" in caught.value.__notes__[0]

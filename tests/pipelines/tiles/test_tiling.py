@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.slides.geometry import Bounds, levels_from_sizes
+from pipelines.tiles.tiling import tile_grid, tissue_fractions
+from pipelines.tiles.tissue import TissueMask
+
+
+@st.composite
+def grids(draw):
+    """A slide, and tiles that fit it."""
+    l0_mpp = draw(st.floats(0.1, 2.0))
+    ratio = draw(st.one_of(st.just(1.0), st.just(1.005), st.floats(1.0, 9.0)))
+    bounds = Bounds(
+        draw(st.integers(0, 5000)),
+        draw(st.integers(0, 5000)),
+        draw(st.integers(300, 6000)),
+        draw(st.integers(300, 6000)),
+    )
+    largest = int(min(bounds.width, bounds.height) / ratio) - 1
+    tile = draw(st.integers(8, largest))
+    stride = draw(st.integers(max(2, tile // 7), tile))
+    size = (bounds.l0_x + bounds.width, bounds.l0_y + bounds.height)
+    return levels_from_sizes([size], l0_mpp), bounds, tile, l0_mpp * ratio, stride
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(grids())
+def test_tiles_lie_within_the_bounds_and_cover_them(case):
+    levels, bounds, tile, mpp, stride = case
+    grid = tile_grid(levels, bounds, tile, mpp, stride)
+    for origins, start, length in (
+        (grid.l0_x, bounds.l0_x, bounds.width),
+        (grid.l0_y, bounds.l0_y, bounds.height),
+    ):
+        assert origins.dtype == np.int64
+        assert origins[0] == start
+        assert origins[-1] + grid.l0_tile == start + length
+        assert (np.diff(origins) > 0).all()
+        assert (np.diff(origins) <= grid.l0_tile + 1).all(), "a rounded stride leaves a gap of more than a px"
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(grids())
+def test_all_origins_but_the_last_are_whole_strides(case):
+    levels, bounds, tile, mpp, stride = case
+    grid = tile_grid(levels, bounds, tile, mpp, stride)
+    ratio = mpp / levels[0].mpp
+    ratio = 1.0 if abs(ratio - 1) <= 0.01 else ratio
+    expected = np.arange(len(grid.l0_x) - 1) * stride * ratio + bounds.l0_x
+    np.testing.assert_allclose(grid.l0_x[:-1], expected, atol=0.5 + 1e-6)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(grids(), st.floats(2.0, 60.0), st.integers(0, 2**32 - 1))
+def test_fraction_equals_brute_force(case, downsample, seed):
+    levels, bounds, tile, mpp, stride = case
+    grid = tile_grid(levels, bounds, tile, mpp, stride)
+    shape = (max(1, round(bounds.height / downsample)), max(1, round(bounds.width / downsample)))
+    mask = np.random.default_rng(seed).random(shape) < 0.4
+    fractions = tissue_fractions(TissueMask(mask, bounds.l0_x, bounds.l0_y, downsample, 8.0), grid)
+    assert fractions.shape == (len(grid.l0_y), len(grid.l0_x))
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        row, column = rng.integers(len(grid.l0_y)), rng.integers(len(grid.l0_x))
+        edges = []
+        for origin, px in ((grid.l0_y[row] - bounds.l0_y, shape[0]), (grid.l0_x[column] - bounds.l0_x, shape[1])):
+            first = min(int(np.floor(origin / downsample + 0.5)), px - 1)
+            edges += [first, max(first + 1, min(int(np.floor((origin + grid.l0_tile) / downsample + 0.5)), px))]
+        assert fractions[row, column] == pytest.approx(mask[edges[0] : edges[1], edges[2] : edges[3]].mean(), abs=1e-6)
+
+
+def test_a_size_that_cannot_be_true_is_refused_at_once():
+    size = (536_870_962, 50)
+    with pytest.raises(ValueError, match=r"at most 10,000,000 tiles; every 32 px .* would be 33,554,436 on this one"):
+        tile_grid(levels_from_sizes([size], 0.5), Bounds(0, 0, *size), 32, 0.5, 32)
+
+
+def test_a_slide_of_one_tile_has_one():
+    grid = tile_grid(levels_from_sizes([(1024, 1024)], 0.5), Bounds(0, 0, 1024, 1024), 1024, 0.5, 1024)
+    assert (grid.l0_x.tolist(), grid.l0_y.tolist(), grid.l0_tile) == ([0], [0], 1024)
+
+
+def test_the_last_column_is_shifted_inwards():
+    grid = tile_grid(levels_from_sizes([(2500, 1024)], 0.5), Bounds(0, 0, 2500, 1024), 1024, 0.5, 1024)
+    assert grid.l0_x.tolist() == [0, 1024, 2500 - 1024]
+
+
+def test_a_tile_larger_than_the_slide_names_the_largest_that_fits():
+    levels = levels_from_sizes([(3000, 2001)], 0.25)
+    bounds = Bounds(0, 0, 3000, 2001)
+    with pytest.raises(
+        ValueError, match=r"2048 px at 0.5 um/px .*\(3000 x 2001 px at 0.25 .* --tile 1000 at --mpp 0.5"
+    ):
+        tile_grid(levels, bounds, 2048, 0.5, 2048)
+    assert tile_grid(levels, bounds, 1000, 0.5, 1000).l0_tile == 2000
+
+
+def test_an_mpp_that_no_level_can_give_is_refused():
+    with pytest.raises(ValueError, match=r"mpp 0.25 cannot be had: the finest level of this slide has 0.5 um/px"):
+        tile_grid(levels_from_sizes([(3000, 2000)], 0.5), Bounds(0, 0, 3000, 2000), 512, 0.25, 512)
