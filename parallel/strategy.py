@@ -15,11 +15,11 @@ from parallel.graph.partition import Partition, partition_at, partition_equal
 from parallel.memory.policy import KEEP_ALL, Keeping
 from parallel.schedule.action import Schedule
 from parallel.schedule.check import check
-from parallel.schedule.csv_file import from_csv
 from parallel.schedule.passes import Links, lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.step_cost import StageCost
+from parallel.schedule.text import from_csv
 
 
 @dataclass(frozen=True)

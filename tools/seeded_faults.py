@@ -100,7 +100,7 @@ FAULTS = (
     ),
     Fault(
         "chunks go backward in the order of forward",
-        "parallel/schedule/interleaved.py",
+        "parallel/schedule/generators.py",
         "for s in reversed(stages)",
         "for s in stages",
         ("tests/parallel/schedules", "tests/parallel/engine/test_engine.py"),

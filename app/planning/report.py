@@ -32,8 +32,8 @@ from parallel.plan.plan import Plan, Row, best_of
 from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
-from parallel.schedule.csv_file import to_csv
 from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.text import to_csv
 from parallel.units import bytes_text
 
 NAMES = (*WHOLE, *SCHEDULES)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
 from parallel.schedule.check_messages import Channels
-from parallel.schedule.error import ScheduleError, ScheduleFault
 from parallel.schedule.placement import Placement
 from parallel.schedule.progress import Progress, Stop
+from parallel.schedule.text import ScheduleError, ScheduleFault
 
 EARLIER = {
     Kind.BACKWARD: (Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.PREFETCH),

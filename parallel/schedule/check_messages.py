@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from parallel.schedule.action import PER_PEER, Action, Kind, Schedule
-from parallel.schedule.error import ScheduleFault
 from parallel.schedule.placement import Placement
 from parallel.schedule.progress import SENDS, other_end
+from parallel.schedule.text import ScheduleFault
 
 
 class Channels:

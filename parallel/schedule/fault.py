@@ -7,7 +7,7 @@ cell marked.
 from __future__ import annotations
 
 from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.grid import format_grid
+from parallel.schedule.text import format_grid
 
 AROUND = 4
 """Cells of the grid shown on each side of the failing one."""

@@ -13,13 +13,9 @@ from dataclasses import dataclass
 from parallel.schedule.action import Action, Schedule
 from parallel.schedule.bidirectional import bidirectional
 from parallel.schedule.gems import mast, master
-from parallel.schedule.gpipe import gpipe
-from parallel.schedule.interleaved import interleaved
+from parallel.schedule.generators import gpipe, interleaved, mp_basic, one_f_one_b, zero_bubble
 from parallel.schedule.microbatch import share_of
-from parallel.schedule.mp_basic import mp_basic
-from parallel.schedule.one_f_one_b import one_f_one_b
 from parallel.schedule.placement import Placement
-from parallel.schedule.zero_bubble import zero_bubble
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import subprocess
 from pathlib import Path
 
 from app.settings.cli import _flags
-from parallel.schedule.csv_file import to_csv
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.text import to_csv
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ROOT / "tests" / "golden" / "flags.txt"

@@ -12,7 +12,7 @@ import torch
 from app.training.step_timeline import write_step
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
-from parallel.schedule.csv_file import from_csv
+from parallel.schedule.text import from_csv
 from parallel.strategy import Strategy
 from tests.helpers.plain_step import Batch
 from tests.helpers.small_nets import SkipNet, batch_of, pixel_loss

@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.check import CheckReport, check
-from parallel.schedule.csv_file import from_csv
-from parallel.schedule.error import SHOWN, ScheduleError
-from parallel.schedule.gpipe import gpipe
-from parallel.schedule.one_f_one_b import one_f_one_b
+from parallel.schedule.generators import gpipe, one_f_one_b
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.text import SHOWN, ScheduleError, from_csv
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 CHAIN = {(0, 1): True}

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from parallel.schedule.action import COMPUTE, Kind
 from parallel.schedule.check import check
-from parallel.schedule.csv_file import from_csv
-from parallel.schedule.error import ScheduleError
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.text import ScheduleError, from_csv
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 CHAIN = {(0, 1): True}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from parallel.schedule.action import COMPUTE, PER_PEER, Action, Kind, Schedule
 from parallel.schedule.check import check
-from parallel.schedule.csv_file import from_csv
 from parallel.schedule.passes import BEGINS_BACKWARD, Links, add_communication, add_recompute, add_reduction, lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.progress import SENDS, other_end
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.text import from_csv
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)

@@ -12,14 +12,10 @@ from parallel.schedule.action import Kind, Schedule
 from parallel.schedule.bidirectional import bidirectional
 from parallel.schedule.check import check
 from parallel.schedule.gems import mast, master
-from parallel.schedule.gpipe import gpipe
-from parallel.schedule.interleaved import interleaved
-from parallel.schedule.mp_basic import mp_basic
-from parallel.schedule.one_f_one_b import one_f_one_b
+from parallel.schedule.generators import gpipe, interleaved, mp_basic, one_f_one_b, zero_bubble
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
-from parallel.schedule.zero_bubble import zero_bubble
 
 UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 DEPTHS, COUNTS = range(1, 7), range(1, 13)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.action import Kind, Schedule
-from parallel.schedule.csv_file import from_csv
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import Timeline
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.action import PER_PEER, Action, Kind, Schedule
-from parallel.schedule.csv_file import from_csv, to_csv
+from parallel.schedule.text import from_csv, to_csv
 
 NUMBERS = st.integers(min_value=0, max_value=120)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from parallel.schedule.csv_file import from_csv
-from parallel.schedule.grid import format_grid
-from parallel.schedule.one_f_one_b import one_f_one_b
+from parallel.schedule.generators import one_f_one_b
+from parallel.schedule.text import format_grid, from_csv
 
 
 def test_columns_are_aligned() -> None:

@@ -1,0 +1,129 @@
+"""Schedules as text: grids for errors and logs, CSV files as in the papers, and the error that marks the faulty cell.
+
+One row a rank, one cell an action. Column n holds the n-th action of every rank: position in the list, not time.
+Reading and writing files is left to the caller; what a schedule says is judged by ``check``.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+
+from parallel.schedule.action import Action, Schedule
+
+CUT = "..."
+"""Stands for the cells left out at either end of a row."""
+
+
+def format_grid(schedule: Schedule, mark: tuple[int, int] | None = None, around: int | None = None) -> str:
+    """The grid of ``schedule``.
+
+    Args:
+        mark: (rank, position) of the cell to show as ``>>2F0<<``.
+        around: show this many columns on each side of the mark; without a mark, of the first column. None shows all.
+
+    Returns:
+        Lines without a newline at the end.
+    """
+    centre = mark[1] if mark else 0
+    first = 0 if around is None else max(0, centre - around)
+    last = max(map(len, schedule.values()), default=0) if around is None else centre + around + 1
+    rows = {
+        rank: [f">>{action}<<" if (rank, n) == mark else str(action) for n, action in enumerate(actions)][first:last]
+        for rank, actions in schedule.items()
+    }
+    widths = [
+        max(len(row[n]) for row in rows.values() if n < len(row))
+        for n in range(max(map(len, rows.values()), default=0))
+    ]
+    digits = len(str(max(rows, default=0)))
+    lines = []
+    for rank in sorted(rows):
+        cells = [text.ljust(width) for text, width in zip(rows[rank], widths, strict=False)]
+        before = [CUT] if first else []
+        after = [CUT] if len(schedule[rank]) > last else []
+        lines.append(" ".join([f"rank {rank:>{digits}} |", *before, *cells, *after]).rstrip())
+    return "\n".join(lines)
+
+
+def to_csv(schedule: Schedule) -> str:
+    """``schedule`` as text that ``from_csv`` reads back to the same."""
+    assert sorted(schedule) == list(range(len(schedule))), "rows are ranks, counted from 0"
+    return "".join(",".join(map(str, schedule[rank])) + "\n" for rank in range(len(schedule)))
+
+
+def from_csv(text: str, where: str = "schedule") -> Schedule:
+    """The schedule in ``text``; row n, counted from 0, is rank n.
+
+    Args:
+        where: what to call the text in errors, a path for example.
+
+    Raises:
+        ValueError: a cell is no action, or there is none at all; names every such cell by row and column, from 1.
+    """
+    schedule: Schedule = {}
+    faults = []
+    for rank, row in enumerate(csv.reader(io.StringIO(text.removeprefix("\ufeff")))):
+        schedule[rank] = []
+        for column, cell in enumerate(row, start=1):
+            if not cell.strip():
+                continue
+            try:
+                schedule[rank].append(Action.parse(cell))
+            except ValueError as fault:
+                faults.append(f"{where}: row {rank + 1} (rank {rank}), column {column}: {fault}")
+    if not any(schedule.values()) and not faults:
+        faults.append(f"{where}: no actions: write one row for each rank, in cells such as 0F0,0B0")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return schedule
+
+
+SHOWN = 20
+"""Faults spelled out in the message; the rest are counted. All are in ``ScheduleError.faults``."""
+AROUND = 6
+"""Columns of the grid on each side of the marked cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFault:
+    """One thing that is wrong.
+
+    Attributes:
+        text: the rule that is broken.
+        rank: where; None when no rank is to blame, as for a microbatch that nobody computes.
+        position: in the rank's list of actions; None when nothing stands there, as for a missing action.
+        action: what stands there, or what is missing.
+    """
+
+    text: str
+    rank: int | None = None
+    position: int | None = None
+    action: Action | None = None
+
+    def __str__(self) -> str:
+        where = [] if self.rank is None else [f"rank {self.rank}"]
+        where += [] if self.position is None else [f"position {self.position}"]
+        where += [] if self.action is None else [str(self.action)]
+        return ": ".join([", ".join(where), self.text] if where else [self.text])
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run, or would not compute what the model is.
+
+    Attributes:
+        faults: all of them, those in a cell of the grid first, from left to right.
+    """
+
+    def __init__(self, schedule: Schedule, faults: list[ScheduleFault]) -> None:
+        self.faults = tuple(
+            sorted(faults, key=lambda f: (f.position is None, f.position or 0, -1 if f.rank is None else f.rank))
+        )
+        first = self.faults[0]
+        mark = None if first.rank is None or first.position is None else (first.rank, first.position)
+        lines = [f"the schedule cannot be run, {len(faults)} {'fault' if len(faults) == 1 else 'faults'}:"]
+        lines += [f"  {fault}" for fault in self.faults[:SHOWN]]
+        if len(faults) > SHOWN:
+            lines.append(f"  and {len(faults) - SHOWN} more")
+        super().__init__("\n".join([*lines, format_grid(schedule, mark, AROUND)]))
