@@ -26,7 +26,7 @@ from app.training.run_info import describe_environment
 from pipelines.catalog.failures import FailedSlides
 
 if TYPE_CHECKING:
-    from app.launch.place import Placement
+    from app.launch.place import RankPlace
     from app.launch.rank_guard import RankGuard
     from app.launch.signals import Interrupt
 
@@ -118,7 +118,7 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
         raise
 
 
-def _take_folder(folder: RunFolder, placement: Placement, held: contextlib.ExitStack) -> None:
+def _take_folder(folder: RunFolder, placement: RankPlace, held: contextlib.ExitStack) -> None:
     """Keep other runs out of the folder; the first rank does, before any rank writes there.
 
     Raises:
@@ -145,7 +145,7 @@ def _take_folder(folder: RunFolder, placement: Placement, held: contextlib.ExitS
     raise refusal
 
 
-def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: Placement) -> tuple[int, RunConfig]:
+def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: RankPlace) -> tuple[int, RunConfig]:
     """Attempts before this one, and the settings to go on with: as the first rank finds them. The others may see the
     folder later, and torchrun may have told them another number."""
     import torch
@@ -160,7 +160,7 @@ def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: Placement
 
 
 def _train_guarded(
-    config: RunConfig, folder: RunFolder, placement: Placement, guard: RankGuard, interrupt: Interrupt, before: int
+    config: RunConfig, folder: RunFolder, placement: RankPlace, guard: RankGuard, interrupt: Interrupt, before: int
 ) -> int:
     import torch
 
@@ -216,7 +216,7 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     return dataset
 
 
-def _prepare_once(config: RunConfig, folder: RunFolder, placement: Placement, before: int) -> Dataset:
+def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, before: int) -> Dataset:
     """The dataset: made by the process that started the ranks, or by the first rank while the others wait."""
     from app.launch.place import started_by_us
 

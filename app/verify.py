@@ -23,7 +23,7 @@ from app.settings.strategy import StrategySettings
 if TYPE_CHECKING:
     import torch
 
-    from app.training.exactness import MakeEngine, Trial
+    from app.training.exactness import ExactnessTrial, MakeEngine
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,10 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     )
 
 
-def _trial(command: VerifyCommand, device: torch.device) -> Trial:
+def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     import torch
 
-    from app.training.exactness import Trial
+    from app.training.exactness import ExactnessTrial
     from app.training.memory_layout import takes_channels_last
     from models.registry import build_model
     from parallel.schedule.microbatch import split_batch
@@ -223,7 +223,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> Trial:
     model = build_model(command.model, classes=command.classes, norm=command.norm)
     sizes = tuple(map(len, split_batch(command.strategy.batch, command.strategy.m)))
     shape = (sizes[0], 3, command.tile, command.tile)
-    return Trial(
+    return ExactnessTrial(
         model,
         sizes,
         command.tile,

@@ -16,23 +16,23 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import broadcast_tensors
 from parallel.cost.stage_cost import nominal_costs
 from parallel.engine.engine import Engine, Observer
-from parallel.engine.grad_reducer import GradientExchange
-from parallel.engine.inference import Prediction
+from parallel.engine.grad_reducer import GradReducer
+from parallel.engine.inference import Inference
 from parallel.engine.messages import Messenger
-from parallel.engine.optimizer_step import Copy, MakeOptimizer, Update
-from parallel.engine.rank_program import RankWork
-from parallel.engine.stage_groups import Holders
-from parallel.engine.state_dict import CanonicalState
+from parallel.engine.optimizer_step import Copy, MakeOptimizer, OptimizerStep
+from parallel.engine.rank_program import RankProgram
+from parallel.engine.stage_groups import StageGroups
+from parallel.engine.state_dict import FullStateDict
 from parallel.engine.torch_crossings import crossings, forms_of, is_channels_last
 from parallel.engine.torch_pipeline import TorchPipelineEngine
-from parallel.engine.transfers import Handover
+from parallel.engine.transfers import StageTransfers
 from parallel.graph.partition import Partition
 from parallel.memory.segments import segments_of
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.live_bytes import not_counted
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Kind
 from parallel.schedule.microbatch import share_of
 from parallel.schedule.placement import Placement
@@ -140,7 +140,7 @@ def put_to_work(
     device: torch.device,
     autocast: torch.dtype | None = None,
     meter: ActivationMeter | None = None,
-) -> RankWork:
+) -> RankProgram:
     """What this rank of a traced model computes, and with what; for the rest see ``assemble``.
 
     Args:
@@ -151,10 +151,10 @@ def put_to_work(
     schedule = strategy.schedule(partition.links, nominal_costs(partition) if keeping.offload == "overlap" else None)
     refuse_schedule(traced, partition, schedule, placement, strategy.name)
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
-    holders = Holders(communicator, placement, pairs=strategy.shard_optimizer)
+    holders = StageGroups(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
     cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, keeping)) for number in numbers}
-    keeper = Keeper(keeping, device, meter=meter)
+    keeper = SavedTensors(keeping, device, meter=meter)
     stages = {
         number: _stage(
             cut, number, partition, strategy, holders, device, loss, autocast, splits, keeper, meter, traced.updated
@@ -163,7 +163,7 @@ def put_to_work(
     }
     with not_counted() if keeping.parameters else contextlib.nullcontext():
         exchanges = {
-            number: GradientExchange(
+            number: GradReducer(
                 stage.module.parameters(),
                 holders.of_stage[number],
                 overlap=not splits and strategy.gradient_bytes != 0,
@@ -184,16 +184,16 @@ def put_to_work(
         for way in partition.links
     }
     inputs = partition.inputs_of(0)[0]
-    return RankWork(
+    return RankProgram(
         schedule=schedule,
         placement=placement,
         stages=stages,
-        handover=Handover(routes, partition.links, placement, messenger, rank),
+        handover=StageTransfers(routes, partition.links, placement, messenger, rank),
         exchanges=exchanges,
         update=update,
         messenger=messenger,
-        prediction=Prediction(stages, routes, placement, messenger, rank, inputs),
-        canonical=CanonicalState(tuple(traced.model.state_dict()), names, stages, update, placement, communicator),
+        prediction=Inference(stages, routes, placement, messenger, rank, inputs),
+        canonical=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, placement, communicator),
         inputs=inputs,
         share=share_of(placement.group_of(rank), placement.groups, strategy.m),
         batch=batch,
@@ -206,12 +206,12 @@ def _stage(
     number: int,
     partition: Partition,
     strategy: Strategy,
-    holders: Holders,
+    holders: StageGroups,
     device: torch.device,
     loss: Loss,
     autocast: torch.dtype | None,
     splits: bool,
-    keeper: Keeper,
+    keeper: SavedTensors,
     meter: ActivationMeter | None,
     updated: Collection[str],
 ) -> Stage:
@@ -245,13 +245,13 @@ def _update(
     make_optimizer: MakeOptimizer,
     names: Sequence[str],
     stages: Mapping[int, Stage],
-    exchanges: Mapping[int, GradientExchange],
-    holders: Holders,
+    exchanges: Mapping[int, GradReducer],
+    holders: StageGroups,
     placement: Placement,
     rank: int,
     offload: Copies | None,
     resident: bool,
-) -> Update:
+) -> OptimizerStep:
     """The optimizer of this rank: over the stages it holds, without those that the other rank of a pair updates."""
     held = {name: parameter for stage in stages.values() for name, parameter in stage.parameters.items()}
     copies: list[Copy] = []
@@ -262,7 +262,7 @@ def _update(
         copies.append(Copy(tuple(stages[number].parameters.values()), pair, int(owner > other)))
         if owner != rank:
             others |= stages[number].parameters.keys()
-    return Update(
+    return OptimizerStep(
         make_optimizer,
         owned={name: held[name] for name in names if name in held and name not in others},
         unshared=[p for n, stage in stages.items() if n not in exchanges for p in stage.parameters.values()],

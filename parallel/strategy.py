@@ -12,7 +12,7 @@ from typing import Literal
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, partition_at, partition_equal
-from parallel.memory.policy import KEEP_ALL, Keeping
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.schedule.action import Schedule
 from parallel.schedule.check import check
 from parallel.schedule.passes import Links, lower
@@ -49,7 +49,7 @@ class Strategy:
     chunks: int = 1
     cuts: tuple[str, ...] = ()
     schedule_csv: str | None = None
-    keeping: Keeping = KEEP_ALL
+    keeping: ActivationPolicy = KEEP_ALL
     shard_optimizer: bool = False
     statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     compile: bool = False

@@ -20,7 +20,7 @@ from benchmarks.gpu.work import Problem
 from benchmarks.offload_study.measure import copy_figures, measure_model
 from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
 from benchmarks.offload_study.published import published_ratio
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copy_clock import CopyTime
 
 pytestmark = pytest.mark.bench
@@ -70,7 +70,7 @@ def test_offload_keeps_less_and_moves_what_it_does_not_keep() -> None:
 
 def test_half_of_the_host_moves_half() -> None:
     found = offload_time.ways(1000, tiny=True, thorough=False)["offload half"]
-    assert found == Keeping(offload="overlap", host_bytes=500, smallest=1)
+    assert found == ActivationPolicy(offload="overlap", host_bytes=500, smallest=1)
 
 
 def test_largest_tile_that_trained_is_the_predicted_one() -> None:
@@ -83,7 +83,7 @@ def test_largest_tile_that_trained_is_the_predicted_one() -> None:
 
 def test_a_tile_too_large_says_why() -> None:
     problem = Problem(tiny(), "resnet18", 64)
-    row = largest._search(tiny(), problem, 1 << 20, "resnet18", Keeping())
+    row = largest._search(tiny(), problem, 1 << 20, "resnet18", ActivationPolicy())
     assert row["trained_px"] == 0
     assert "bytes lived at a time" in row["why"]
 

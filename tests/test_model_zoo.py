@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from app.training.exactness import Outcome, Trial
+from app.training.exactness import ExactnessTrial, StepsResult
 from benchmarks.model_zoo import measure, run
 from benchmarks.model_zoo.run import measured
 from benchmarks.model_zoo.table import Row, append, read, summary, totals
@@ -67,7 +67,7 @@ def test_a_model_with_dropout_and_skips_is_exact_in_2_and_4_stages_and_recompute
 def test_what_differs_in_the_eighth_digit_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
     honest = measure._plain
 
-    def falsified(trial: Trial) -> Outcome:
+    def falsified(trial: ExactnessTrial) -> StepsResult:
         outcome = honest(trial)
         if kind == "losses":
             return dataclasses.replace(outcome, losses=[loss * (1 + 1e-8) for loss in outcome.losses])
@@ -85,7 +85,7 @@ def test_what_differs_in_the_eighth_digit_is_wrong(monkeypatch: pytest.MonkeyPat
 def test_a_gradient_that_does_not_come_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = measure._ranks
 
-    def forgetful(*arguments: object) -> list[Outcome]:
+    def forgetful(*arguments: object) -> list[StepsResult]:
         ranks = honest(*arguments)  # type: ignore[arg-type]
         for rank in ranks:
             rank.gradients.pop("head.bias", None)

@@ -32,7 +32,7 @@ OTHERS_SPEAK_S = 8.0
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlace:
     """Where this process stands and computes.
 
     Attributes:
@@ -61,7 +61,7 @@ def start_ranks(ranks: int, module: str, argv: Sequence[str], max_restarts: int 
     return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts)
 
 
-def place(settings: StrategySettings) -> Placement:
+def place(settings: StrategySettings) -> RankPlace:
     """Choose device and precision, share the cores among the ranks of this machine, join the other ranks.
 
     Raises:
@@ -75,7 +75,7 @@ def place(settings: StrategySettings) -> Placement:
     if device.type == "cpu":
         keep_freed_memory()
     cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
-    return Placement(connect(settings, device), device, choose_autocast(settings.precision, device))
+    return RankPlace(connect(settings, device), device, choose_autocast(settings.precision, device))
 
 
 def rank_cores() -> int:

@@ -50,7 +50,7 @@ class Place(NamedTuple):
     phase: int
 
 
-class Whereabouts:
+class ProgressRecord:
     """The shared record of one rank.
 
     Args:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from app.launch.place import Placement
+from app.launch.place import RankPlace
 from app.launch.signals import Interrupt
-from app.launch.watchdog import Guardian
+from app.launch.watchdog import Watchdog
 from app.settings.cli import RunError
 from parallel.comm.communicator import CommunicationError
 from parallel.comm.torch_comm import is_lost_peer
@@ -33,13 +33,13 @@ class RankGuard:
         interrupt: told when the launcher asks this process to end.
     """
 
-    def __init__(self, placement: Placement, timeout_s: float, fault_file: Path, interrupt: Interrupt) -> None:
+    def __init__(self, placement: RankPlace, timeout_s: float, fault_file: Path, interrupt: Interrupt) -> None:
         self._communicator = placement.communicator
         self._several = self._communicator.world > 1
         self._file = fault_file
         self._interrupt = interrupt
         self._told_elsewhere = False
-        self.guardian = Guardian(
+        self.guardian = Watchdog(
             self._communicator.rank, stuck_s=timeout_s, fault_file=self._file if self._several else None
         )
         if self._several:

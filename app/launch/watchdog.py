@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from app.launch.progress_record import AT_REST, CLOSED, LOST, SPOKEN, Whereabouts
+from app.launch.progress_record import AT_REST, CLOSED, LOST, SPOKEN, ProgressRecord
 from app.launch.rank_fault import say_first
 from parallel.schedule.action import Schedule
 
@@ -32,7 +32,7 @@ ASKED_S = 2.0
 GOODBYE_S = 5.0
 
 
-class Guardian:
+class Watchdog:
     """Watches over this process, which is ``rank``.
 
     Args:
@@ -52,7 +52,7 @@ class Guardian:
         stopped_s: float = STOPPED_S,
         fault_file: Path | None = None,
     ) -> None:
-        self._where = Whereabouts()
+        self._where = ProgressRecord()
         self._process: subprocess.Popen[bytes] | None = None
         self._fault_file = fault_file
         self._settings = {

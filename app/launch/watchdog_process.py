@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from app.launch.progress_record import AT_REST, NO_ACTION, SPOKEN, WATCHED, Place, Whereabouts
+from app.launch.progress_record import AT_REST, NO_ACTION, SPOKEN, WATCHED, Place, ProgressRecord
 from app.launch.rank_fault import say_first
 from parallel.schedule.action import Action, Schedule
 from parallel.schedule.fault import describe_fault
@@ -42,7 +42,7 @@ class GuardianProcess:
     Args:
         pid: of the rank.
         rank: its number.
-        descriptor: of its ``Whereabouts``.
+        descriptor: of its ``ProgressRecord``.
         stuck_s: how long one action, or a step without actions, may take.
         stopped_s: how long the rank may be stopped while what launched it is not.
         fault_file: says that the run has failed; None when there is none to share.
@@ -59,7 +59,7 @@ class GuardianProcess:
     ) -> None:
         self._pid = pid
         self._rank = rank
-        self._where = Whereabouts(descriptor)
+        self._where = ProgressRecord(descriptor)
         self._received = b""
         self._schedule: Schedule | None = None
         self._stuck_s = stuck_s

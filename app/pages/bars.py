@@ -51,7 +51,7 @@ STYLE = """
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A stretch of a bar: its amount and the number of its colour."""
 
     amount: float
@@ -74,7 +74,7 @@ class Bar:
 
     name: str
     value: str = ""
-    parts: tuple[tuple[Part, ...], ...] = ()
+    parts: tuple[tuple[BarPart, ...], ...] = ()
     note: str = ""
     range: tuple[float, ...] = ()
     below: str = ""
@@ -87,7 +87,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Block:
+class BarBlock:
     """Lines under a heading, with a line drawn through all of them at ``line``: a baseline or a limit."""
 
     title: str
@@ -111,7 +111,7 @@ def legend(keys: Sequence[Key]) -> str:
     return f'<ul class="legend">{entries}</ul>' if keys else ""
 
 
-def bar_figure(title: str, unit: str, blocks: Sequence[Block], *, line_look: str = "line") -> str:
+def bar_figure(title: str, unit: str, blocks: Sequence[BarBlock], *, line_look: str = "line") -> str:
     """Blocks of bars on one scale; empty without blocks.
 
     Args:
@@ -129,7 +129,7 @@ def bar_figure(title: str, unit: str, blocks: Sequence[Block], *, line_look: str
     return f'<figure class="bars">{head}{body}</figure>'
 
 
-def _block(block: Block, whole: float, line_look: str) -> str:
+def _block(block: BarBlock, whole: float, line_look: str) -> str:
     note = f"<span>{escape(block.note)}</span>" if block.note else ""
     title = f"<h4>{escape(block.title)} {note}</h4>" if block.title or note else ""
     lines = "".join(f"<li>{''.join(_line(bar, block.line, whole, line_look))}</li>" for bar in block.bars)

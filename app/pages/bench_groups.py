@@ -14,7 +14,7 @@ from app.pages.charts import format_value
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Rows of one model, tile and number of ranks, in the order they were run."""
 
     model: str
@@ -52,17 +52,17 @@ class Group:
         return [one for one in self.results if one.family == "whole" and one.status == "out-of-memory"]
 
 
-def groups(results: Iterable[Result]) -> list[Group]:
+def groups(results: Iterable[Result]) -> list[RowGroup]:
     """All groups: models in the order of the rows, then tiles and ranks from small to large."""
     found: dict[tuple[str, int, int], dict[str, Result]] = {}
     for one in sorted(results, key=lambda one: one.scaling is not None):
         found.setdefault((one.model, one.tile_px, one.ranks), {}).setdefault(one.strategy, one)
     models = list(dict.fromkeys(model for model, _, _ in found))
     keys = sorted(found, key=lambda key: (models.index(key[0]), *key[1:]))
-    return [Group(*key, tuple(found[key].values())) for key in keys]
+    return [RowGroup(*key, tuple(found[key].values())) for key in keys]
 
 
-def by_model(found: Sequence[Group]) -> dict[str, list[Group]]:
+def by_model(found: Sequence[RowGroup]) -> dict[str, list[RowGroup]]:
     """The groups of each model."""
     return {model: [one for one in found if one.model == model] for model in dict.fromkeys(one.model for one in found)}
 

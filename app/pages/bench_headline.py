@@ -12,7 +12,7 @@ from html import escape
 from typing import Literal
 
 from app.pages.bench_file import Bench, Result
-from app.pages.bench_groups import Group, apart, by_model, range_text
+from app.pages.bench_groups import RowGroup, apart, by_model, range_text
 from app.pages.bench_panels import times_baseline
 from app.pages.charts import format_value
 from app.pages.html import card, format_bytes, format_duration, table
@@ -23,7 +23,7 @@ repeat; only: the baseline ran out of memory and another ran; baseline: no other
 against; none: nothing ran."""
 
 
-def headline(bench: Bench, found: Sequence[Group]) -> str:
+def headline(bench: Bench, found: Sequence[RowGroup]) -> str:
     """Title, main finding and, for each model, a sentence per tile side and number of ranks."""
     told = [bench.created[:16].replace("T", " "), *dict.fromkeys(one.model for one in bench.results)]
     line = f'<p class="soft">{escape(" · ".join(part for part in told if part))}</p>'
@@ -31,7 +31,7 @@ def headline(bench: Bench, found: Sequence[Group]) -> str:
     return f'<header><h1>Strategies compared</h1>{line}<p class="lead">{escape(lead(found))}</p>{notice}</header>'
 
 
-def lead(found: Sequence[Group]) -> str:
+def lead(found: Sequence[RowGroup]) -> str:
     """The main finding, counted over all groups."""
     counts = Counter(verdict(group)[0] for group in found)
     if not found:
@@ -57,7 +57,7 @@ def lead(found: Sequence[Group]) -> str:
     return " ".join(parts) or (alone if counts["baseline"] else unheld)
 
 
-def findings(found: Sequence[Group], limit: int | None) -> list[str]:
+def findings(found: Sequence[RowGroup], limit: int | None) -> list[str]:
     """For each model a table of sentences and the limits of data parallelism, as HTML."""
     parts = []
     models = by_model(found)
@@ -69,7 +69,7 @@ def findings(found: Sequence[Group], limit: int | None) -> list[str]:
     return parts
 
 
-def verdict(group: Group) -> tuple[Verdict, Result | None]:
+def verdict(group: RowGroup) -> tuple[Verdict, Result | None]:
     """How the group ended, and its best row beside the baseline."""
     baseline = group.baseline
     others = [one for one in group.ran if one is not baseline]
@@ -85,7 +85,7 @@ def verdict(group: Group) -> tuple[Verdict, Result | None]:
     return ("faster" if best.speed > baseline.speed else "slower"), best
 
 
-def sentence(group: Group, limit: int | None) -> str:
+def sentence(group: RowGroup, limit: int | None) -> str:
     """What a group shows."""
     kind, best = verdict(group)
     baseline = group.baseline
@@ -110,7 +110,7 @@ def sentence(group: Group, limit: int | None) -> str:
     return f"{best.strategy}: {_speed(best)}, {ratio} with {_speed(baseline)}; {why}."
 
 
-def data_parallel_limits(found: Sequence[Group]) -> Iterator[str]:
+def data_parallel_limits(found: Sequence[RowGroup]) -> Iterator[str]:
     """For each number of ranks: how far each whole-model strategy gets that runs out of memory."""
     for ranks in sorted({group.ranks for group in found}):
         of_ranks = [group for group in found if group.ranks == ranks]
@@ -126,7 +126,7 @@ def data_parallel_limits(found: Sequence[Group]) -> Iterator[str]:
             yield f"Of the tiles tried, on {_count(ranks, 'rank')}: {', '.join(parts)}."
 
 
-def figures(bench: Bench, found: Sequence[Group]) -> list[str]:
+def figures(bench: Bench, found: Sequence[RowGroup]) -> list[str]:
     """Cards: best ratio, what fits alone, rows by their end, duration."""
     cards = []
     ratios = [

@@ -10,9 +10,9 @@ import itertools
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from app.pages.bars import Bar, Block, Key, Part, bar_figure
+from app.pages.bars import Bar, BarBlock, BarPart, Key, bar_figure
 from app.pages.bench_file import PARTS, WORDS, Result
-from app.pages.bench_groups import Group, range_text
+from app.pages.bench_groups import RowGroup, range_text
 from app.pages.charts import format_value
 from app.pages.html import format_bytes, format_duration
 
@@ -41,7 +41,7 @@ SHORT = 110
 """Characters of a reason beside the bars; the whole of it is in the table."""
 
 
-def speed_panels(found: Sequence[Group]) -> list[str]:
+def speed_panels(found: Sequence[RowGroup]) -> list[str]:
     """Images per second, with the range of the repeats and the data-parallel baseline as a line."""
     return [
         bar_figure(
@@ -51,7 +51,7 @@ def speed_panels(found: Sequence[Group]) -> list[str]:
     ]
 
 
-def speed_keys(found: Iterable[Group]) -> list[Key]:
+def speed_keys(found: Iterable[RowGroup]) -> list[Key]:
     """What the bars of ``speed_panels`` look like."""
     groups = list(found)
     keys = _families(groups)
@@ -60,7 +60,7 @@ def speed_keys(found: Iterable[Group]) -> list[Key]:
     return [*keys, Key("data-parallel baseline", "line")] if any(group.baseline for group in groups) else keys
 
 
-def memory_panels(found: Sequence[Group], limit: int | None) -> list[str]:
+def memory_panels(found: Sequence[RowGroup], limit: int | None) -> list[str]:
     """The most memory of each rank, one bar a rank, with the limit as a line; nothing where no row has any."""
     figures = []
     for tile, of_tile in _by_tile(found):
@@ -74,24 +74,24 @@ def memory_panels(found: Sequence[Group], limit: int | None) -> list[str]:
         if limit is not None and line is None:
             what += f"; the limit, {format_bytes(limit)}, is far beyond these bars"
         blocks = [
-            Block(group.ranks_text, group.batch_text, tuple(_memory_bars(group, counted)), line) for group in of_tile
+            BarBlock(group.ranks_text, group.batch_text, tuple(_memory_bars(group, counted)), line) for group in of_tile
         ]
         figures.append(bar_figure(f"{tile} px tiles", what, blocks, line_look="limit"))
     return figures
 
 
-def memory_keys(found: Iterable[Group], limit: int | None) -> list[Key]:
+def memory_keys(found: Iterable[RowGroup], limit: int | None) -> list[Key]:
     """What the bars of ``memory_panels`` look like."""
     keys = _families(found)
     return keys if limit is None else [*keys, Key(f"limit of a rank, {format_bytes(limit)}", "limit")]
 
 
-def time_panels(found: Sequence[Group]) -> list[str]:
+def time_panels(found: Sequence[RowGroup]) -> list[str]:
     """A median step, cut into what its time goes into; nothing for tiles of which it is not known."""
     figures = []
     for tile, of_tile in _by_tile(found):
         blocks = [
-            Block(group.ranks_text, group.batch_text, tuple(_time_bar(one) for one in group.results if one.time))
+            BarBlock(group.ranks_text, group.batch_text, tuple(_time_bar(one) for one in group.results if one.time))
             for group in of_tile
         ]
         known = [block for block in blocks if block.bars]
@@ -104,17 +104,17 @@ def time_keys() -> list[Key]:
     return [Key(PART_NAMES[part], "area", PART_COLOURS[part]) for part in PARTS]
 
 
-def _speed_block(group: Group) -> Block:
+def _speed_block(group: RowGroup) -> BarBlock:
     baseline = group.baseline
     note = group.batch_text
     if baseline is not None:
         line = f"line: {baseline.strategy}, {format_value(baseline.speed, 3)} images/s"
         note = f"{note} · {line}" if note else line
     ran = [_speed_bar(one, group) for one in group.results if one.ran]
-    return Block(group.ranks_text, note, (*ran, *_ended(group, reasons=True)), baseline.speed if baseline else None)
+    return BarBlock(group.ranks_text, note, (*ran, *_ended(group, reasons=True)), baseline.speed if baseline else None)
 
 
-def _speed_bar(one: Result, group: Group) -> Bar:
+def _speed_bar(one: Result, group: RowGroup) -> Bar:
     name = _name(one)
     if not group.batch_text and one.global_batch is not None:
         name += f", {one.global_batch} tiles a step"
@@ -124,13 +124,13 @@ def _speed_bar(one: Result, group: Group) -> Bar:
     return Bar(
         name,
         format_value(one.speed, 3),
-        ((Part(one.speed, FAMILIES[one.family][0]),),),
+        ((BarPart(one.speed, FAMILIES[one.family][0]),),),
         " · ".join(note for note in notes if note),
         one.range if range_text(one) else (),
     )
 
 
-def _ended(group: Group, *, reasons: bool) -> Iterator[Bar]:
+def _ended(group: RowGroup, *, reasons: bool) -> Iterator[Bar]:
     """A line for all that ran out of memory, and one for each other row that did not run."""
     unfit = [_name(one) for one in group.results if one.status == "out-of-memory"]
     if unfit:
@@ -141,14 +141,14 @@ def _ended(group: Group, *, reasons: bool) -> Iterator[Bar]:
             yield Bar(_name(one), reason=(one.end, why))
 
 
-def times_text(one: Result, group: Group) -> str:
+def times_text(one: Result, group: RowGroup) -> str:
     """``1.08 × ddp``: speed over that of the baseline; empty where there is none."""
     times = times_baseline(one, group)
     name = group.baseline.strategy if group.baseline else one.baseline
     return "" if times is None or not name else f"{format_value(times, 3)} × {name}"
 
 
-def times_baseline(one: Result, group: Group) -> float | None:
+def times_baseline(one: Result, group: RowGroup) -> float | None:
     """Speed over that of the baseline, as the row has it or counted here."""
     if one.times_baseline is not None:
         return one.times_baseline
@@ -156,7 +156,7 @@ def times_baseline(one: Result, group: Group) -> float | None:
     return one.speed / baseline.speed if one.ran and baseline is not None and baseline.speed > 0 else None
 
 
-def _memory_bars(group: Group, counted: bool) -> Iterator[Bar]:
+def _memory_bars(group: RowGroup, counted: bool) -> Iterator[Bar]:
     for one in group.results:
         if one.ran and (sizes := one.counted or one.resident):
             shown = sizes if len(sizes) <= MANY_RANKS else (max(sizes), min(sizes))
@@ -166,7 +166,7 @@ def _memory_bars(group: Group, counted: bool) -> Iterator[Bar]:
                 notes.append("each rank" if least == most else f"least {least}")
             if counted and not one.counted:
                 notes.append("resident")
-            bars = tuple((Part(size, FAMILIES[one.family][0]),) for size in shown)
+            bars = tuple((BarPart(size, FAMILIES[one.family][0]),) for size in shown)
             yield Bar(_name(one), format_bytes(max(sizes)), bars, " · ".join(notes))
         elif one.ran:
             yield Bar(_name(one), reason=("not known", "its memory was not recorded"))
@@ -176,21 +176,21 @@ def _memory_bars(group: Group, counted: bool) -> Iterator[Bar]:
 def _time_bar(one: Result) -> Bar:
     whole = sum(one.time.values())
     shares = [f"{part} {100 * seconds / whole:.0f} %" for part, seconds in one.time.items()] if whole else []
-    parts = tuple(Part(seconds, PART_COLOURS[part]) for part, seconds in one.time.items())
+    parts = tuple(BarPart(seconds, PART_COLOURS[part]) for part, seconds in one.time.items())
     return Bar(_name(one), format_duration(whole), (parts,), below=", ".join(shares))
 
 
-def _by_tile(found: Iterable[Group]) -> Iterator[tuple[int, list[Group]]]:
+def _by_tile(found: Iterable[RowGroup]) -> Iterator[tuple[int, list[RowGroup]]]:
     for tile, of_tile in itertools.groupby(found, key=lambda group: group.tile_px):
         yield tile, list(of_tile)
 
 
-def _families(found: Iterable[Group]) -> list[Key]:
+def _families(found: Iterable[RowGroup]) -> list[Key]:
     there = {one.family for group in found for one in group.results if one.ran}
     return [Key(text, "area", colour) for family, (colour, text) in FAMILIES.items() if family in there]
 
 
-def _repeats(found: Iterable[Group]) -> str:
+def _repeats(found: Iterable[RowGroup]) -> str:
     counts = {len(one.repeats) for group in found for one in group.results if one.repeats}
     return f"median of {max(counts)} repeats" if counts and max(counts) > 1 else "one repeat"
 

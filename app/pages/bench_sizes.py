@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.pages.bench_file import Result
-from app.pages.bench_groups import Group
+from app.pages.bench_groups import RowGroup
 from app.pages.lines import Event, Line, lines_figure
 
 
-def over_tiles(found: Sequence[Group], looks: dict[str, int]) -> list[str]:
+def over_tiles(found: Sequence[RowGroup], looks: dict[str, int]) -> list[str]:
     """Two figures per number of ranks that ran on two tile sides or more: images/s, and megapixels/s.
 
     Args:
@@ -78,7 +78,7 @@ def over_ranks(results: Sequence[Result], looks: dict[str, int]) -> list[str]:
     return figures
 
 
-def _limits(found: Sequence[Group]) -> list[Event]:
+def _limits(found: Sequence[RowGroup]) -> list[Event]:
     """Where whole-model strategies run out of memory: those that do at the same tile on one line."""
     first: dict[str, int] = {}
     for group in found:

@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from app.pages.bench_file import Result
-from app.pages.bench_groups import Group
+from app.pages.bench_groups import RowGroup
 
 STYLE = """
 .timelines section { break-inside: avoid; } .timelines h3 { margin: 18px 0 2px; }
@@ -23,7 +23,7 @@ STYLE = """
 """
 
 
-def timelines(found: Sequence[Group], folder: Path) -> str:
+def timelines(found: Sequence[RowGroup], folder: Path) -> str:
     """All pictures; empty where no row has one."""
     drawn = [(group, one) for group in found for one in group.results if one.schedule_svg]
     counts = Counter((group.model, group.tile_px, group.ranks) for group, _ in drawn)
@@ -47,7 +47,7 @@ def timelines(found: Sequence[Group], folder: Path) -> str:
     return f'<div class="timelines">{note}{"".join(shown)}{more}</div>'
 
 
-def _timeline(one: Result, group: Group, folder: Path, number: int) -> str:
+def _timeline(one: Result, group: RowGroup, folder: Path, number: int) -> str:
     """A heading, the bubble in words, and the picture."""
     title = f"<h3>{escape(f'{one.model}, {one.tile_px} px, {group.ranks_text}: {one.strategy}')}</h3>"
     picture = _picture(folder, one.schedule_svg or "", f"p{number}")

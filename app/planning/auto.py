@@ -19,7 +19,7 @@ from app.settings.strategy_names import Parallel
 from parallel.graph.partition import Partition
 from parallel.plan.candidate import WHOLE, Candidate
 from parallel.plan.limit import too_small
-from parallel.plan.plan import Plan, Row, best_of
+from parallel.plan.plan import Plan, PlanRow, best_of
 from parallel.plan.savings import RECOMPUTE, Savings
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES
@@ -49,7 +49,7 @@ def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say:
     except ValueError as fault:  # not traced: it can only be computed as a whole
         if config.strategy.runs_undecided:
             raise RunError(f"--recompute optimal has to look into the model: {fault}. Use --recompute none") from fault
-        row = Row(Candidate("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
+        row = PlanRow(Candidate("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
         plan = Plan(problem, row, f"none: {fault}", None)
         say(f"plan: {row.candidate}; the model cannot be planned for: {fault}")
     else:
@@ -67,7 +67,7 @@ def planned(config: RunConfig, folder: Path) -> RunConfig:
     return dataclasses.replace(config, strategy=follow(config.strategy, kept.row))
 
 
-def follow(settings: StrategySettings, row: Row) -> StrategySettings:
+def follow(settings: StrategySettings, row: PlanRow) -> StrategySettings:
     """``settings`` with everything that ``row`` decides."""
     candidate = row.candidate
     return dataclasses.replace(
@@ -129,7 +129,7 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     return Plan(problem, best, costs.source, costs.expected_error)
 
 
-def _with_runs(strategy: StrategySettings, planner: Planner) -> Row:
+def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
     """The strategy that is named, with the best choice of what it computes again.
 
     Raises:
@@ -211,6 +211,6 @@ def _m(config: RunConfig) -> int:
     return config.strategy.microbatches or config.strategy.world
 
 
-def _described(row: Row) -> str:
+def _described(row: PlanRow) -> str:
     speed = "" if row.images_per_second is None else f", {row.images_per_second:.3g} images/s"
     return f"{row.candidate}{speed}, {bytes_text(max(row.peak_bytes))} on the fullest rank expected"

@@ -6,7 +6,7 @@ import torch
 
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
-from parallel.memory.policy import SMALLEST, Keeping
+from parallel.memory.policy import SMALLEST, ActivationPolicy
 from parallel.strategy import Strategy
 
 AHEAD = {"cuda": 256 << 20, "cpu": 0}
@@ -31,13 +31,13 @@ def stages_of(asked: StrategySettings, device: torch.device, smallest: int = SMA
     )
 
 
-def keeping_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> Keeping:
+def keeping_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> ActivationPolicy:
     """What becomes of what forward passes keep."""
     chosen = tuple((first, last) for first, last in (run.split(":") for run in asked.recompute_runs.split(",") if run))
     recompute = asked.recompute
     if recompute == "optimal":
         recompute = "chosen" if chosen else "none"
-    return Keeping(
+    return ActivationPolicy(
         recompute,
         chosen,
         asked.offload,

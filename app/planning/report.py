@@ -28,7 +28,7 @@ from parallel.graph.partition import Partition
 from parallel.plan.candidate import WHOLE
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
 from parallel.plan.limit import too_small
-from parallel.plan.plan import Plan, Row, best_of
+from parallel.plan.plan import Plan, PlanRow, best_of
 from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
@@ -127,7 +127,7 @@ def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequ
                 planners[tile] = None
         return planners[tile]
 
-    def least(tile: int, name: str, savings: Savings) -> Row | None:
+    def least(tile: int, name: str, savings: Savings) -> PlanRow | None:
         planner = planner_at(tile)
         return planner.least(name, 1 if name == "single" else command.ranks, savings) if planner else None
 
@@ -156,8 +156,8 @@ def _write(
     command: PlanCommand,
     machine: Machine,
     planner: Planner,
-    rows: Sequence[Row],
-    best: Row | None,
+    rows: Sequence[PlanRow],
+    best: PlanRow | None,
     largest: Sequence[dict[str, Any]],
 ) -> None:
     out: Path = command.out  # type: ignore[assignment]  # asked for by the caller

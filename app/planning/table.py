@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from app.settings.console import print_table
 from parallel.plan.largest_tile import LargestTile
-from parallel.plan.plan import Row, best_of
+from parallel.plan.plan import PlanRow, best_of
 from parallel.units import bytes_text
 
 
-def print_rows(rows: Sequence[Row], best: Row | None) -> None:
+def print_rows(rows: Sequence[PlanRow], best: PlanRow | None) -> None:
     """The best candidate of each strategy."""
     print_table(
         "strategies, best candidate of each",
@@ -37,7 +37,7 @@ def print_largest(found: Sequence[LargestTile], limits: Sequence[str], memory: i
     )
 
 
-def _best_of_each(rows: Sequence[Row]) -> list[Row]:
+def _best_of_each(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """Fastest first; then those that do not fit, nearest first; then those that cannot run."""
     found = []
     for name in dict.fromkeys(row.candidate.name for row in rows):
@@ -46,7 +46,7 @@ def _best_of_each(rows: Sequence[Row]) -> list[Row]:
     return sorted(found, key=lambda row: (bool(row.refused), row.over_bytes, -(row.images_per_second or 0.0)))
 
 
-def _line(row: Row, mark: str) -> Sequence[str]:
+def _line(row: PlanRow, mark: str) -> Sequence[str]:
     candidate = row.candidate
     if row.refused:
         return (candidate.name, "", "", "no", "", "", "", row.refused)

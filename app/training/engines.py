@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from app.launch.watchdog import Guardian
+from app.launch.watchdog import Watchdog
 from app.planning.engine_strategy import keeping_of, stages_of
 from app.settings.run import OptimizerSettings
 from app.settings.strategy import StrategySettings
@@ -27,7 +27,7 @@ from parallel.memory.policy import SMALLEST
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
 from parallel.offload.host_parameters import HostParameters
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.stage import Loss
 from parallel.trace.trace_alone import updated_alone
 from parallel.trace.updated_faults import refuse_copies
@@ -45,7 +45,7 @@ def build_engine(
     seed: int,
     device: torch.device,
     autocast: torch.dtype | None = None,
-    guardian: Guardian | None = None,
+    guardian: Watchdog | None = None,
     smallest: int = SMALLEST,
 ) -> DataParallelEngine | Engine:
     """The engine that ``asked`` asks for.
@@ -114,7 +114,7 @@ def _whole(
     updated = updated_alone(model, shape, communicator)
     refuse_copies(updated, communicator.world, asked.name)
     model = in_segments(model, keeping, shape, communicator)
-    keeper = Keeper(keeping, device)
+    keeper = SavedTensors(keeping, device)
     if keeping.parameters:
         keeper.streams(HostParameters(model, device, Copies.for_device(device)))
     else:

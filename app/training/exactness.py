@@ -57,7 +57,7 @@ MakeEngine = Callable[[nn.Module, Loss, MakeOptimizer, Communicator], MeasuredEn
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class ExactnessTrial:
     """What is computed both ways, on random tiles.
 
     Attributes:
@@ -118,7 +118,7 @@ def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepsResult:
     """What a few steps leave.
 
     Attributes:
@@ -194,7 +194,7 @@ def projected_error(output: Any, targets: Tensor) -> Tensor:
     return loss
 
 
-def run_plain(trial: Trial) -> Outcome:
+def run_plain(trial: ExactnessTrial) -> StepsResult:
     """The step written out; nothing of ours but the seeds, and gradients that torch's norms read right."""
     mend_norm_gradients()
     module = trial.fresh_module().to(trial.device).train()
@@ -214,10 +214,10 @@ def run_plain(trial: Trial) -> Outcome:
         gradients = gradients or {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
         optimizer.step()
         losses.append(total)
-    return Outcome(losses, gradients, module.state_dict())
+    return StepsResult(losses, gradients, module.state_dict())
 
 
-def run_noise(trial: Trial) -> list[Outcome]:
+def run_noise(trial: ExactnessTrial) -> list[StepsResult]:
     """The plain step twice more on tiles whose every value is one rounding off: what rounding alone does to the model.
 
     Another order of summation, in gradients that several layers give to one value or in a matrix product, is rounding
@@ -228,13 +228,15 @@ def run_noise(trial: Trial) -> list[Outcome]:
     return [run_plain(dataclasses.replace(trial, nudge=seed)) for seed in (1, 2)]
 
 
-def settled_steps(trial: Trial, plain: Outcome, noise: Sequence[Outcome], parameters: Iterable[str]) -> int:
+def settled_steps(
+    trial: ExactnessTrial, plain: StepsResult, noise: Sequence[StepsResult], parameters: Iterable[str]
+) -> int:
     """Steps after which rounding is still small enough to see a fault behind it: those of ``trial``, else 1."""
     ceiling = CEILING[trial.dtype]
     return trial.steps if NOISE * compare(plain, noise, parameters).largest <= ceiling else 1
 
 
-def run_engine(trial: Trial, make_engine: MakeEngine, communicator: Communicator) -> list[Outcome] | None:
+def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Communicator) -> list[StepsResult] | None:
     """The same by a strategy: what every rank has of it, on rank 0; None on the others."""
     engine = make_engine(trial.fresh_module(), projected_error, trial.make_optimizer, communicator)
     losses: list[float] = []
@@ -248,16 +250,16 @@ def run_engine(trial: Trial, make_engine: MakeEngine, communicator: Communicator
     engine.close()
     if ranks is None:
         return None
-    return [Outcome(losses, gradients, state["model"]) for losses, gradients in ranks]
+    return [StepsResult(losses, gradients, state["model"]) for losses, gradients in ranks]
 
 
 def compare(
-    plain: Outcome,
-    ranks: Sequence[Outcome],
+    plain: StepsResult,
+    ranks: Sequence[StepsResult],
     parameters: Iterable[str],
     *,
     deferred: bool = False,
-    noise: Sequence[Outcome] = (),
+    noise: Sequence[StepsResult] = (),
 ) -> Errors:
     """Errors of ``ranks`` against ``plain``.
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from app.checkpoint.file import check_weights
-from app.launch.place import Placement, rank_cores
-from app.launch.watchdog import Guardian
+from app.launch.place import RankPlace, rank_cores
+from app.launch.watchdog import Watchdog
 from app.settings.cli import flat
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
@@ -65,7 +65,7 @@ class Session:
 
     config: RunConfig
     dataset: Dataset
-    placement: Placement
+    placement: RankPlace
     engine: TrainingEngine
     loss: nn.Module
     stream: TileStream
@@ -78,7 +78,7 @@ class Session:
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
     parameters: int
-    guardian: Guardian
+    guardian: Watchdog
     notes: tuple[str, ...]
     failed: FailedSlides
 
@@ -145,7 +145,7 @@ class Session:
 
 
 def build_session(
-    config: RunConfig, dataset: Dataset, placement: Placement, failed: FailedSlides, guardian: Guardian
+    config: RunConfig, dataset: Dataset, placement: RankPlace, failed: FailedSlides, guardian: Watchdog
 ) -> Session:
     """Model, optimizer, engine and streams for this rank.
 
@@ -254,7 +254,7 @@ def _told(what: str, step: str, failed: FailedSlides) -> OnFault:
     return on_fault
 
 
-def _read_ahead(config: RunConfig, stream: TileStream, placement: Placement) -> TileStream:
+def _read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace) -> TileStream:
     """``stream`` read ahead within the budget."""
     return stream.prefetch(
         config.stream.read_ahead_bytes,

@@ -28,7 +28,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import partition_equal
-from parallel.memory.policy import KEEP_ALL, Keeping
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.schedule.registry import SCHEDULES
 from parallel.schedule.simulate import simulate
@@ -64,7 +64,7 @@ class Case:
     def strategy(self) -> Strategy:
         chunks = 2 if SCHEDULES[self.schedule].chunks else 1
         m = 2 if self.schedule == "mast" else M
-        keeping = Keeping("stage") if self.recompute else KEEP_ALL
+        keeping = ActivationPolicy("stage") if self.recompute else KEEP_ALL
         return Strategy(self.schedule, self.depth, self.depth, m, chunks=chunks, keeping=keeping)
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 from app import synth
 from app.launch.place import place
-from app.launch.watchdog import Guardian
+from app.launch.watchdog import Watchdog
 from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, SplitSettings, StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import prepare
@@ -49,7 +49,7 @@ def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
         prepare(config, folder, print),
         place(config.strategy),
         FailedSlides(folder.failed_slides),
-        Guardian(0, stuck_s=config.strategy.timeout_s),
+        Watchdog(0, stuck_s=config.strategy.timeout_s),
     )
     fed_s, wait_s, memory_s = [], [], []
     with session.feed.ahead_of(iter(session.stream)) as batches:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from app.training.engines import build_engine
-from app.training.exactness import KINDS, TOLERANCE, Outcome, Trial, compare, run_engine, run_plain
+from app.training.exactness import KINDS, TOLERANCE, ExactnessTrial, StepsResult, compare, run_engine, run_plain
 from benchmarks.exactness.keeping_cells import CLASSES, SCHEDULES, SUBJECTS, WAYS, Cell, all_cells
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
@@ -42,14 +42,14 @@ def _module(subject: str) -> nn.Module:
     return build_model(SUBJECTS[subject].model, classes=CLASSES)
 
 
-def _trial(subject: str) -> Trial:
+def _trial(subject: str) -> ExactnessTrial:
     one = SUBJECTS[subject]
     sizes = tuple(map(len, split_batch(one.batch, one.m)))
-    return Trial(_module(subject), sizes, one.tile, torch.float64, CPU, one.steps, SEED)
+    return ExactnessTrial(_module(subject), sizes, one.tile, torch.float64, CPU, one.steps, SEED)
 
 
 @functools.lru_cache(maxsize=1)
-def _plain(subject: str) -> Outcome:
+def _plain(subject: str) -> StepsResult:
     """All cells of a model are held against one plain run."""
     return run_plain(_trial(subject))
 
@@ -64,7 +64,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     # Tiles are small here, and what is to be moved is moved.
     make = functools.partial(build_engine, asked, tile=trial.tile, seed=SEED, device=CPU, smallest=0)
 
-    def rank(communicator: Communicator, _: None) -> list[Outcome] | None:
+    def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
         return run_engine(trial, make, communicator)
 
     try:

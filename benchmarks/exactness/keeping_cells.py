@@ -13,7 +13,7 @@ from typing import Any
 from app.planning.workload import Workload
 from app.settings.strategy import StrategySettings
 from parallel.graph.nominal_cost import equal_cost
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import whole_bytes
 from parallel.memory.recompute_ranks import chosen_runs_of_whole
 
@@ -112,7 +112,10 @@ def planned_runs(name: str) -> str:
     """What is computed again to take half of what blocks save, as ``--recompute-runs`` takes it."""
     subject = SUBJECTS[name]
     graph = Workload(subject.model, ENLARGED * subject.tile, CLASSES).trace()
-    ends = [whole_bytes("ddp", RANKS, subject.m, graph, 1, "cpu", Keeping(rule)).total for rule in ("none", "block")]
+    ends = [
+        whole_bytes("ddp", RANKS, subject.m, graph, 1, "cpu", ActivationPolicy(rule)).total
+        for rule in ("none", "block")
+    ]
     runs = chosen_runs_of_whole("ddp", RANKS, subject.m, graph, equal_cost(graph), sum(ends) / 2, slots=1)
     assert runs, f"nothing to compute again in {name}"
     return ",".join(f"{first}:{last}" for first, last in runs)

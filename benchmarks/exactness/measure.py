@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from app.training.exactness import KINDS, TOLERANCE, Errors, Outcome, Trial, compare, run_engine, run_plain
+from app.training.exactness import KINDS, TOLERANCE, Errors, ExactnessTrial, StepsResult, compare, run_engine, run_plain
 from benchmarks.exactness.cells import SUBJECTS, Cell
 from models.registry import build_model
 from parallel.build import assemble
@@ -55,14 +55,14 @@ class Row:
         return max(self.loss, self.gradients, self.parameters, self.statistics)
 
 
-Ranks = Callable[[Trial, Callable[..., Engine]], list[Outcome] | None]
+Ranks = Callable[[ExactnessTrial, Callable[..., Engine]], list[StepsResult] | None]
 
 
 def on_threads(cell: Cell) -> Row:
     """The row of ``cell``, its ranks threads of this process."""
 
-    def run(trial: Trial, make_engine: Callable[..., Engine]) -> list[Outcome] | None:
-        def rank(communicator: Communicator, _: None) -> list[Outcome] | None:
+    def run(trial: ExactnessTrial, make_engine: Callable[..., Engine]) -> list[StepsResult] | None:
+        def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
             return run_engine(trial, make_engine, communicator)
 
         return run_on_threads(cell.ranks, rank, timeout_s=PATIENCE_S)[0]
@@ -121,9 +121,9 @@ def _row(cell: Cell, errors: Errors, seconds: float) -> Row:
     return Row(cell, status, seconds, errors.loss, **largest, note=worst)
 
 
-def _trial(cell: Cell) -> Trial:
+def _trial(cell: Cell) -> ExactnessTrial:
     subject = SUBJECTS[cell.subject]
-    return Trial(
+    return ExactnessTrial(
         _module(cell.subject), subject.sizes(cell.m), subject.tile, getattr(torch, cell.dtype), CPU, cell.steps, SEED
     )
 
@@ -135,6 +135,6 @@ def _module(subject: str) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=3)
-def _plain(subject: str, m: int, dtype: str, steps: int) -> Outcome:
+def _plain(subject: str, m: int, dtype: str, steps: int) -> StepsResult:
     """All schedules of a model with as many microbatches are held against one plain run."""
     return run_plain(_trial(Cell(subject, "gpipe", 1, m - 1, "threads", dtype, steps)))  # type: ignore[arg-type]

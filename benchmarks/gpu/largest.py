@@ -19,7 +19,7 @@ from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, seco
 from benchmarks.gpu.work import CLASSES, Problem, Work
 from parallel.graph.partition import Partition
 from parallel.memory.kept_bytes import kept_bytes
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes
 from parallel.offload.live_bytes import LiveBytes
 from parallel.schedule.registry import build_schedule, placement_for
@@ -46,14 +46,14 @@ MOST_PX, MOST_TRIALS, MOST = 1 << 15, 6, 1 << 62
 HEADER = ("limit, GiB", "model", "way", "predicted px", "trained px", "does not train, px", "why", "step, s")
 
 
-def ways(setting: Setting) -> dict[str, Keeping]:
+def ways(setting: Setting) -> dict[str, ActivationPolicy]:
     host = _host_bytes() if setting.full else None
     offload = {"offload": "overlap", "ahead": setting.of(USUAL, 0), "smallest": setting.of(MIB, 1), "host_bytes": host}
     return {
-        "plain": Keeping(),
-        "recompute": Keeping(recompute="block"),
-        "offload": Keeping(**offload),
-        "recompute, offload": Keeping(recompute="block", **offload),
+        "plain": ActivationPolicy(),
+        "recompute": ActivationPolicy(recompute="block"),
+        "offload": ActivationPolicy(**offload),
+        "recompute, offload": ActivationPolicy(recompute="block", **offload),
     }
 
 
@@ -80,7 +80,7 @@ def rows(setting: Setting) -> Iterator[Row]:
             forget()
 
 
-def _search(setting: Setting, problem: Problem, limit: int, model: str, keeping: Keeping) -> Row:
+def _search(setting: Setting, problem: Problem, limit: int, model: str, keeping: ActivationPolicy) -> Row:
     """Bisection between what trained and what did not, from the predicted side on."""
     predicted = predicted_px(setting, limit, model, keeping)
     low, high, why, step_s, trials = 0, MOST_PX, "", 0.0, 0
@@ -110,7 +110,7 @@ def _search(setting: Setting, problem: Problem, limit: int, model: str, keeping:
     }
 
 
-def _trial(problem: Problem, limit: int, px: int, keeping: Keeping) -> tuple[str | None, float]:
+def _trial(problem: Problem, limit: int, px: int, keeping: ActivationPolicy) -> tuple[str | None, float]:
     """Why one step does not train within the limit, or None; and its seconds."""
     try:
         return None, (_step_on_gpu if problem.setting.full else _step_counted)(problem, limit, px, keeping)
@@ -120,7 +120,7 @@ def _trial(problem: Problem, limit: int, px: int, keeping: Keeping) -> tuple[str
         forget()
 
 
-def _step_on_gpu(problem: Problem, limit: int, px: int, keeping: Keeping) -> float:
+def _step_on_gpu(problem: Problem, limit: int, px: int, keeping: ActivationPolicy) -> float:
     device = problem.setting.device
     total = torch.cuda.mem_get_info(device)[1]
     problem.set_side(STEP)
@@ -138,7 +138,7 @@ def _step_on_gpu(problem: Problem, limit: int, px: int, keeping: Keeping) -> flo
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _step_counted(problem: Problem, limit: int, px: int, keeping: Keeping) -> float:
+def _step_counted(problem: Problem, limit: int, px: int, keeping: ActivationPolicy) -> float:
     problem.set_side(px)
     problem.optimizer.zero_grad(set_to_none=True)
     work = Work(problem, keeping)
@@ -153,7 +153,7 @@ def _step_counted(problem: Problem, limit: int, px: int, keeping: Keeping) -> fl
     return step_s
 
 
-def predicted_px(setting: Setting, limit: int, model: str, keeping: Keeping) -> int:
+def predicted_px(setting: Setting, limit: int, model: str, keeping: ActivationPolicy) -> int:
     """The largest side whose step is predicted to stay within the limit; at least ``STEP``."""
     sides = setting.of(TRACED, TINY_TRACED)
     small, large = (_predicted_bytes(setting, model, px, keeping) for px in sides)
@@ -167,7 +167,7 @@ def _graph(model: str, px: int) -> Partition:
     return Partition(Workload(model, px, CLASSES, optimizer="sgd").trace(), (0,))
 
 
-def _predicted_bytes(setting: Setting, model: str, px: int, keeping: Keeping) -> int:
+def _predicted_bytes(setting: Setting, model: str, px: int, keeping: ActivationPolicy) -> int:
     partition = _graph(model, px)
     placement = placement_for("1f1b", groups=1, depth=1, chunks=1)
     schedule = build_schedule("1f1b", placement, 1)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, seconds_of, told
 from benchmarks.gpu.work import Problem, Work, kept_bytes
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 
 TILES = {"resnet50": (1024, 2048, 3072), "unet": (512, 1024, 1536)}
 TINY = {"resnet18": (64,), "unet_w16": (64,)}
@@ -48,7 +48,7 @@ def rows(setting: Setting) -> Iterator[Row]:
         )
 
 
-def ways(kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, Keeping]:
+def ways(kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, ActivationPolicy]:
     """By name. Parts of the activations are moved by giving the host room for no more.
 
     Args:
@@ -57,17 +57,19 @@ def ways(kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, Keeping]:
         thorough: try every window, too.
     """
     smallest = {"smallest": 1} if tiny else {}
-    usual = Keeping(offload="overlap", ahead=0 if tiny else USUAL, **smallest)
+    usual = ActivationPolicy(offload="overlap", ahead=0 if tiny else USUAL, **smallest)
     found = {
-        "plain": Keeping(),  # beside itself: what the other ratios are sure to
+        "plain": ActivationPolicy(),  # beside itself: what the other ratios are sure to
         "offload": usual,
-        "offload half": Keeping(offload="overlap", ahead=usual.ahead, host_bytes=kept_bytes // 2, **smallest),
-        "recompute block": Keeping(recompute="block"),
-        "recompute block, offload": Keeping(recompute="block", offload="overlap", ahead=usual.ahead, **smallest),
+        "offload half": ActivationPolicy(offload="overlap", ahead=usual.ahead, host_bytes=kept_bytes // 2, **smallest),
+        "recompute block": ActivationPolicy(recompute="block"),
+        "recompute block, offload": ActivationPolicy(
+            recompute="block", offload="overlap", ahead=usual.ahead, **smallest
+        ),
     }
     if thorough:
         found |= {
-            f"offload, ahead {ahead // MIB} MiB": Keeping(offload="overlap", ahead=ahead, **smallest)
+            f"offload, ahead {ahead // MIB} MiB": ActivationPolicy(offload="overlap", ahead=ahead, **smallest)
             for ahead in AHEAD
             if ahead != usual.ahead
         }
@@ -78,7 +80,7 @@ def _case(setting: Setting, model: str, px: int, *, thorough: bool) -> Iterator[
     what = {"model": model, "px": px}
     try:
         problem = Problem(setting, model, px)
-        plain_bytes = kept_bytes(problem, Keeping())
+        plain_bytes = kept_bytes(problem, ActivationPolicy())
     except Exception as fault:  # see ``attempt``
         yield {**what, "way": "plain", "fault": told(fault)}
         forget()
@@ -87,15 +89,15 @@ def _case(setting: Setting, model: str, px: int, *, thorough: bool) -> Iterator[
     for number, (way, keeping) in enumerate(asked.items()):
         part = setting.part(setting.left_s / (len(asked) - number))
 
-        def run(keeping: Keeping = keeping, part: Setting = part) -> Row:
+        def run(keeping: ActivationPolicy = keeping, part: Setting = part) -> Row:
             return _compared(part, problem, plain_bytes, keeping)
 
         yield attempt({**what, "way": way}, run)
 
 
-def _compared(setting: Setting, problem: Problem, plain_bytes: int, keeping: Keeping) -> Row:
+def _compared(setting: Setting, problem: Problem, plain_bytes: int, keeping: ActivationPolicy) -> Row:
     kept = kept_bytes(problem, keeping)
-    plain, other = Work(problem, Keeping()), Work(problem, keeping)
+    plain, other = Work(problem, ActivationPolicy()), Work(problem, keeping)
     plain.step()
     other.step()
     setting.settle()

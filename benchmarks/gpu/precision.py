@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.offload_time import LEAST_TURNS, MOST_TURNS, USUAL
 from benchmarks.gpu.setting import MIB, Row, Setting, attempt, seconds_of
 from benchmarks.gpu.work import Problem, Work, kept_bytes
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 
 CASES = (("resnet50", 1024, 4), ("unet", 512, 4))
 TINY = (("resnet18", 64, 1),)
@@ -37,7 +37,11 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 def _case(setting: Setting, model: str, px: int, tiles: int, offload: str) -> list[Row]:
     smallest = {} if setting.full else {"smallest": 1}
-    keeping = Keeping() if offload == "none" else Keeping(offload="overlap", ahead=setting.of(USUAL, 0), **smallest)
+    keeping = (
+        ActivationPolicy()
+        if offload == "none"
+        else ActivationPolicy(offload="overlap", ahead=setting.of(USUAL, 0), **smallest)
+    )
     problem = Problem(setting, model, px, tiles=tiles)
     kept = {name: kept_bytes(problem, keeping, dtype) for name, dtype in TYPES.items()}
     works = {name: Work(problem, keeping, autocast=dtype) for name, dtype in TYPES.items()}

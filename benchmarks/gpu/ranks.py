@@ -23,7 +23,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
-from parallel.memory.policy import Keeping, Offload
+from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.strategy import Strategy
 
 RANKS, M, SEED, RATE = 2, 4, 0, 1e-4
@@ -90,7 +90,9 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, float
         F.cross_entropy,
         partial(torch.optim.SGD, lr=RATE),
         communicator,
-        Strategy(case["strategy"], RANKS, RANKS, M, keeping=Keeping(offload=case["offload"], smallest=smallest)),
+        Strategy(
+            case["strategy"], RANKS, RANKS, M, keeping=ActivationPolicy(offload=case["offload"], smallest=smallest)
+        ),
         shape=shape,
         batch=M,
         device=device,

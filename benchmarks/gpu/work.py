@@ -1,7 +1,7 @@
 """A model at work on one device, as ``app.train`` runs it on one rank, with what it keeps for backward as asked.
 
-Takes a model's name, a tile's side and a ``Keeping``; gives steps of SGD on random tiles. Ways to keep share the model:
-weights, optimizer and traced graph are those of a ``Problem``.
+Takes a model's name, a tile's side and an ``ActivationPolicy``; gives steps of SGD on random tiles. Ways to keep share
+the model: weights, optimizer and traced graph are those of a ``Problem``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import Partition
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.segments import segments_of
 from parallel.offload.activation_meter import ActivationMeter
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import WholeModule
 from parallel.trace.trace import trace
@@ -75,7 +75,7 @@ class Work:
     def __init__(
         self,
         problem: Problem,
-        keeping: Keeping,
+        keeping: ActivationPolicy,
         *,
         autocast: torch.dtype | None = None,
         meter: ActivationMeter | None = None,
@@ -84,7 +84,7 @@ class Work:
         self._problem = problem
         device = problem.setting.device
         segments = segments_of(problem.partition, 0, keeping) if keeping.segmented else ()
-        self.keeper = Keeper(keeping, device, meter=meter)
+        self.keeper = SavedTensors(keeping, device, meter=meter)
         self._engine = DataParallelEngine(
             cut_stage(problem.traced, problem.partition, 0, segments, WholeModule),
             _loss,
@@ -108,7 +108,7 @@ class Work:
         self._engine.close()
 
 
-def kept_bytes(problem: Problem, keeping: Keeping, autocast: torch.dtype | None = None) -> int:
+def kept_bytes(problem: Problem, keeping: ActivationPolicy, autocast: torch.dtype | None = None) -> int:
     """Activations on the device at most in a step, counted storage by storage as autograd keeps them."""
     meter = ActivationMeter()
     work = Work(problem, keeping, autocast=autocast, meter=meter)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine
-from app.training.exactness import TOLERANCE, Outcome, Trial, projected_error, run_engine
+from app.training.exactness import TOLERANCE, ExactnessTrial, StepsResult, projected_error, run_engine
 from benchmarks.model_zoo.table import WAYS, Row
 from benchmarks.model_zoo.zoo import Entry
 from models.registry import build_model
@@ -81,7 +81,7 @@ def rows_of(entry: Entry) -> Iterator[Row]:
         gc.collect()  # an engine is cyclic garbage
 
 
-def _compared(row: Row, trial: Trial, plain: Outcome) -> Row:
+def _compared(row: Row, trial: ExactnessTrial, plain: StepsResult) -> Row:
     """``row`` with what became of the model computed as ``row.way`` says."""
     try:
         ranks = _ranks(trial, settings_of(row.way, trial))
@@ -104,7 +104,7 @@ def _compared(row: Row, trial: Trial, plain: Outcome) -> Row:
     return replace(row, status="wrong", note=", ".join(f"{name} {every[name]:.1e}" for name in largest))
 
 
-def settings_of(way: str, trial: Trial) -> StrategySettings:
+def settings_of(way: str, trial: ExactnessTrial) -> StrategySettings:
     """What the flags of ``app.train`` would say."""
     batch = sum(trial.sizes)
     common = partial(
@@ -115,7 +115,7 @@ def settings_of(way: str, trial: Trial) -> StrategySettings:
     return common("1f1b", ranks=int(way.split()[0]))
 
 
-def _trial(entry: Entry) -> Trial:
+def _trial(entry: Entry) -> ExactnessTrial:
     """The model with random weights. A parameter that begins constant (a zero head, scales of 1 or of 1e-6) is moved
     off it, or gradients would be zero whatever is computed."""
     torch.manual_seed(SEED)
@@ -128,10 +128,10 @@ def _trial(entry: Entry) -> Trial:
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     sizes = (entry.tiles,) * MICROBATCHES
-    return Trial(module, sizes, entry.tile, dtype, CPU, steps=1, seed=SEED, channels_last=True)
+    return ExactnessTrial(module, sizes, entry.tile, dtype, CPU, steps=1, seed=SEED, channels_last=True)
 
 
-def _plain(trial: Trial) -> Outcome:
+def _plain(trial: ExactnessTrial) -> StepsResult:
     """The step written out: nothing of ours but tiles, seeds and the loss."""
     module = trial.fresh_module().train()
     optimizer = trial.make_optimizer(module.parameters())
@@ -145,14 +145,14 @@ def _plain(trial: Trial) -> Outcome:
         total += float(loss.detach())
     gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     optimizer.step()
-    return Outcome([total], gradients, copy.copy(module.state_dict()))
+    return StepsResult([total], gradients, copy.copy(module.state_dict()))
 
 
-def _ranks(trial: Trial, settings: StrategySettings) -> list[Outcome]:
+def _ranks(trial: ExactnessTrial, settings: StrategySettings) -> list[StepsResult]:
     """The same step by an engine; what every rank has of it."""
     make_engine = partial(build_engine, settings, tile=trial.tile, seed=trial.seed, device=CPU, smallest=0)
 
-    def rank(communicator: Communicator, _: None) -> list[Outcome] | None:
+    def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
         return run_engine(trial, make_engine, communicator)
 
     outcomes = run_on_threads(settings.world, rank, timeout_s=PATIENCE_S)[0]

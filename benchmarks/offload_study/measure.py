@@ -23,9 +23,9 @@ from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
-from parallel.memory.policy import Keeping, Offload
+from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.offload.copy_clock import CopyTime
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 
 LEARNING_RATE, MOMENTUM = 0.001, 0.9
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -69,7 +69,7 @@ class Student:
         self.trained = Trained(mode)
         self._pictures, self._batch, self._device = pictures, batch, device
         self._optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-        self.keeper = Keeper(Keeping(offload=mode), device)
+        self.keeper = SavedTensors(ActivationPolicy(offload=mode), device)
         self._module = module
         self._engines: dict[int, DataParallelEngine] = {}
         self._steps = 0

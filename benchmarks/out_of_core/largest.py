@@ -18,7 +18,7 @@ from benchmarks.out_of_core.trial import largest_error
 from benchmarks.ranks import run_on_ranks
 from parallel.plan.candidate import Candidate
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tile
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 from parallel.plan.savings import PLAIN, Savings
 
 AGAIN = Savings(("stage", "block"), (False,))
@@ -93,7 +93,7 @@ def _error(model: str, px: int, ours: Path, folder: Path) -> float | None:
     if rank.total > ROOM:
         return None
     plain = folder / "plain.pt"
-    settings = settings_of(Row(candidate), 1)
+    settings = settings_of(PlanRow(candidate), 1)
     run_on_ranks(
         1,
         "benchmarks.out_of_core.trial:run",

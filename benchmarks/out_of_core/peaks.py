@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.out_of_core.problem import GIB, planner, settings_of
 from benchmarks.ranks import run_on_ranks
 from parallel.plan.candidate import Candidate
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 
 WAYS = {
     "none": {},
@@ -39,7 +39,7 @@ def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
                     "model": model,
                     "px": px,
                     "way": way,
-                    "settings": settings_of(Row(candidate), 1, batch=1),
+                    "settings": settings_of(PlanRow(candidate), 1, batch=1),
                     "predicted": rank.total - rank.parameters - rank.optimizer,
                     "predicted_device": rank.total,
                     "predicted_host": made.cutting.host_bytes(candidate, partition, keeping),

@@ -20,7 +20,7 @@ from parallel.graph.layers import LayerGraph
 from parallel.graph.nominal_cost import equal_cost
 from parallel.graph.scale import with_tiles
 from parallel.plan.candidate import WHOLE
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
 
@@ -57,14 +57,14 @@ def _nominal(graph: LayerGraph) -> Callable[[int], Costs]:
     return costs
 
 
-def settings_of(row: Row, ranks: int, batch: int = BATCH, *, state_on_host: bool = False) -> dict[str, Any]:
+def settings_of(row: PlanRow, ranks: int, batch: int = BATCH, *, state_on_host: bool = False) -> dict[str, Any]:
     """Of the strategy of ``row``, as JSON holds them."""
     asked = StrategySettings(parallel="single", ranks=ranks, batch=batch, device="cpu", precision="fp32")
     state = "optimizer" if state_on_host else "none"
     return {**dataclasses.asdict(follow(asked, row)), "offload_state": state}
 
 
-def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savings) -> Row | None:
+def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savings) -> PlanRow | None:
     """The leanest candidate of a strategy with microbatches of one tile, its stages spread over all ranks. Where
     activations go to the host, the optimizer is there, too."""
     made = planner(model, px, ranks, budget, state_on_host=savings.offload == (True,))

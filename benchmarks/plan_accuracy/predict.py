@@ -1,7 +1,7 @@
 """What the planner says of a problem: of each candidate that will be measured, and what it would choose itself.
 
-Takes a problem; gives ``Row``s. Candidates are forecast as they are, whatever they take; the search has the problem's
-memory.
+Takes a problem; gives ``PlanRow``s. Candidates are forecast as they are, whatever they take; the search has the
+problem's memory.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from app.planning.machine import Machine, named_machine, this_machine
 from app.planning.workload import Workload
 from benchmarks.plan_accuracy.problems import CLASSES, QUICK, Problem
 from parallel.plan.candidate import WHOLE
-from parallel.plan.plan import Row, best_of
+from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES
 
 NAMES = (*WHOLE, *SCHEDULES)
 
 
-def predicted(problem: Problem) -> tuple[list[Row], Row | None]:
+def predicted(problem: Problem) -> tuple[list[PlanRow], PlanRow | None]:
     """Rows of the problem's candidates, in order; and the best of all that the planner knows, within the memory."""
     machine = _machine(problem)
     work = Workload(problem.model, problem.tile, CLASSES, segments=problem.segments, optimizer=problem.optimizer)

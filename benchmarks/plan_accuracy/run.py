@@ -25,7 +25,7 @@ from benchmarks.plan_accuracy.problems import PROBLEMS, QUICK, Problem
 from benchmarks.plan_accuracy.tables import Outcome, choices_table, errors_table, missed
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import results, write_results
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 
 OUT = Path(__file__).parents[2] / "bench-data"
 MEASURE = "benchmarks.plan_accuracy.measure:measure"
@@ -64,12 +64,12 @@ def compared(problem: Problem, steps: int) -> dict[str, Any]:
     }
 
 
-def _among(choice: Row, rows: Sequence[Row]) -> bool:
+def _among(choice: PlanRow, rows: Sequence[PlanRow]) -> bool:
     """It is measured anyway: the same way to train, cut at the same places."""
     return any((row.candidate, row.cuts) == (choice.candidate, choice.cuts) for row in rows)
 
 
-def _name(row: Row, rows: Sequence[Row]) -> str:
+def _name(row: PlanRow, rows: Sequence[PlanRow]) -> str:
     """The candidate; the planner's own may be one of the problem's, cut elsewhere to fit the memory."""
     same = any(row.candidate == other.candidate for other in rows)
     return f"{row.candidate}" + ", other cuts" * (same and not _among(row, rows))

@@ -22,10 +22,10 @@ from parallel.cost.stage_cost import link_costs, stage_costs
 from parallel.graph.partition import Partition
 from parallel.plan.candidate import Candidate
 from parallel.plan.limit import too_small
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
 from parallel.plan.stages import slower_link
-from parallel.plan.step_time import Forecast, forecast_split
+from parallel.plan.step_time import StepTime, forecast_split
 
 DEVICE, LINK, NETWORK, PER_NODE = "v100-16gb", "nvlink2", "edr-infiniband", 4
 """A node of four V100, as machines of POWER9 and V100 have them, with one port to the network."""
@@ -135,7 +135,7 @@ def _curve(planner: Planner, name: str, tiles: int, most: int) -> Curve:
     return Curve(row.candidate, tiles, max(row.peak_bytes), ranks, steps, exchange, efficiency)
 
 
-def _smallest_group(planner: Planner, name: str, tiles: int) -> Row:
+def _smallest_group(planner: Planner, name: str, tiles: int) -> PlanRow:
     """Microbatches are of one tile; recomputation and a sharded optimizer come in where nothing fits without."""
     rows = []
     for depth in DEPTHS:
@@ -155,7 +155,7 @@ def _step(
     cluster = dataclasses.replace(planner.cluster, between=slower)
     params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
 
-    def forecast(speed: float) -> Forecast:
+    def forecast(speed: float) -> StepTime:
         costs = task.estimate(1)
         layers = tuple(_faster(layer, speed) for layer in costs.layers)
         return forecast_split(

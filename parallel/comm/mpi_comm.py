@@ -26,7 +26,7 @@ from parallel.comm.communicator import (
     cannot_pipeline,
     cannot_shard,
 )
-from parallel.comm.mpi_request import MPI, MpiWork, Progress, lost
+from parallel.comm.mpi_request import MPI, MpiProgress, MpiWork, lost
 from parallel.comm.objects import in_memory_order
 from parallel.comm.replicate import AveragedModule
 
@@ -64,7 +64,7 @@ class MpiCommunicator:
                 f"{sys.executable}, or under Slurm with srun --mpi=pmi2 for MPICH and --mpi=pmix for Open MPI"
             )
         self.timeout_s = timeout_s
-        self.progress = Progress()
+        self.progress = MpiProgress()
         self._device_memory = _takes_device_memory()
         machine = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = machine.Get_rank()

@@ -27,7 +27,7 @@ PAUSE_S = 0.0005
 """Between two looks at what is under way, while the rank computes."""
 
 
-class Progress:
+class MpiProgress:
     """Calls MPI from a thread of its own while operations are under way; one operation tested moves them all."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class MpiWork:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: MpiProgress,
         timeout_s: float,
         request: Any,
         tensors: Sequence[Tensor],

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from parallel.cost.layer_cost import Costs, LayerCost
-from parallel.cost.product import PASSES, Work, work_of
+from parallel.cost.product import PASSES, OpWork, work_of
 from parallel.cost.regression import Polynomial
 from parallel.cost.traffic import FREE, accumulated_bytes, backward_bytes, forward_bytes
 from parallel.graph.layers import LayerGraph
@@ -40,7 +40,7 @@ class PassModel:
     byte_s: float
     ratio: Polynomial
 
-    def seconds(self, works: Sequence[Work]) -> list[float]:
+    def seconds(self, works: Sequence[OpWork]) -> list[float]:
         """Of each piece of work."""
         best = np.array([work.flops * self.flop_s + work.bytes * self.byte_s for work in works])
         seconds: list[float] = (best * self.ratio([work.features for work in works])).tolist()
@@ -112,7 +112,7 @@ class CostModel:
 
     def _products(self, positions: Sequence[tuple[int, Op]]) -> list[tuple[int, Op, dict[str, float]]]:
         """(position, operation, pass -> seconds) of all products, each kind evaluated at once."""
-        by_kind: dict[str, list[tuple[int, Op, Work]]] = {}
+        by_kind: dict[str, list[tuple[int, Op, OpWork]]] = {}
         for at, op in positions:
             if (work := work_of(op)) is not None:
                 by_kind.setdefault(self._known(work.kind), []).append((at, op, work))

@@ -1,6 +1,6 @@
 """Products as a regression sees them: which kind, how much arithmetic, how many bytes, what shape.
 
-Takes an ``Op`` of a graph, or a shape of the calibration; gives ``Work``, the same for both. No torch here.
+Takes an ``Op`` of a graph, or a shape of the calibration; gives ``OpWork``, the same for both. No torch here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LANES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OpWork:
     """One product.
 
     Attributes:
@@ -33,29 +33,31 @@ class Work:
     features: tuple[float, ...]
 
 
-def work_of(op: Op) -> Work | None:
+def work_of(op: Op) -> OpWork | None:
     """None where arithmetic does not bound the operation."""
     if op.convolution is not None:
         shape = op.convolution
-        return Work(kind_of(shape), op.flops, op.read_bytes + op.written_bytes, _convolution_features(shape, op.flops))
+        return OpWork(
+            kind_of(shape), op.flops, op.read_bytes + op.written_bytes, _convolution_features(shape, op.flops)
+        )
     if op.flops:
-        return Work(
+        return OpWork(
             "matmul", op.flops, op.read_bytes + op.written_bytes, _product_features(op.flops, op.written_bytes / 4)
         )
     return None
 
 
-def work_of_shape(shape: Convolution | Product, itemsize: int = 4) -> Work:
+def work_of_shape(shape: Convolution | Product, itemsize: int = 4) -> OpWork:
     """What ``work_of`` gives for the operation that the calibration ran."""
     if isinstance(shape, Product):
         flops = 2.0 * shape.rows * shape.inner * shape.columns
         numbers = shape.rows * shape.inner + shape.inner * shape.columns + shape.rows * shape.columns
-        return Work("matmul", flops, itemsize * numbers, _product_features(flops, shape.rows * shape.columns))
+        return OpWork("matmul", flops, itemsize * numbers, _product_features(flops, shape.rows * shape.columns))
     weights = shape.channels_in * shape.channels_out // shape.groups * math.prod(shape.kernel)
     px_in, px_out = math.prod(shape.size_in), math.prod(shape.size_out)
     flops = 2.0 * shape.batch * weights * (px_in if shape.transposed else px_out)
     numbers = shape.batch * (shape.channels_in * px_in + shape.channels_out * px_out) + weights
-    return Work(kind_of(shape), flops, itemsize * numbers, _convolution_features(shape, flops))
+    return OpWork(kind_of(shape), flops, itemsize * numbers, _convolution_features(shape, flops))
 
 
 def _product_features(flops: float, written: float) -> tuple[float, ...]:

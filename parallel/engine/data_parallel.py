@@ -21,9 +21,9 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.sent_bytes import sum_bytes
 from parallel.engine.optimizer_step import parameters_and_gradients, state_of
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.schedule.microbatch import microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
@@ -71,7 +71,7 @@ class DataParallelEngine:
         seed: int = 0,
         autocast: torch.dtype | None = None,
         statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
-        keeper: Keeper | None = None,
+        keeper: SavedTensors | None = None,
         host: HostOptimizer | None = None,
         device: torch.device | None = None,
         bucket_bytes: int | None = None,
@@ -99,7 +99,7 @@ class DataParallelEngine:
         self._bucket_bytes = bucket_bytes
         self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
-        self._keeper = keeper or Keeper(Keeping(), self._device)
+        self._keeper = keeper or SavedTensors(ActivationPolicy(), self._device)
         self._updated = UpdatedBuffers(module, updated)
         assert communicator.world == 1 or not self._updated
         self._keeper.copies_of(self._updated)

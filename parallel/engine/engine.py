@@ -18,9 +18,9 @@ from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.grad_reducer import completing_backwards, last_backwards
-from parallel.engine.rank_program import RankWork
+from parallel.engine.rank_program import RankProgram
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
-from parallel.engine.step_batches import Feed
+from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind
@@ -55,7 +55,7 @@ class Engine:
     """
 
     def __init__(
-        self, work: RankWork, communicator: Communicator, *, seed: int = 0, observer: Observer | None = None
+        self, work: RankProgram, communicator: Communicator, *, seed: int = 0, observer: Observer | None = None
     ) -> None:
         self.schedule, self.placement, self.share = work.schedule, work.placement, work.share
         self._work = work
@@ -95,7 +95,7 @@ class Engine:
             exchange.begin_step()
         self._spans = []
         sent = sum(self.bytes_sent.values())
-        losses = self._walk(Feed(microbatches, self.share), step)
+        losses = self._walk(StepBatches(microbatches, self.share), step)
         tiles = int(losses[1].sum())
         work.messenger.finish()
         self._sent_in_step = sum(self.bytes_sent.values()) - sent
@@ -165,7 +165,7 @@ class Engine:
             stage.forget()
         self._work.handover.clear()
 
-    def _walk(self, feed: Feed, step: int) -> Tensor:
+    def _walk(self, feed: StepBatches, step: int) -> Tensor:
         """All actions of this rank; mean losses and sizes (2, m) of the microbatches whose loss it computed."""
         found: dict[int, tuple[Tensor, int]] = {}
         for position, action in enumerate(self._actions):
@@ -188,7 +188,7 @@ class Engine:
         return losses
 
     def _perform(
-        self, position: int, action: Action, feed: Feed, step: int, losses: dict[int, tuple[Tensor, int]]
+        self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
     ) -> None:
         handover = self._work.handover
         match action.kind:
@@ -218,7 +218,7 @@ class Engine:
                 handover.post_back(action)
 
     def _forward(
-        self, position: int, action: Action, feed: Feed, step: int, losses: dict[int, tuple[Tensor, int]]
+        self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
     ) -> None:
         i, work = _i(action), self._work
         self._shapes = f"tiles {feed.shape(i)}"
@@ -242,7 +242,7 @@ class Engine:
             losses[i] = outputs[LOSS].detach(), tiles  # read after the last action: reading waits for a GPU
         work.handover.give(action, outputs)
 
-    def _backward(self, position: int, action: Action, feed: Feed) -> None:
+    def _backward(self, position: int, action: Action, feed: StepBatches) -> None:
         i, work = _i(action), self._work
         self._shapes = f"tiles {feed.shape(i)}"
         self._tell(position, waiting=True)

@@ -18,7 +18,7 @@ from parallel.comm.sent_bytes import sum_bytes
 from parallel.schedule.action import Action, Kind
 
 
-class GradientExchange:
+class GradReducer:
     """The gradients of one stage and the other ranks that hold it.
 
     Args:
@@ -91,7 +91,7 @@ class GradientExchange:
             self._works.append(self._communicator.iall_reduce(self.buckets[len(self._works)].flat))
 
 
-def _hook(exchange: weakref.ref[GradientExchange], place: int, number: int) -> Callable[[Tensor], None]:
+def _hook(exchange: weakref.ref[GradReducer], place: int, number: int) -> Callable[[Tensor], None]:
     """A parameter's hook is out of the garbage collector's sight: holding the exchange, which holds the parameter, it
     would keep both for ever."""
 

@@ -20,7 +20,7 @@ from parallel.schedule.placement import Placement
 from parallel.stage.stage import Stage
 
 
-class Prediction:
+class Inference:
     """The stages of replica 0 that one rank holds.
 
     Args:

@@ -36,7 +36,7 @@ class Copy:
     source: int
 
 
-class Update:
+class OptimizerStep:
     """Zeroes gradients before a step and updates parameters after it.
 
     Args:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallel.engine.grad_reducer import GradientExchange
-from parallel.engine.inference import Prediction
+from parallel.engine.grad_reducer import GradReducer
+from parallel.engine.inference import Inference
 from parallel.engine.messages import Messenger
-from parallel.engine.optimizer_step import Update
-from parallel.engine.state_dict import CanonicalState
-from parallel.engine.transfers import Handover
+from parallel.engine.optimizer_step import OptimizerStep
+from parallel.engine.state_dict import FullStateDict
+from parallel.engine.transfers import StageTransfers
 from parallel.schedule.action import Schedule
 from parallel.schedule.placement import Placement
 from parallel.stage.stage import Stage
 
 
 @dataclass(frozen=True)
-class RankWork:
+class RankProgram:
     """All of it.
 
     Attributes:
@@ -33,12 +33,12 @@ class RankWork:
     schedule: Schedule
     placement: Placement
     stages: Mapping[int, Stage]
-    handover: Handover
-    exchanges: Mapping[int, GradientExchange]
-    update: Update
+    handover: StageTransfers
+    exchanges: Mapping[int, GradReducer]
+    update: OptimizerStep
     messenger: Messenger
-    prediction: Prediction
-    canonical: CanonicalState
+    prediction: Inference
+    canonical: FullStateDict
     inputs: str
     share: range
     batch: int

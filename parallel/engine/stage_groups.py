@@ -9,7 +9,7 @@ from parallel.comm.local import LocalCommunicator
 from parallel.schedule.placement import Placement
 
 
-class Holders:
+class StageGroups:
     """Of the stages that this rank holds. Every rank makes one at the same time.
 
     Args:

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
-from parallel.engine.optimizer_step import Update
+from parallel.engine.optimizer_step import OptimizerStep
 from parallel.schedule.placement import Placement
 from parallel.stage.stage import Stage
 
 
 @dataclass(frozen=True)
-class CanonicalState:
+class FullStateDict:
     """The state of a model whose stages are spread over ranks.
 
     Attributes:
@@ -32,7 +32,7 @@ class CanonicalState:
     keys: Sequence[str]
     parameters: Sequence[str]
     stages: Mapping[int, Stage]
-    update: Update
+    update: OptimizerStep
     placement: Placement
     communicator: Communicator
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel.engine.step import Microbatch
 
 
-class Feed:
+class StepBatches:
     """Hands out the parts of the microbatches ``share``, each once, in any order.
 
     Args:

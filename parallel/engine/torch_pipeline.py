@@ -15,8 +15,8 @@ from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator, Pipeline, PipelinePart, Work
 from parallel.engine.engine import Engine, Observer
-from parallel.engine.rank_program import RankWork
-from parallel.engine.step_batches import Feed
+from parallel.engine.rank_program import RankProgram
+from parallel.engine.step_batches import StepBatches
 from parallel.engine.torch_crossings import Crossing
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
@@ -40,7 +40,7 @@ class TorchPipelineEngine(Engine):
 
     def __init__(
         self,
-        work: RankWork,
+        work: RankProgram,
         communicator: Communicator,
         name: str,
         partition: Partition,
@@ -75,7 +75,7 @@ class TorchPipelineEngine(Engine):
         super().close()
         self._pipeline = None
 
-    def _walk(self, feed: Feed, step: int) -> Tensor:
+    def _walk(self, feed: StepBatches, step: int) -> Tensor:
         assert self._pipeline is not None, "step after close"
         self._feed, self._step = feed, step
         self._found: dict[int, tuple[Tensor, int]] = {}

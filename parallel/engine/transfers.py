@@ -21,7 +21,7 @@ Routes = Mapping[tuple[int, int], tuple[str, ...]]
 """(source stage, target stage) -> names of the values that go that way."""
 
 
-class Handover:
+class StageTransfers:
     """What lies between two actions of a rank.
 
     Args:

@@ -1,7 +1,7 @@
 """Bytes on the host: what activations that were moved there take at most, by rank, for any schedule.
 
-Takes a partition of a graph that was traced with its loss, the schedule and a ``Keeping``. Buffers of the host's pool
-are up to a ninth larger than what lies in them, which is not counted. No torch here.
+Takes a partition of a graph that was traced with its loss, the schedule and an ``ActivationPolicy``. Buffers of the
+host's pool are up to a ninth larger than what lies in them, which is not counted. No torch here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.kept_bytes import lifetimes_of
 from parallel.memory.lifetimes import Lifetimes
 from parallel.memory.liveness import Piece
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
 
 
@@ -32,7 +32,9 @@ class HostBytes:
     again: int
 
 
-def stage_host_bytes(partition: Partition, keeping: Keeping, found: Iterable[Piece] | None = None) -> list[HostBytes]:
+def stage_host_bytes(
+    partition: Partition, keeping: ActivationPolicy, found: Iterable[Piece] | None = None
+) -> list[HostBytes]:
     """Of every stage.
 
     Args:

@@ -1,4 +1,4 @@
-"""Bytes of a stage whose activations are computed again or moved to the host: as ``stage_bytes``, under a ``Keeping``.
+"""Bytes of a stage whose activations are computed again or moved to the host, under an ``ActivationPolicy``.
 
 Takes a partition of a graph that was traced with its loss, and the rule; gives ``StageBytes``, so that the bytes of
 ranks follow for any schedule. Copies between device and host are taken to be done at once; on a GPU what has begun to
@@ -14,14 +14,16 @@ from itertools import accumulate
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.lifetimes import Lifetimes
-from parallel.memory.liveness import Piece, Span, gradient_spans, pieces, running_bytes
+from parallel.memory.liveness import LiveRange, Piece, gradient_spans, pieces, running_bytes
 from parallel.memory.passes import Passes
-from parallel.memory.policy import Keeping, Segment
+from parallel.memory.policy import ActivationPolicy, Segment
 from parallel.memory.segments import segments_of
 from parallel.memory.stage_bytes import StageBytes, stage_bytes, touched_by
 
 
-def kept_bytes(partition: Partition, keeping: Keeping, found: Iterable[Piece] | None = None) -> list[StageBytes]:
+def kept_bytes(
+    partition: Partition, keeping: ActivationPolicy, found: Iterable[Piece] | None = None
+) -> list[StageBytes]:
     """Of every stage.
 
     Args:
@@ -38,7 +40,9 @@ def kept_bytes(partition: Partition, keeping: Keeping, found: Iterable[Piece] | 
     return [with_lifetimes(partition.graph, lives, stage) for stage, lives in stages]
 
 
-def lifetimes_of(partition: Partition, keeping: Keeping, found: Iterable[Piece] | None = None) -> list[Lifetimes]:
+def lifetimes_of(
+    partition: Partition, keeping: ActivationPolicy, found: Iterable[Piece] | None = None
+) -> list[Lifetimes]:
     """Of every stage; arguments as ``kept_bytes``."""
     touched = touched_by(partition, pieces(partition.graph) if found is None else found)
     return [
@@ -92,9 +96,9 @@ def with_lifetimes(graph: LayerGraph, lives: Lifetimes, plain: StageBytes) -> St
     )
 
 
-def _gradients(graph: LayerGraph, passes: Passes) -> Iterable[Span]:
+def _gradients(graph: LayerGraph, passes: Passes) -> Iterable[LiveRange]:
     """Memory of gradients of values, by moments; that of messages is there from the beginning."""
     for span in gradient_spans(graph, passes.start, passes.stop):
         message = (span.first, span.last) == (passes.start, passes.stop - 1)
         begin = passes.turn if message else passes.back[span.last]
-        yield Span(begin, passes.back[span.first], span.bytes)
+        yield LiveRange(begin, passes.back[span.first], span.bytes)

@@ -1,7 +1,7 @@
 """From a stage and a rule to spans: how long each piece of memory is on the device while a microbatch goes through.
 
-Takes the pieces of memory of a graph (``liveness``), the passes of a stage and a ``Keeping``; gives spans of moments.
-What a layer makes that is computed again is another piece of memory than what it made at first. No torch here.
+Takes the pieces of memory of a graph (``liveness``), the passes of a stage and an ``ActivationPolicy``; gives spans of
+moments. What a layer makes that is computed again is another piece of memory than what it made at first. No torch here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel.memory.liveness import Piece, Span
+from parallel.memory.liveness import LiveRange, Piece
 from parallel.memory.offload_window import Journey, on_device
 from parallel.memory.passes import Passes
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Lifetimes:
         host_again: there besides, at most: what a segment keeps that is computed again.
     """
 
-    def __init__(self, found: Iterable[Piece], passes: Passes, keeping: Keeping) -> None:
-        self.spans: list[Span] = []
-        self.unkept: list[Span] = []
+    def __init__(self, found: Iterable[Piece], passes: Passes, keeping: ActivationPolicy) -> None:
+        self.spans: list[LiveRange] = []
+        self.unkept: list[LiveRange] = []
         self.held = self.held_inputs = self.host = self.host_inputs = 0
         self.passes = passes
         self._starts = [segment.start for segment in passes.segments]
@@ -83,7 +83,7 @@ class Lifetimes:
         kept = [place for use in uses if not use.again for place in use.saved]
         entering = [use for use in uses if use.again and use.enters]
         if entered or any(place < passes.stop for place in piece.made):
-            self.unkept.append(Span(begin, last, size))
+            self.unkept.append(LiveRange(begin, last, size))
         if entered and moves:
             self.host_inputs += size
         if entered and not self._moves:  # the stage holds what it is given
@@ -95,7 +95,7 @@ class Lifetimes:
             needs += [passes.back[use.saved[0]] if use.saved else passes.again[use.last] for use in entering]
             self._hold(size, begin, max(needs), entered)
         else:
-            self.spans.append(Span(passes.forth(begin), passes.forth(last), size))
+            self.spans.append(LiveRange(passes.forth(begin), passes.forth(last), size))
         for use in uses:
             if use.again and not use.enters:
                 self._make_again(size, use, moves)
@@ -121,7 +121,7 @@ class Lifetimes:
 
     def _hold(self, size: int, begin: int, last: int, entered: bool) -> None:
         """On the device from position ``begin`` to moment ``last``."""
-        self.spans.append(Span(self.passes.forth(begin), last, size))
+        self.spans.append(LiveRange(self.passes.forth(begin), last, size))
         self.held += size
         self.held_inputs += size if entered else 0
 
@@ -146,19 +146,19 @@ class Lifetimes:
         again, back = self.passes.again, self.passes.back
         begin, free = again[use.begin] + use.enters, again[use.last]  # at its first moment it has just been brought
         if not use.saved:
-            self.spans.append(Span(begin, free, size))
+            self.spans.append(LiveRange(begin, free, size))
         elif moves:
             asked = [(back[place],) * 2 for place in use.saved]
             start = self._starts[bisect.bisect(self._starts, use.begin) - 1]
             self._host_again[start] += self._leave(size, begin, free, again[use.saved[0]], asked)
         else:
-            self.spans.append(Span(begin, back[use.saved[0]], size))
+            self.spans.append(LiveRange(begin, back[use.saved[0]], size))
 
     def _leave(self, size: int, begin: int, free: int, packed: int, asked: Sequence[tuple[int, int]]) -> int:
         """To the host at moment ``packed``, and back. Gives its bytes there."""
         if not self._each:
             self._journeys.append(Journey(size, begin, free, packed, tuple(sorted({*asked}))))
             return size
-        self.spans.append(Span(begin, free, size))
-        self.spans += [Span(first, last, size) for first, last in asked]
+        self.spans.append(LiveRange(begin, free, size))
+        self.spans += [LiveRange(first, last, size) for first, last in asked]
         return size * len(asked)

@@ -18,7 +18,7 @@ HANDS_ON = ("add", "add_", "cat")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LiveRange:
     """A piece of memory that lives while the layers at positions ``first`` to ``last``, both included, run."""
 
     first: int
@@ -71,7 +71,7 @@ def _value(layer: Layer) -> tuple[tuple[int | str, int], ...]:
     return ((layer.name, layer.output_bytes),)
 
 
-def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -> Iterator[Span]:
+def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -> Iterator[LiveRange]:
     """Memory of gradients of values in the backward pass of the layers from ``start`` to ``stop``, not included.
 
     Gradients of what later layers use are there from the beginning to the end, those of what earlier layers made stay
@@ -108,7 +108,7 @@ class _Gradients:
         users = ((name, k) for k in range(start, stop) for name in graph.layers[k].inputs)
         self._first_use = dict(reversed([(name, k) for name, k in users if graph.position[name] < start]))
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[LiveRange]:
         last = self._graph.last_uses
         for position in range(self._start, self._end + 1):
             layer = self._graph.layers[position]
@@ -116,7 +116,7 @@ class _Gradients:
                 continue
             if last[position] > self._end:  # a message
                 self._roots[layer.name] = _Root(self._end, layer.output_bytes, held=1, pinned=True)
-                yield Span(self._start, self._end, layer.output_bytes)
+                yield LiveRange(self._start, self._end, layer.output_bytes)
             elif layer.kind == OUTPUT:
                 self._roots[layer.name] = _Root(self._end, layer.output_bytes, held=1)
         for position in range(self._end, self._start - 1, -1):
@@ -130,7 +130,7 @@ class _Gradients:
         for name in tuple(self._roots):
             yield from self._let_go(self._start, name)
 
-    def _contribute(self, position: int, layer: Layer, name: str) -> Iterator[Span]:
+    def _contribute(self, position: int, layer: Layer, name: str) -> Iterator[LiveRange]:
         """The gradient that ``layer`` gives for its input ``name``."""
         size = self._graph.by_name[name].output_bytes
         shared = _hands_on(layer, size)
@@ -145,25 +145,25 @@ class _Gradients:
             # The sum is a third tensor; the layer's own gradient and what it kept are gone by then.
             if not shared:
                 gone = layer.output_bytes + self._graph.freed_bytes[position]
-                yield Span(position, position, max(0, size - gone))
+                yield LiveRange(position, position, max(0, size - gone))
             yield from self._let_go(position, name)
             self._roots[name] = _Root(position, size, held=1)
         elif not shared:
-            yield Span(position, position, size)
+            yield LiveRange(position, position, size)
 
-    def _complete(self, position: int, name: str) -> Iterator[Span]:
+    def _complete(self, position: int, name: str) -> Iterator[LiveRange]:
         """The gradient of a received value is a message: it gets memory of its own once it is whole."""
         root = self._roots[name]
         if self._first_use.get(name) == position and (root.held > 1 or root.pinned or not root.whole):
             yield from self._let_go(position, name)
             self._roots[name] = _Root(position, self._graph.by_name[name].output_bytes, held=1)
 
-    def _let_go(self, position: int, name: str) -> Iterator[Span]:
+    def _let_go(self, position: int, name: str) -> Iterator[LiveRange]:
         """The layer at ``position`` has used the gradient ``name`` up."""
         root = self._roots.pop(name)
         root.held -= 1
         if not root.held and not root.pinned:
-            yield Span(position, root.born, root.bytes)
+            yield LiveRange(position, root.born, root.bytes)
 
 
 def _hands_on(layer: Layer, size: int) -> bool:
@@ -176,7 +176,7 @@ def _hands_on(layer: Layer, size: int) -> bool:
     return layer.output_bytes == size
 
 
-def running_bytes(spans: Sequence[Span], start: int, stop: int) -> list[int]:
+def running_bytes(spans: Sequence[LiveRange], start: int, stop: int) -> list[int]:
     """Bytes that live at each position from ``start`` to ``stop``, not included."""
     change = [0] * (stop - start + 1)
     for span in spans:

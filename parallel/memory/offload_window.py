@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parallel.memory.liveness import Span
+from parallel.memory.liveness import LiveRange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class Journey:
     asked: tuple[tuple[int, int], ...]
 
 
-def on_device(journeys: Sequence[Journey], ahead: int, turn: int) -> Iterator[Span]:
+def on_device(journeys: Sequence[Journey], ahead: int, turn: int) -> Iterator[LiveRange]:
     """Spans of moments, one or two of each journey.
 
     Args:
@@ -53,7 +53,7 @@ class _Travels:
         self._waiting_bytes = 0
         self._packed: list[int] = []
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[LiveRange]:
         packs: dict[int, list[int]] = defaultdict(list)
         asks: dict[int, list[tuple[int, int, bool]]] = defaultdict(list)
         for number, journey in enumerate(self._journeys):
@@ -78,7 +78,7 @@ class _Travels:
                 if not finally_ and self._waiting_bytes + size <= self._ahead:
                     self._wait(number)
                 else:
-                    yield Span(self._since.pop(number), last, size)
+                    yield LiveRange(self._since.pop(number), last, size)
                 self._look_ahead(now, self._packed.index(number))
                 if finally_:
                     self._packed.remove(number)
@@ -90,14 +90,14 @@ class _Travels:
     def _asked(self, number: int) -> None:
         self._waiting_bytes -= self._waiting.pop(number, 0)
 
-    def _narrow(self, now: int, window: int) -> Iterator[Span]:
+    def _narrow(self, now: int, window: int) -> Iterator[LiveRange]:
         while self._waiting_bytes > window:
             oldest = next(iter(self._waiting))
             self._asked(oldest)
             journey = self._journeys[oldest]
             since = self._since.pop(oldest)
             # Not before the pass that keeps it has used it; what was brought back ahead in vain just leaves.
-            yield Span(since, max(now, journey.free) if since == journey.begin else now, journey.bytes)
+            yield LiveRange(since, max(now, journey.free) if since == journey.begin else now, journey.bytes)
 
     def _look_ahead(self, now: int, place: int) -> None:
         for number in reversed(self._packed[:place]):

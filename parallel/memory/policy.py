@@ -28,7 +28,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class ActivationPolicy:
     """What becomes of what the forward passes of a rank keep.
 
     Attributes:
@@ -71,5 +71,5 @@ class Keeping:
         return self.recompute not in ("none", "stage")
 
 
-KEEP_ALL = Keeping()
+KEEP_ALL = ActivationPolicy()
 """On the device, all of it."""

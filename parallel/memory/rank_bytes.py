@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.kept_bytes import kept_bytes
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.stage_bytes import StageBytes, stage_bytes
 from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
 from parallel.schedule.microbatch import share_of
@@ -119,7 +119,7 @@ def whole_bytes(
     graph: LayerGraph,
     slots: int,
     device: str = "cpu",
-    keeping: Keeping | None = None,
+    keeping: ActivationPolicy | None = None,
     stage: StageBytes | None = None,
 ) -> RankBytes:
     """Of each rank where every rank computes the whole model: single, ddp and fsdp.
@@ -137,7 +137,7 @@ def whole_bytes(
         stage: what ``kept_bytes`` gives for the whole model, where it is known.
     """
     if stage is None:
-        (stage,) = kept_bytes(Partition(graph, (0,)), keeping or Keeping())
+        (stage,) = kept_bytes(Partition(graph, (0,)), keeping or ActivationPolicy())
     several = len(share_of(0, ranks, m)) > 1
     parameters, kept = stage.parameters, stage.activations
     # Buckets take in the gradients layer by layer; without them all that are made add up.

@@ -2,7 +2,7 @@
 
 A block that is computed again leaves less for the host, and takes more of the device for as long as it runs again: its
 values live beside the gradients. Takes a partition and what its ranks would take; gives runs of layers for
-``Keeping.chosen``. No torch here.
+``ActivationPolicy.chosen``. No torch here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import chain
 
 from parallel.graph.partition import Partition
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.recompute_ranks import Runs
 from parallel.memory.segments import segments_of
 
@@ -26,7 +26,9 @@ def runs_beside_offload(partition: Partition, taken: Callable[[Runs], int], limi
         limit_bytes: of each rank.
     """
     graph = partition.graph
-    blocks = chain.from_iterable(segments_of(partition, stage, Keeping("block")) for stage in range(partition.depth))
+    blocks = chain.from_iterable(
+        segments_of(partition, stage, ActivationPolicy("block")) for stage in range(partition.depth)
+    )
     runs = [(one.start, one.stop) for one in blocks if one.recompute]
     largest = {run: max(layer.output_bytes for layer in graph.layers[slice(*run)]) for run in runs}
 

@@ -1,4 +1,4 @@
-"""What all ranks compute again so that none takes more than it has: runs of layers for ``Keeping.chosen``.
+"""What all ranks compute again so that none takes more than it has: runs of layers for ``ActivationPolicy.chosen``.
 
 Takes a partition with its placement and schedule, or a model that every rank computes as a whole, seconds of layers and
 the bytes of a rank; gives the names of the first and last layer of each run. Each stage has a search of its own
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import in_flight, rank_bytes, whole_bytes
 from parallel.memory.recompute_search import Plan, RecomputeSearch
 from parallel.memory.stage_memory import StageMemory
@@ -50,7 +50,7 @@ def chosen_runs(
         memory: of the partition's graph, where searches share it.
     """
     memory = StageMemory(partition.graph) if memory is None else memory
-    plain = memory.kept(partition, Keeping())
+    plain = memory.kept(partition, ActivationPolicy())
     flights, rooms = [1] * partition.depth, [limit_bytes] * partition.depth
     for rank, combinations in enumerate(in_flight(schedule, placement)):
         held = sorted({stage for stage, _ in placement.held_by(rank)})
@@ -65,7 +65,7 @@ def chosen_runs(
             rooms[stage] = min(rooms[stage], part * (limit_bytes - own))
 
     def taken(runs: Runs) -> list[int]:
-        stages = memory.kept(partition, Keeping("chosen", runs))
+        stages = memory.kept(partition, ActivationPolicy("chosen", runs))
         ranks = rank_bytes(
             partition,
             placement,
@@ -101,7 +101,7 @@ def chosen_runs_of_whole(
     memory = StageMemory(graph) if memory is None else memory
 
     def taken(runs: Runs) -> list[int]:
-        (stage,) = memory.kept(partition, Keeping("chosen", runs))
+        (stage,) = memory.kept(partition, ActivationPolicy("chosen", runs))
         return [whole_bytes(name, ranks, m, graph, slots, device, stage=stage).total]
 
     room = limit_bytes - (2 + slots) * sum(graph.owned_bytes)

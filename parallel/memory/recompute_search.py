@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import cut_positions
-from parallel.memory.policy import Keeping, Segment
+from parallel.memory.policy import ActivationPolicy, Segment
 from parallel.memory.segment_windows import SegmentWindows
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import thinned
@@ -33,7 +33,7 @@ CLOSE = 1.15
 """Times the budget from which steps may lead below it."""
 SCALES = (0.94, 0.88, 0.78, 0.6, 1.07, 1.15, 1.3, 1.6)
 """Times the budget that a plan is made for: what it really takes may be less or more."""
-RULE = Keeping("chosen")
+RULE = ActivationPolicy("chosen")
 
 Plan = tuple[Segment, ...]
 

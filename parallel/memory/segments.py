@@ -14,10 +14,10 @@ from itertools import pairwise
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import INPUT, OUTPUT, LayerGraph
 from parallel.graph.partition import Partition, cut_positions
-from parallel.memory.policy import Keeping, Segment
+from parallel.memory.policy import ActivationPolicy, Segment
 
 
-def segments_of(partition: Partition, stage: int, keeping: Keeping) -> tuple[Segment, ...]:
+def segments_of(partition: Partition, stage: int, keeping: ActivationPolicy) -> tuple[Segment, ...]:
     """The segments of a stage, in order; one that is not computed again where nothing is.
 
     Raises:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
-from parallel.memory.liveness import Piece, Span, gradient_spans, pieces, running_bytes
+from parallel.memory.liveness import LiveRange, Piece, gradient_spans, pieces, running_bytes
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ def bytes_of_window(graph: LayerGraph, start: int, stop: int, found: Iterable[Pi
         inside = [made for made in piece.made if start <= made < stop]
         saved = [position for position in piece.saved if start <= position < stop]
         if any(start <= use < stop and made < start for made, use in piece.used):
-            inputs.append(Span(start, stop - 1, piece.bytes))
+            inputs.append(LiveRange(start, stop - 1, piece.bytes))
             continue
         if inside:
-            alone.append(Span(min(inside), max([*inside, *(use for _, use in piece.used)]), piece.bytes))
+            alone.append(LiveRange(min(inside), max([*inside, *(use for _, use in piece.used)]), piece.bytes))
         if saved:
-            back.append(Span(min(saved), stop - 1, piece.bytes))
-            forth.append(Span(min([*saved, *inside]), stop - 1, piece.bytes))
+            back.append(LiveRange(min(saved), stop - 1, piece.bytes))
+            forth.append(LiveRange(min([*saved, *inside]), stop - 1, piece.bytes))
         else:
             forth += alone[-1:] if inside else []
     last = graph.last_uses
@@ -107,5 +107,5 @@ def bytes_of_window(graph: LayerGraph, start: int, stop: int, found: Iterable[Pi
     )
 
 
-def _total(spans: Iterable[Span]) -> int:
+def _total(spans: Iterable[LiveRange]) -> int:
     return sum(span.bytes for span in spans)

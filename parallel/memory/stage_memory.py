@@ -15,7 +15,7 @@ from parallel.memory.host_bytes import HostBytes, host_bytes_of
 from parallel.memory.kept_bytes import passes_of, with_lifetimes
 from parallel.memory.lifetimes import Lifetimes
 from parallel.memory.liveness import Piece, gradient_spans, pieces, running_bytes
-from parallel.memory.policy import Keeping, Segment
+from parallel.memory.policy import ActivationPolicy, Segment
 from parallel.memory.segments import segments_of
 from parallel.memory.stage_arrays import StageArrays
 from parallel.memory.stage_bytes import StageBytes, bytes_of_window
@@ -44,7 +44,7 @@ class StageMemory:
         self._kept: dict[object, StageBytes] = {}
         self._host: dict[object, HostBytes] = {}
 
-    def kept(self, partition: Partition, keeping: Keeping) -> list[StageBytes]:
+    def kept(self, partition: Partition, keeping: ActivationPolicy) -> list[StageBytes]:
         """As ``kept_bytes``.
 
         Raises:
@@ -54,7 +54,7 @@ class StageMemory:
             return [self.plain(bound) for bound in pairwise([*partition.starts, len(self.graph.layers)])]
         return [self.of_segments(segments_of(partition, stage, keeping), keeping) for stage in range(partition.depth)]
 
-    def host(self, partition: Partition, keeping: Keeping) -> list[HostBytes]:
+    def host(self, partition: Partition, keeping: ActivationPolicy) -> list[HostBytes]:
         """As ``stage_host_bytes``."""
         found = []
         for stage in range(partition.depth):
@@ -64,18 +64,18 @@ class StageMemory:
             found.append(self._host[key])
         return found
 
-    def of_segments(self, segments: Sequence[Segment], keeping: Keeping) -> StageBytes:
+    def of_segments(self, segments: Sequence[Segment], keeping: ActivationPolicy) -> StageBytes:
         """Of the stage whose layers ``segments`` cover."""
         key = self._key(segments, keeping)
         if key not in self._kept:
             self._work_out(key, segments, keeping)
         return self._kept[key]
 
-    def _key(self, segments: Sequence[Segment], keeping: Keeping) -> object:
+    def _key(self, segments: Sequence[Segment], keeping: ActivationPolicy) -> object:
         moves = (keeping.offload, keeping.smallest, keeping.ahead) if keeping.offload != "none" else None
         return tuple(segments), moves
 
-    def _work_out(self, key: object, segments: Sequence[Segment], keeping: Keeping) -> None:
+    def _work_out(self, key: object, segments: Sequence[Segment], keeping: ActivationPolicy) -> None:
         bound = segments[0].start, segments[-1].stop
         found = self.touched(bound)
         if keeping.offload == "none" and found:

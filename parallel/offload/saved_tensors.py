@@ -1,7 +1,7 @@
 """What a rank does with what its forward passes keep, put together from its rule: offload, recomputation, or neither.
 
-Takes a ``Keeping``; a stage, or an engine with the whole model, runs its forward passes under ``watching`` and its
-segments through ``through``. Nothing here knows schedules: others say when a microbatch is flushed or fetched.
+Takes an ``ActivationPolicy``; a stage, or an engine with the whole model, runs its forward passes under ``watching``
+and its segments through ``through``. Nothing here knows schedules: others say when a microbatch is flushed or fetched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_parameters import HostParameters
@@ -26,7 +26,7 @@ from parallel.offload.recompute import Again, unpack
 from parallel.offload.updated_buffers import UpdatedBuffers
 
 
-class Segment(Protocol):
+class SegmentLike(Protocol):
     """A segment of a stage, as far as it matters here."""
 
     @property
@@ -37,7 +37,7 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 """Called before a segment is computed: gives what it is computed again in, once."""
 
 
-class Keeper:
+class SavedTensors:
     """For all stages of one rank.
 
     Args:
@@ -52,7 +52,7 @@ class Keeper:
 
     def __init__(
         self,
-        rule: Keeping,
+        rule: ActivationPolicy,
         device: torch.device,
         *,
         meter: ActivationMeter | None = None,
@@ -133,7 +133,7 @@ class Keeper:
 
     def through(
         self,
-        segment: Segment,
+        segment: SegmentLike,
         compute: Callable[..., tuple[Any, ...]],
         values: tuple[Any, ...],
         state: Collection[Tensor],

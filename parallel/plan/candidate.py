@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.registry import SCHEDULES
 
 WHOLE = ("single", "ddp", "fsdp")
@@ -78,7 +78,7 @@ class Candidate:
         """Takes time to need less memory for what is kept."""
         return self.recompute != "none" or self.offload
 
-    def keeping(self, chosen: tuple[tuple[str, str], ...] = (), ahead: int = 0) -> Keeping:
+    def keeping(self, chosen: tuple[tuple[str, str], ...] = (), ahead: int = 0) -> ActivationPolicy:
         """The rule for what is kept.
 
         Args:
@@ -86,7 +86,7 @@ class Candidate:
             ahead: bytes that offloading leaves on the device or brings back ahead.
         """
         optimal = self.recompute == "optimal"
-        return Keeping(
+        return ActivationPolicy(
             "chosen" if optimal else self.recompute,
             chosen if optimal else (),
             "overlap" if self.offload else "none",

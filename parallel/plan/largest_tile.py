@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 from parallel.plan.savings import PLAIN, RECOMPUTE, Savings
 
 STEP = 64
@@ -18,7 +18,7 @@ STEP = 64
 LIMIT = 1 << 16
 """Px; slides are seldom wider."""
 
-Least = Callable[[int, str, Savings], Row | None]
+Least = Callable[[int, str, Savings], PlanRow | None]
 """(tile side in px, strategy, what is open) -> its candidate with the fewest bytes; None where it cannot run at all."""
 
 
@@ -37,9 +37,9 @@ class LargestTile:
     name: str
     savings: Savings
     tile: int
-    row: Row | None
-    next_row: Row | None
-    doubled: Row | None = None
+    row: PlanRow | None
+    next_row: PlanRow | None
+    doubled: PlanRow | None = None
 
 
 def steps_of(savings: Savings) -> list[Savings]:
@@ -73,7 +73,7 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
     Args:
         known_to_fit: px of a side that does.
     """
-    known: dict[int, Row | None] = {}
+    known: dict[int, PlanRow | None] = {}
 
     def fits(tile: int) -> bool:
         if tile not in known:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from parallel.cost.cluster import Cluster
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.memory.rank_bytes import RankBytes
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 from parallel.units import bytes_text
 
 
@@ -67,7 +67,7 @@ def working_set(graph: LayerGraph, layer: Layer) -> int:
     return max(forward, backward)
 
 
-def too_small(rows: Sequence[Row], cluster: Cluster) -> str:
+def too_small(rows: Sequence[PlanRow], cluster: Cluster) -> str:
     """What to say when nothing fits: the least memory that would do."""
     known = [row for row in rows if row.peak_bytes]
     if not known:

@@ -20,7 +20,7 @@ SIMPLER = 0.01
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """What is known of one candidate before it runs.
 
     Attributes:
@@ -69,7 +69,7 @@ class Row:
         }
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Row:
+    def from_json(cls, row: dict[str, Any]) -> PlanRow:
         names = [field.name for field in dataclasses.fields(Candidate)]
         candidate = Candidate(**{name: row["strategy" if name == "name" else name] for name in names})
         return cls(
@@ -98,7 +98,7 @@ class Plan:
     """
 
     problem: dict[str, Any]
-    row: Row
+    row: PlanRow
     cost_source: str
     expected_error: float | None
 
@@ -126,22 +126,22 @@ class Plan:
             found = json.loads(text)
             if found["version"] != VERSION:
                 raise ValueError(f"it is of version {found['version']}, and this program reads version {VERSION}")
-            return cls(found["problem"], Row.from_json(found), found["cost_source"], found["expected_error"])
+            return cls(found["problem"], PlanRow.from_json(found), found["cost_source"], found["expected_error"])
         except (json.JSONDecodeError, KeyError, TypeError) as fault:
             raise ValueError(f"it is not a plan: {fault!r}") from fault
 
 
-def best_of(rows: Iterable[Row]) -> Row | None:
+def best_of(rows: Iterable[PlanRow]) -> PlanRow | None:
     """The fastest of those that fit; one that stands before it where that is hardly slower. Where nobody knows, the one
     that does least to need less memory."""
-    best: Row | None = None
+    best: PlanRow | None = None
     for row in rows:
         if row.fits and (best is None or _better(row, best)):
             best = row
     return best
 
 
-def _better(row: Row, best: Row) -> bool:
+def _better(row: PlanRow, best: PlanRow) -> bool:
     if row.images_per_second is None and best.images_per_second is None:
         return len(row.candidate.savings.split("+")) < len(best.candidate.savings.split("+"))
     return (row.images_per_second or 0) > (1 + SIMPLER) * (best.images_per_second or 0)

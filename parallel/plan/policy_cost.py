@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from parallel.cost.layer_cost import Costs
 from parallel.graph.partition import Partition
 from parallel.memory.liveness import Piece
-from parallel.memory.policy import Keeping, Segment
+from parallel.memory.policy import ActivationPolicy, Segment
 from parallel.memory.segments import segments_of
 from parallel.memory.stage_memory import StageMemory
 from parallel.schedule.step_cost import StageCost
@@ -39,7 +39,7 @@ def keeping_costs(
     partition: Partition,
     stages: Sequence[StageCost],
     costs: Costs,
-    keeping: Keeping,
+    keeping: ActivationPolicy,
     *,
     copy_bandwidth: float,
     beside: bool,
@@ -84,7 +84,7 @@ def keeping_costs(
     return result
 
 
-def moved_bytes(found: Iterable[Piece], segments: Sequence[Segment], keeping: Keeping) -> MovedBytes:
+def moved_bytes(found: Iterable[Piece], segments: Sequence[Segment], keeping: ActivationPolicy) -> MovedBytes:
     """What offloading moves of a stage, whose layers ``segments`` cover.
 
     Args:

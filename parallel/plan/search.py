@@ -1,8 +1,8 @@
 """The search: which of all candidates fits the memory and gives most images per second.
 
-Takes a task and a cluster; gives a ``Row`` for every candidate. The model is cut anew for every number of stages, size
-of microbatch and kind of replica. What does not fit is tried again with cuts chosen within the memory, then with the
-optimizer state of a pair of replicas shared between its ranks, then with parts computed again or moved to the host,
+Takes a task and a cluster; gives a ``PlanRow`` for every candidate. The model is cut anew for every number of stages,
+size of microbatch and kind of replica. What does not fit is tried again with cuts chosen within the memory, then with
+the optimizer state of a pair of replicas shared between its ranks, then with parts computed again or moved to the host,
 then with both (``savings``); each costs time, so the first that fits is taken. No torch here.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import link_costs, stage_costs
 from parallel.graph.partition import Partition
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidate import Candidate, candidates, leanest
 from parallel.plan.limit import Limit, limit_of
-from parallel.plan.plan import Row, best_of
+from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.savings import ANY, Savings
-from parallel.plan.stages import Cutting, slower_link
-from parallel.plan.step_time import Forecast, forecast_split, forecast_whole, schedule_of, weights_of
+from parallel.plan.stages import StageCache, slower_link
+from parallel.plan.step_time import StepTime, forecast_split, forecast_whole, schedule_of, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
 
@@ -42,7 +42,7 @@ class Planner:
 
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster
-        self.cutting = Cutting(task, cluster)
+        self.cutting = StageCache(task, cluster)
         self._known: dict[Candidate, _Fitting | None] = {}
 
     def rows(
@@ -53,12 +53,12 @@ class Planner:
         depth: int | None = None,
         m: int | None = None,
         savings: Savings = ANY,
-    ) -> Iterator[Row]:
+    ) -> Iterator[PlanRow]:
         """Of every candidate among the strategies ``names``; ``depth`` and ``m`` as the user fixed them."""
         free = []
         for name in names:
             if reason := self.task.refused.get(name):
-                yield Row(Candidate(name, ranks, 1, 1), refused=reason)
+                yield PlanRow(Candidate(name, ranks, 1, 1), refused=reason)
             else:
                 free.append(name)
         most = self.cutting.most_stages
@@ -67,14 +67,14 @@ class Planner:
             several = [candidate for candidate in found if candidate.copies > 1]
             found = [candidate for candidate in found if candidate.copies == 1]
             for name in {one.name: None for one in several if one.name not in {other.name for other in found}}:
-                yield Row(Candidate(name, ranks, 1, 1), refused=self.task.one_copy)
+                yield PlanRow(Candidate(name, ranks, 1, 1), refused=self.task.one_copy)
         if len(found) <= FEW:
             yield from (self.row(candidate, savings) for candidate in found)
             return
         for name in free:
             yield from self._promising([candidate for candidate in found if candidate.name == name], savings)
 
-    def _promising(self, found: Iterable[Candidate], savings: Savings) -> Iterator[Row]:
+    def _promising(self, found: Iterable[Candidate], savings: Savings) -> Iterator[PlanRow]:
         """Rows of one strategy, those with the highest bound of images/s first, as long as it is above the best."""
         best = 0.0
         for bound, candidate in sorted(((self._bound(one), one) for one in found), key=lambda pair: -pair[0]):
@@ -98,7 +98,7 @@ class Planner:
             slowest = max(map(sum, held)) if not candidate.paired else sum(loads) / candidate.depth
         return self.task.batch / (microbatches * slowest) if slowest else math.inf
 
-    def row(self, candidate: Candidate, savings: Savings = ANY) -> Row:
+    def row(self, candidate: Candidate, savings: Savings = ANY) -> PlanRow:
         """Of ``candidate``, with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost about as
         much; the variant that misses by least where none does."""
         best: _Fitting | None = None
@@ -109,10 +109,10 @@ class Planner:
                 return found
             best = min([*tried, *([best] if best else [])], key=lambda fitting: fitting.over_bytes, default=None)
         if best is None:
-            return Row(candidate, refused=savings.refusal(candidate))
+            return PlanRow(candidate, refused=savings.refusal(candidate))
         return self._timed(best)
 
-    def refined(self, rows: Sequence[Row], savings: Savings = ANY) -> list[Row]:
+    def refined(self, rows: Sequence[PlanRow], savings: Savings = ANY) -> list[PlanRow]:
         """``rows``; the best of each strategy that may come to be the best of all with the best choice of what it
         computes again."""
         found, best = list(rows), best_of(rows)
@@ -122,7 +122,7 @@ class Planner:
                 found[found.index(own)] = self._refined(own, savings)
         return found
 
-    def _refined(self, row: Row, savings: Savings) -> Row:
+    def _refined(self, row: PlanRow, savings: Savings) -> PlanRow:
         candidate = savings.refined(row.candidate)
         fitting = None if candidate is None else self._least(candidate)
         if fitting is None or fitting.over_bytes:
@@ -141,10 +141,10 @@ class Planner:
             self._known[candidate] = found
         return self._known[candidate]
 
-    def least(self, name: str, ranks: int, savings: Savings = ANY) -> Row | None:
+    def least(self, name: str, ranks: int, savings: Savings = ANY) -> PlanRow | None:
         """Of strategy ``name``: the first candidate that fits, from microbatches of one tile on, or the one that misses
         by least; None where the strategy cannot run."""
-        found: Row | None = None
+        found: PlanRow | None = None
         given = candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages)
         if name in self.task.refused:
             return None
@@ -156,7 +156,7 @@ class Planner:
                 found = row
         return found
 
-    def forecast(self, candidate: Candidate, *, within: bool = False) -> Row | None:
+    def forecast(self, candidate: Candidate, *, within: bool = False) -> PlanRow | None:
         """Of ``candidate`` as it is.
 
         Args:
@@ -165,7 +165,7 @@ class Planner:
         fitting = self._fitting(candidate, within)
         return None if fitting is None else self._timed(fitting)
 
-    def at(self, candidate: Candidate, partition: Partition) -> Row | None:
+    def at(self, candidate: Candidate, partition: Partition) -> PlanRow | None:
         """Of ``candidate`` with stages that are given; None where no choice of what is computed again fits."""
         fitting = self._fitting_at(candidate, partition)
         return None if fitting is None else self._timed(fitting)
@@ -189,11 +189,11 @@ class Planner:
             over = max(over, on_host - round(self.cluster.host_bytes) - left)
         return _Fitting(candidate, partition, keeping, peaks, max(0, over))
 
-    def _timed(self, fitting: _Fitting) -> Row:
+    def _timed(self, fitting: _Fitting) -> PlanRow:
         candidate, partition = fitting.candidate, fitting.partition
         graph, _ = self.cutting.microbatch(self.cutting.tiles(candidate))
         found = self._forecast(candidate, partition, fitting.keeping)
-        return Row(
+        return PlanRow(
             candidate,
             tuple(graph.layers[start].name for start in partition.starts[1:]),
             self.task.batch / found.step_s if found.step_s else None,
@@ -205,12 +205,12 @@ class Planner:
             ahead_bytes=fitting.keeping.ahead,
         )
 
-    def partition_of(self, row: Row) -> Partition:
+    def partition_of(self, row: PlanRow) -> Partition:
         """The stages of a row, for microbatches of the row's size; one where each rank computes the whole model."""
         graph, _ = self.cutting.microbatch(self.cutting.tiles(row.candidate))
         return Partition(graph, (0, *(graph.position[cut] for cut in row.cuts)))
 
-    def limit(self, row: Row) -> Limit:
+    def limit(self, row: PlanRow) -> Limit:
         """What fills the fullest rank most, or the host where a row misses that by more."""
         candidate, partition = row.candidate, self.partition_of(row)
         keeping = candidate.keeping(row.chosen, row.ahead_bytes)
@@ -222,12 +222,12 @@ class Planner:
         layers = [layer for stage in sorted(stages) for layer in partition.layers_of(stage)]
         return limit_of(held[fullest], partition.graph, layers)
 
-    def timeline(self, row: Row) -> Timeline | None:
+    def timeline(self, row: PlanRow) -> Timeline | None:
         """The simulated step of the first group; None where each rank computes the whole model."""
         keeping = row.candidate.keeping(row.chosen, row.ahead_bytes)
         return self._forecast(row.candidate, self.partition_of(row), keeping).timeline
 
-    def _forecast(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> Forecast:
+    def _forecast(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> StepTime:
         stages = self.cutting.stage_costs(candidate, partition, keeping)
         params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
         batch, slots = self.task.batch, self.task.slots
@@ -248,6 +248,6 @@ class _Fitting:
 
     candidate: Candidate
     partition: Partition
-    keeping: Keeping
+    keeping: ActivationPolicy
     peak_bytes: tuple[int, ...]
     over_bytes: int

@@ -22,7 +22,7 @@ from parallel.graph.nominal_cost import equal_cost
 from parallel.graph.partition import Partition, cut_positions
 from parallel.graph.scale import with_tiles
 from parallel.memory.host_bytes import host_bytes
-from parallel.memory.policy import MIB, Keeping
+from parallel.memory.policy import MIB, ActivationPolicy
 from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.memory.recompute_beside_offload import runs_beside_offload
 from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
@@ -48,7 +48,7 @@ LEAST_S = 1e-12
 """Of a layer's forward pass."""
 
 
-class Cutting:
+class StageCache:
     """Stages of candidates.
 
     Args:
@@ -115,7 +115,7 @@ class Cutting:
                 return None
         return self._partitions[key]
 
-    def keeping(self, candidate: Candidate, partition: Partition) -> Keeping | None:
+    def keeping(self, candidate: Candidate, partition: Partition) -> ActivationPolicy | None:
         """What becomes of what the stages of a candidate keep; None where no choice of what is computed again fits.
         Where copies run beside the computation, a little is left on the device and brought back ahead, so that nobody
         waits for the first of them."""
@@ -185,7 +185,7 @@ class Cutting:
             found += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
         return max(found)
 
-    def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[RankBytes]:
+    def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> list[RankBytes]:
         """Of the ranks of the first group; of any rank where each computes the whole model."""
         stages = self._memory_of(candidate).kept(partition, keeping)
         if not candidate.splits:
@@ -203,7 +203,7 @@ class Cutting:
             stages=stages,
         )
 
-    def host_bytes(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> int:
+    def host_bytes(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> int:
         """That the fullest rank of the first group takes on the host."""
         if keeping.offload == "none":
             return 0
@@ -212,7 +212,7 @@ class Cutting:
             return stages[0].kept + stages[0].again
         return max(host_bytes(schedule_of(candidate)[0], stages, weights_of(candidate, self.task.batch)))
 
-    def stage_costs(self, candidate: Candidate, partition: Partition, keeping: Keeping) -> list[StageCost]:
+    def stage_costs(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> list[StageCost]:
         """Of the largest microbatch, with what ``keeping`` takes."""
         _, costs = self.microbatch(self.tiles(candidate))
         return keeping_costs(

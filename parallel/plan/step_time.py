@@ -1,6 +1,6 @@
 """How long a step of a candidate takes, on paper.
 
-Takes a candidate, the costs of its stages or of the whole model, and the cluster; gives ``Forecast``. A split model is
+Takes a candidate, the costs of its stages or of the whole model, and the cluster; gives ``StepTime``. A split model is
 simulated, one group for all, with ranks that share a device sharing it; gradients are summed beside the remaining
 backward passes, as the engine does. Where each rank computes the whole model, sums are written out: no simulation
 is needed where nobody waits for anybody before the end.
@@ -38,7 +38,7 @@ ADDING_PASSES = 3
 
 
 @dataclass(frozen=True)
-class Forecast:
+class StepTime:
     """Of one step.
 
     Attributes:
@@ -85,7 +85,7 @@ def forecast_split(
     gradient_bytes: Sequence[int],
     slots: int,
     cluster: Cluster,
-) -> Forecast:
+) -> StepTime:
     """A model cut into stages.
 
     Args:
@@ -106,7 +106,7 @@ def forecast_split(
     work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / placement.world
     more = left_out.microbatches * sum(cost.forward_s + cost.backward_s for cost in costs) / placement.depth
     bubble = 1 - (work + more) / (computed + left_out.seconds) if left_out.microbatches else timeline.bubble
-    return Forecast(end + left_out.seconds + update_s, bubble, end - computed, update_s, timeline)
+    return StepTime(end + left_out.seconds + update_s, bubble, end - computed, update_s, timeline)
 
 
 def _adding(
@@ -199,7 +199,7 @@ def forecast_whole(
     param_bytes: int,
     slots: int,
     cluster: Cluster,
-) -> Forecast:
+) -> StepTime:
     """Each rank computes the whole model.
 
     Args:
@@ -224,7 +224,7 @@ def forecast_whole(
         hidden = 0.0 if cluster.kind == "cpu" else slow
         twice = max(0.0, gather_s - forward_s * hidden) + max(0.0, gather_s - backward_s * hidden)
         exchange_s = units * twice + gather_s
-    return Forecast(compute_s + exchange_s + update_s, 0.0, exchange_s, update_s)
+    return StepTime(compute_s + exchange_s + update_s, 0.0, exchange_s, update_s)
 
 
 def _update_s(param_bytes: float, slots: int, cluster: Cluster, ranks: int) -> float:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from parallel.cost.calibrated import CostModel, Curve, PassModel, load
-from parallel.cost.product import PASSES, Work, work_of_shape
+from parallel.cost.product import PASSES, OpWork, work_of_shape
 from parallel.cost.regression import fit
 from parallel.cost.shapes import Product
 from parallel.graph.op import Convolution
@@ -134,7 +134,7 @@ def calibrate(
 
 def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
     """The model that explains ``readings``, as ``calibrate_worker`` gives them; ``key`` as ``calibration_key``."""
-    products: dict[str, list[tuple[Work, dict[str, float]]]] = defaultdict(list)
+    products: dict[str, list[tuple[OpWork, dict[str, float]]]] = defaultdict(list)
     curves: dict[str, dict[str, list[list[float]]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
     fresh: list[list[float]] = []
     for reading in readings:
@@ -223,7 +223,7 @@ def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, A
     return readings
 
 
-def _pass_model(works: Sequence[Work], seconds: Sequence[float]) -> tuple[PassModel, list[float]]:
+def _pass_model(works: Sequence[OpWork], seconds: Sequence[float]) -> tuple[PassModel, list[float]]:
     taken = np.maximum(np.asarray(seconds), LEAST_S)
     flops, moved = (np.array([getattr(work, name) for work in works]) for name in ("flops", "bytes"))
     flop_s, byte_s = (float(np.quantile(taken / amount, BEST)) for amount in (flops, moved))

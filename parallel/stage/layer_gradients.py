@@ -30,7 +30,7 @@ class LayerOperation(Protocol):
 
 
 @dataclass(frozen=True)
-class Convolution:
+class DeferredConvolution:
     stride: list[int]
     padding: list[int]
     dilation: list[int]

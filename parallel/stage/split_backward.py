@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from parallel.offload.activation_meter import ActivationMeter, Kept
-from parallel.stage.layer_gradients import Convolution, LayerOperation, Linear
+from parallel.stage.layer_gradients import DeferredConvolution, LayerOperation, Linear
 
 KINDS = (
     nn.Conv1d,
@@ -191,7 +191,7 @@ def _convolution(
         padding = [t // 2 for t in total]
         if any(t % 2 for t in total):
             x = F.pad(x, [side for t in reversed(total) for side in (0, t % 2)])
-    operation = Convolution(list(stride), [int(p) for p in padding], list(dilation), False, [0] * dims, groups)
+    operation = DeferredConvolution(list(stride), [int(p) for p in padding], list(dilation), False, [0] * dims, groups)
     return _batched(x, weight, bias, apply, operation)
 
 
@@ -206,11 +206,11 @@ def _transposed_convolution(
     groups: int,
     dilation: Sequence[int],
 ) -> Tensor:
-    operation = Convolution(list(stride), list(padding), list(dilation), True, list(output_padding), groups)
+    operation = DeferredConvolution(list(stride), list(padding), list(dilation), True, list(output_padding), groups)
     return _batched(x, weight, bias, apply, operation)
 
 
-def _batched(x: Tensor, weight: Tensor, bias: Tensor | None, apply: _Apply, operation: Convolution) -> Tensor:
+def _batched(x: Tensor, weight: Tensor, bias: Tensor | None, apply: _Apply, operation: DeferredConvolution) -> Tensor:
     if x.dim() == weight.dim():
         return apply(x, weight, bias, operation)
     return apply(x[None], weight, bias, operation)[0]

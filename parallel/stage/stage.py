@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel.graph.layers import RANDOM_STATE
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.packing import put_away, restore
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.stage.arrivals import arrived
 from parallel.stage.batchnorm import RunningStatistics
@@ -69,7 +69,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         split: bool = False,
         compiled: bool = False,
-        keeper: Keeper | None = None,
+        keeper: SavedTensors | None = None,
         meter: ActivationMeter | None = None,
         updated: Collection[str] = (),
     ) -> None:
@@ -81,7 +81,7 @@ class Stage:
         self._draws = draws
         self._autocast = autocast
         self._weights = DeferredWeights(module, meter) if split else None
-        self._keeper = keeper or Keeper(Keeping(), device, meter=meter)
+        self._keeper = keeper or SavedTensors(ActivationPolicy(), device, meter=meter)
         self._updated = UpdatedBuffers(module, updated)
         self._keeper.copies_of(self._updated)
         # Inductor's own random numbers would differ from those of the plain model.

@@ -10,14 +10,16 @@ from torch import nn
 
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.segments import segments_of
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import WholeModule
 from parallel.trace.trace_alone import trace_alone
 
 
-def in_segments(module: nn.Module, keeping: Keeping, shape: tuple[int, ...], communicator: Communicator) -> nn.Module:
+def in_segments(
+    module: nn.Module, keeping: ActivationPolicy, shape: tuple[int, ...], communicator: Communicator
+) -> nn.Module:
     """``module`` run segment by segment, with the names it has; itself where everything is kept on the device, and
     where nothing is computed again and it cannot be traced.
 

@@ -19,7 +19,7 @@ from pipelines.backends.tiff_levels import resolution_mpp
 from pipelines.backends.tiff_page import Page, Tag
 from pipelines.backends.tiff_table import table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
-from pipelines.backends.tiled import TiledReader, TileGrid
+from pipelines.backends.tiled import StoredTiles, TiledReader
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import NotThisFormat, Pixels, SlideError
@@ -80,7 +80,7 @@ def _is_level(page: Page) -> bool:
     return page.number(Tag.NDPI_LENS, -1) > 0 and page.number(Tag.NDPI_FOCUS, 0) == 0
 
 
-def _grid(tiff: Tiff, page: Page, fd: int) -> TileGrid:
+def _grid(tiff: Tiff, page: Page, fd: int) -> StoredTiles:
     """Segments of a level as its tiles: one restart interval wide, one MCU high."""
     name = f"{tiff.path}: page {page.index} ({page.width} x {page.height} px)"
     fault = table_fault(page, tiff.size_bytes)
@@ -99,7 +99,7 @@ def _grid(tiff: Tiff, page: Page, fd: int) -> TileGrid:
         if page.width * page.height > _WHOLE_PIXELS:
             raise NotThisFormat(f"{name}: its JPEG stream has no restart markers")
         whole = np.array([[start], [stream_bytes]], np.int64)
-        return TileGrid(page.width, page.height, page.width, page.height, whole[0], whole[1], decode)
+        return StoredTiles(page.width, page.height, page.width, page.height, whole[0], whole[1], decode)
 
     starts = _starts(page)
     per_row = -(-page.width // header.mcu_width)
@@ -116,7 +116,7 @@ def _grid(tiff: Tiff, page: Page, fd: int) -> TileGrid:
         segment = RestartSegments(header.resized(width, header.mcu_height))
     except ValueError as error:
         raise NotThisFormat(f"{name}: {error}") from error
-    return TileGrid(page.width, page.height, width, header.mcu_height, start + starts, ends - starts, segment)
+    return StoredTiles(page.width, page.height, width, header.mcu_height, start + starts, ends - starts, segment)
 
 
 def _starts(page: Page) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

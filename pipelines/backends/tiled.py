@@ -37,7 +37,7 @@ _HEADER_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
-class TileGrid:
+class StoredTiles:
     """The compressed tiles of one level, row by row.
 
     Attributes:
@@ -70,7 +70,7 @@ class TiledReader:
         decode_threads: how many threads decode the tiles of one read; they share the work of a large region.
     """
 
-    def __init__(self, path: Path, grids: Sequence[TileGrid], *, name: str, decode_threads: int = 1) -> None:
+    def __init__(self, path: Path, grids: Sequence[StoredTiles], *, name: str, decode_threads: int = 1) -> None:
         self.name = name
         self._path, self._grids = path, tuple(grids)
         self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -173,7 +173,7 @@ def open_tiled(path: Path, *, mpp: float | None, decode_threads: int = 1) -> Pyr
     return PyramidSlide(path, TiledReader(path, grids, name="tiled", decode_threads=decode_threads), levels)
 
 
-def _grid(tiff: Tiff, page: Page) -> TileGrid:
+def _grid(tiff: Tiff, page: Page) -> StoredTiles:
     fault = table_fault(page, tiff.size_bytes)
     if fault:
         raise SlideError(f"{tiff.path}: damaged TIFF: {fault}")
@@ -188,13 +188,13 @@ def _grid(tiff: Tiff, page: Page) -> TileGrid:
             f"{tiff.path}: damaged TIFF: page {page.index} of {page.width} x {page.height} px has {tiles} tiles, its "
             f"table {len(offsets)} offsets and {len(byte_counts)} byte counts"
         )
-    grid = TileGrid(page.width, page.height, tile_width, tile_height, offsets, byte_counts, decode)
+    grid = StoredTiles(page.width, page.height, tile_width, tile_height, offsets, byte_counts, decode)
     if isinstance(decode, JpegTiles):
         _check_colours(tiff, page, grid)
     return grid
 
 
-def _check_colours(tiff: Tiff, page: Page, grid: TileGrid) -> None:
+def _check_colours(tiff: Tiff, page: Page, grid: StoredTiles) -> None:
     """Hold the page's tags against the first tile whose JPEG headers can be read.
 
     Raises:

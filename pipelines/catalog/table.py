@@ -31,7 +31,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One line of a table: its number in the file (the header is 1) and its values by role, blanks stripped."""
 
     line: int
@@ -47,7 +47,7 @@ class Table:
 
     path: Path
     roles: frozenset[str]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
 
 def read_table(path: Path, required: tuple[str, ...]) -> Table:
@@ -74,13 +74,13 @@ def read_table(path: Path, required: tuple[str, ...]) -> Table:
     if missing:
         wanted = "; ".join(f"{role}: {' or '.join(ALIASES[role])}" for role in missing)
         raise ValueError(f"{path} lacks a column ({wanted}); its columns are: {', '.join(header)}. Rename or add it")
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     too_long: list[str] = []
     for line, values in parsed:
         if len(values) > len(header) and any(v.strip() for v in values[len(header) :]):
             too_long.append(f"line {line} has {len(values)}")
         if any(v.strip() for v in values):
-            row = Row(line, {r: values[i].strip() for r, i in columns.items() if i < len(values)})
+            row = TableRow(line, {r: values[i].strip() for r, i in columns.items() if i < len(values)})
             if any("\n" in value for value in row.values.values()):
                 raise ValueError(f"{path} line {line}: {QUOTE}")
             rows.append(row)

@@ -1,7 +1,7 @@
 """What is done for the microbatches and batches to come while one is computed: in order, and no more than asked for.
 
-``Line`` has the parts of one batch made before they are asked for; ``AheadIterator`` hands a feed the next batch as
-soon as it is read. How parts are made, and where, is the feed's business (``device.py``).
+``MicrobatchQueue`` has the parts of one batch made before they are asked for; ``AheadIterator`` hands a feed the next
+batch as soon as it is read. How parts are made, and where, is the feed's business (``device.py``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OnThread(Generic[Part]):
             wait([self._future])
 
 
-class Line(Generic[Part]):
+class MicrobatchQueue(Generic[Part]):
     """The parts of one batch, begun and given in order.
 
     Args:

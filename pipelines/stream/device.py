@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.stream.ahead import AheadIterator, Line, OnThread, Pending, WhenAsked
+from pipelines.stream.ahead import AheadIterator, MicrobatchQueue, OnThread, Pending, WhenAsked
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device_pixels import Part, PixelMaker
@@ -107,7 +107,7 @@ class DeviceFeed:
             self._making = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._making.wait_stream(torch.cuda.current_stream(device))  # for the normalisation's numbers
         self._sizes: tuple[int, ...] = ()
-        self._early: tuple[_Sent, Line[Part]] | None = None
+        self._early: tuple[_Sent, MicrobatchQueue[Part]] | None = None
         self._look: Callable[[], None] = lambda: None
 
     def ahead_of(self, source: TileIterator) -> AheadIterator:
@@ -183,7 +183,7 @@ class DeviceFeed:
         finally:
             line.drop()  # of a step that was given up
 
-    def _taken(self, batch: Batch, sizes: tuple[int, ...]) -> tuple[_Sent, Line[Part]]:
+    def _taken(self, batch: Batch, sizes: tuple[int, ...]) -> tuple[_Sent, MicrobatchQueue[Part]]:
         """``batch`` on its way: as it was sent early, or only now."""
         if self._early is None or self._early[0].batch is not batch:
             sent = self._copy(batch)
@@ -194,8 +194,8 @@ class DeviceFeed:
             line = self._line(sent, sizes)
         return sent, line
 
-    def _line(self, sent: _Sent, sizes: Sequence[int]) -> Line[Part]:
-        return Line(sizes, functools.partial(self._begin, sent))
+    def _line(self, sent: _Sent, sizes: Sequence[int]) -> MicrobatchQueue[Part]:
+        return MicrobatchQueue(sizes, functools.partial(self._begin, sent))
 
     def _copy(self, batch: Batch) -> _Sent:
         images, targets = torch.from_numpy(batch.images), torch.from_numpy(batch.targets)

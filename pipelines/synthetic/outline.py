@@ -18,7 +18,7 @@ STEP = 64
 """Px of the slide per px of the grid."""
 
 
-class Outline:
+class Contour:
     """Depth and tone of one slide's tissue.
 
     Args:

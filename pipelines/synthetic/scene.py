@@ -18,7 +18,7 @@ from pipelines.slides.geometry import Size
 from pipelines.synthetic.arrangement import VARIANTS, Arrangement, Gland
 from pipelines.synthetic.glands import HALO, GlandStamp, gland_stamp
 from pipelines.synthetic.lattice import cell_rng
-from pipelines.synthetic.outline import Outline
+from pipelines.synthetic.outline import Contour
 from pipelines.synthetic.stain import random_stain
 from pipelines.synthetic.texture import Torus, collagen, lymphocytes, wallpaper
 
@@ -53,7 +53,7 @@ class SceneSpec:
 
 
 @dataclass(frozen=True)
-class Block:
+class DrawnSquare:
     """Drawn square: RGB uint8 (BLOCK, BLOCK, 3) and class ids uint8 (BLOCK, BLOCK)."""
 
     pixels: NDArray[np.uint8]
@@ -82,7 +82,7 @@ class Scene:
     def __init__(self, spec: SceneSpec) -> None:
         self.spec = spec
         self.stain = random_stain(spec.slide_seed)
-        self._outline = Outline(spec.slide_seed, spec.size, self.stain, BLOCK)
+        self._outline = Contour(spec.slide_seed, spec.size, self.stain, BLOCK)
         self._collagen = wallpaper(_layers(spec.tissue_seed)[0], self.stain, BLOCK)
         self._cells = wallpaper(_layers(spec.tissue_seed)[1], self.stain, BLOCK)
         self._stamps = [
@@ -103,7 +103,7 @@ class Scene:
         """True when a block holds no tissue at all: all of it is ``stain.glass``."""
         return self._outline.depth_range(column, row)[1] < -4 * _EDGE
 
-    def draw(self, column: int, row: int) -> Block:
+    def draw(self, column: int, row: int) -> DrawnSquare:
         """The block whose top left is at (column, row) times ``BLOCK``; complete even where it leaves the slide."""
         l0_x, l0_y = column * BLOCK, row * BLOCK
         x1, y1, x2, y2 = self._shift
@@ -117,7 +117,7 @@ class Scene:
         shallowest, _ = self._outline.depth_range(column, row)
         if shallowest < 4 * _EDGE:
             self._fade(pixels, self._outline.depth(column, row))
-        return Block(pixels, mask)
+        return DrawnSquare(pixels, mask)
 
     def glands(self, l0_x: int, l0_y: int, size: int) -> list[Gland]:
         """Glands that a square of ``size`` px may show: those whose centre lies in it or near enough."""

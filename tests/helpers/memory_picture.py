@@ -18,18 +18,18 @@ from parallel.draw.graph_style import style, svg_text
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.kept_bytes import lifetimes_of
-from parallel.memory.liveness import Span, gradient_spans, running_bytes
-from parallel.memory.policy import Keeping
+from parallel.memory.liveness import LiveRange, gradient_spans, running_bytes
+from parallel.memory.policy import ActivationPolicy
 from parallel.trace.trace import trace
 from parallel.units import bytes_text
 
 FILE = Path(__file__).parents[2] / "docs" / "pictures" / "memory.svg"
 SIDE = 2048
 RULES = {
-    "all kept": Keeping(),
-    "--recompute block": Keeping("block"),
-    "--offload overlap": Keeping(offload="overlap"),
-    "both": Keeping("block", offload="overlap"),
+    "all kept": ActivationPolicy(),
+    "--recompute block": ActivationPolicy("block"),
+    "--offload overlap": ActivationPolicy(offload="overlap"),
+    "both": ActivationPolicy("block", offload="overlap"),
 }
 COLOURS = (0, 1, 2, 4)
 """Of ``graph_style``, for each rule."""
@@ -46,12 +46,12 @@ def graph() -> LayerGraph:
     return with_loss(trace(model, (1, 3, SIDE, SIDE)).graph, 2, None)
 
 
-def bytes_over_a_step(graph: LayerGraph, rule: Keeping) -> tuple[list[int], int]:
+def bytes_over_a_step(graph: LayerGraph, rule: ActivationPolicy) -> tuple[list[int], int]:
     """Bytes while each layer is computed, forward, again and backward; and how many of these are forward."""
     (lives,) = lifetimes_of(Partition(graph, (0,)), rule)
     passes = lives.passes
     gradients = [
-        Span(passes.back[span.last], passes.back[span.first], span.bytes)
+        LiveRange(passes.back[span.last], passes.back[span.first], span.bytes)
         for span in gradient_spans(graph, passes.start, passes.stop)
     ]
     return running_bytes([*lives.spans, *gradients], 0, passes.end), passes.turn

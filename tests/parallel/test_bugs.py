@@ -18,7 +18,7 @@ from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.strategy import Strategy
 from tests.helpers.small_nets import TwoOutputs, batch_of, two_losses
 
@@ -100,7 +100,7 @@ class NormAndReLU(nn.BatchNorm2d):
 
 @pytest.mark.parametrize(
     "strategy",
-    [Strategy("master", 2, 2, 4), Strategy("gpipe", 2, 2, 4, keeping=Keeping(recompute="stage"))],
+    [Strategy("master", 2, 2, 4), Strategy("gpipe", 2, 2, 4, keeping=ActivationPolicy(recompute="stage"))],
     ids=["master", "gpipe, recomputed"],
 )
 def test_running_statistics_of_batch_norms_that_are_not_torchs_own(strategy: Strategy) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Kind
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES
@@ -74,9 +74,9 @@ def test_values_go_along_the_links_alone() -> None:
 
 
 def test_recompute_comes_before_each_backward_but_where_the_forward_was_just_done() -> None:
-    chosen = strategy("gpipe", keeping=Keeping(recompute="stage"))
+    chosen = strategy("gpipe", keeping=ActivationPolicy(recompute="stage"))
     links = chosen.partition(chain(9)).links
-    plain = replace(chosen, keeping=Keeping()).schedule(links)
+    plain = replace(chosen, keeping=ActivationPolicy()).schedule(links)
     again = chosen.schedule(links)
     assert not any(a.kind is Kind.RECOMPUTE for actions in plain.values() for a in actions)
     for actions in again.values():

@@ -22,7 +22,7 @@ from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import TrainingEngine
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
 from tests.helpers.engine_runs import build, net, steps_of, strategy_for, train
@@ -53,7 +53,7 @@ ENGINES: dict[str, tuple[int, Callable[[Communicator], TrainingEngine]]] = {
     "whole, optimizer on the host": (1, whole(on_host=True)),
     "whole, parameters on the host": (1, whole(on_host=True, resident=True)),
     "stages": (2, split("gpipe")),
-    "stages, optimizer on the host": (2, split("gpipe", keeping=Keeping(optimizer=True))),
+    "stages, optimizer on the host": (2, split("gpipe", keeping=ActivationPolicy(optimizer=True))),
     "replicas, optimizer shared": (2, split("master", m=4, shard_optimizer=True)),
 }
 

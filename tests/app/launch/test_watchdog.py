@@ -170,9 +170,9 @@ def test_exit_without_goodbye_is_named(start: Callable[..., Rank]) -> None:
 
 
 def test_position_costs_less_than_two_microseconds() -> None:
-    from app.launch.watchdog import Guardian
+    from app.launch.watchdog import Watchdog
 
-    guardian = Guardian(0, stuck_s=60)
+    guardian = Watchdog(0, stuck_s=60)
     best_s = float("inf")
     for _ in range(20):
         began_s = time.perf_counter()

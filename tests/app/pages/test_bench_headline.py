@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from app.pages.bench_file import read_bench
-from app.pages.bench_groups import Group, groups
+from app.pages.bench_groups import RowGroup, groups
 from app.pages.bench_headline import data_parallel_limits, lead, sentence, verdict
 from tests.helpers.bench_folder import GIB, row, unfit, write_bench, write_rows
 
 
-def found(folder: Path, *rows: dict[str, Any]) -> list[Group]:
+def found(folder: Path, *rows: dict[str, Any]) -> list[RowGroup]:
     return groups(read_bench(write_rows(folder, list(rows))).results)
 
 

@@ -18,7 +18,7 @@ from app.settings.run import DataSettings, ModelSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_names import Parallel
 from parallel.plan.candidate import Candidate
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 from parallel.plan.savings import Savings
 from pipelines.tiles.index import IndexSettings
 
@@ -96,18 +96,18 @@ def test_a_missing_plan_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_everything_that_a_row_decides_is_followed() -> None:
-    row = Row(Candidate("master", 4, 2, 8, recompute="stage", shard_optimizer=True), ("layer2",))
+    row = PlanRow(Candidate("master", 4, 2, 8, recompute="stage", shard_optimizer=True), ("layer2",))
     settings = follow(StrategySettings(ranks=4), row)
     assert settings.validate() == []
     assert (settings.name, settings.depth, settings.groups, settings.m) == ("master", 2, 2, 8)
     assert (settings.cuts, settings.recompute, settings.shard_optimizer) == ("layer2", "stage", "pair")
     again = Candidate("ddp", 2, 1, 8, recompute="optimal", offload=True)
-    settings = follow(StrategySettings(ranks=2), Row(again, chosen=(("a", "b"), ("d", "d")), ahead_bytes=3 << 20))
+    settings = follow(StrategySettings(ranks=2), PlanRow(again, chosen=(("a", "b"), ("d", "d")), ahead_bytes=3 << 20))
     assert settings.validate() == []
     assert (settings.recompute, settings.recompute_runs) == ("optimal", "a:b,d:d")
     assert (settings.offload, settings.offload_ahead) == ("overlap", "3MiB")
-    assert follow(StrategySettings(offload="pinned"), Row(replace(again, ranks=1))).offload == "pinned"
-    chunks = follow(StrategySettings(ranks=2), Row(Candidate("interleaved", 2, 2, 4, chunks=2), ("a", "b", "c")))
+    assert follow(StrategySettings(offload="pinned"), PlanRow(replace(again, ranks=1))).offload == "pinned"
+    chunks = follow(StrategySettings(ranks=2), PlanRow(Candidate("interleaved", 2, 2, 4, chunks=2), ("a", "b", "c")))
     assert chunks.chunks == 2
     assert {"auto", row.candidate.name} <= set(get_args(Parallel))
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from app.training.exactness import Outcome, Trial, compare, projected_error, run_engine, run_plain
+from app.training.exactness import ExactnessTrial, StepsResult, compare, projected_error, run_engine, run_plain
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from tests.helpers.small_nets import FourierNet
@@ -18,21 +18,21 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def trial() -> Trial:
+def trial() -> ExactnessTrial:
     torch.manual_seed(0)
-    return Trial(classifier(3), (2, 1), 48, torch.float64, CPU, steps=2)
+    return ExactnessTrial(classifier(3), (2, 1), 48, torch.float64, CPU, steps=2)
 
 
 @pytest.fixture(scope="module")
-def plain(trial: Trial) -> Outcome:
+def plain(trial: ExactnessTrial) -> StepsResult:
     return run_plain(trial)
 
 
-def parameters(trial: Trial) -> list[str]:
+def parameters(trial: ExactnessTrial) -> list[str]:
     return [name for name, _ in trial.module.named_parameters()]
 
 
-def test_an_engine_on_one_rank_is_exact(trial: Trial, plain: Outcome) -> None:
+def test_an_engine_on_one_rank_is_exact(trial: ExactnessTrial, plain: StepsResult) -> None:
     ranks = run_engine(
         trial,
         lambda module, loss, make, communicator: DataParallelEngine(
@@ -52,7 +52,7 @@ def test_an_engine_on_one_rank_is_exact(trial: Trial, plain: Outcome) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gradients", "parameters", "statistics"])
-def test_a_changed_value_is_found_where_it_is(kind: str, trial: Trial, plain: Outcome) -> None:
+def test_a_changed_value_is_found_where_it_is(kind: str, trial: ExactnessTrial, plain: StepsResult) -> None:
     name = "4.running_mean" if kind == "statistics" else "3.weight"
     changed = {key: value.clone() for key, value in (plain.gradients if kind == "gradients" else plain.state).items()}
     changed[name].view(-1)[0] += 0.5 * plain_size(plain, kind, name)
@@ -62,11 +62,11 @@ def test_a_changed_value_is_found_where_it_is(kind: str, trial: Trial, plain: Ou
     assert errors.by_group()[name[0]][kind] == errors.largest
 
 
-def plain_size(plain: Outcome, kind: str, name: str) -> float:
+def plain_size(plain: StepsResult, kind: str, name: str) -> float:
     return float((plain.gradients if kind == "gradients" else plain.state)[name].abs().max())
 
 
-def test_any_rank_may_be_the_one_that_is_wrong(trial: Trial, plain: Outcome) -> None:
+def test_any_rank_may_be_the_one_that_is_wrong(trial: ExactnessTrial, plain: StepsResult) -> None:
     wrong = dataclasses.replace(plain, losses=[loss * 1.25 for loss in plain.losses])
     assert compare(plain, [plain, wrong], parameters(trial)).loss == pytest.approx(0.25)
     half = dict(list(plain.gradients.items())[:2])
@@ -75,7 +75,7 @@ def test_any_rank_may_be_the_one_that_is_wrong(trial: Trial, plain: Outcome) -> 
     assert compare(plain, ranks, parameters(trial)).largest == pytest.approx(1.0)
 
 
-def test_a_gradient_that_is_missing_or_not_finite_is_an_error(trial: Trial, plain: Outcome) -> None:
+def test_a_gradient_that_is_missing_or_not_finite_is_an_error(trial: ExactnessTrial, plain: StepsResult) -> None:
     fewer = {name: value for name, value in plain.gradients.items() if name != "0.weight"}
     missing = compare(plain, [dataclasses.replace(plain, gradients=fewer)], parameters(trial))
     assert missing.of_tensors["gradients"]["0.weight"] == 1.0
@@ -83,7 +83,9 @@ def test_a_gradient_that_is_missing_or_not_finite_is_an_error(trial: Trial, plai
     assert compare(plain, [dataclasses.replace(plain, gradients=broken)], parameters(trial)).largest == math.inf
 
 
-def test_what_is_rounding_only_is_held_against_the_largest_of_its_kind(trial: Trial, plain: Outcome) -> None:
+def test_what_is_rounding_only_is_held_against_the_largest_of_its_kind(
+    trial: ExactnessTrial, plain: StepsResult
+) -> None:
     largest = max(float(value.abs().max()) for value in plain.gradients.values())
     noise = torch.full((8,), 1e-15 * largest, dtype=torch.float64)
     with_bias = dataclasses.replace(plain, gradients=plain.gradients | {"0.bias": noise})
@@ -110,13 +112,13 @@ def test_every_output_and_every_target_counts() -> None:
 def test_a_model_whose_hooks_compute_weights_is_copied() -> None:
     net = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Conv2d(3, 4, 3)))
     net(torch.zeros(1, 3, 8, 8))
-    normed = Trial(net, (1, 1), 8, torch.float64, CPU, steps=1)
+    normed = ExactnessTrial(net, (1, 1), 8, torch.float64, CPU, steps=1)
     assert run_plain(normed).gradients.keys() == {"0.bias", "0.weight_g", "0.weight_v"}
 
 
 def test_complex_parameters_keep_both_parts_and_are_compared_in_both() -> None:
     torch.manual_seed(0)
-    spectral = Trial(FourierNet(), (2, 1), 12, torch.float64, CPU, steps=1)
+    spectral = ExactnessTrial(FourierNet(), (2, 1), 12, torch.float64, CPU, steps=1)
     weight = spectral.fresh_module().get_parameter("weight")
     assert weight.dtype == torch.complex128
     assert weight.imag.abs().min() > 0

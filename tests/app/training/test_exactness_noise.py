@@ -16,8 +16,8 @@ from app.training.exactness import (
     NOISE,
     TOLERANCE,
     Errors,
-    Outcome,
-    Trial,
+    ExactnessTrial,
+    StepsResult,
     compare,
     run_noise,
     run_plain,
@@ -54,13 +54,13 @@ class Deep(nn.Module):
 
 
 @functools.cache
-def made(kind: str, dtype: torch.dtype, steps: int = 1) -> tuple[Trial, Outcome, list[Outcome]]:
+def made(kind: str, dtype: torch.dtype, steps: int = 1) -> tuple[ExactnessTrial, StepsResult, list[StepsResult]]:
     torch.manual_seed(3)
-    trial = Trial(Deep(*LAYERS[kind]), (2, 1, 1), 12, dtype, CPU, steps)
+    trial = ExactnessTrial(Deep(*LAYERS[kind]), (2, 1, 1), 12, dtype, CPU, steps)
     return trial, run_plain(trial), run_noise(trial)
 
 
-def judged(kind: str, dtype: torch.dtype, found: Outcome) -> Errors:
+def judged(kind: str, dtype: torch.dtype, found: StepsResult) -> Errors:
     trial, plain, noise = made(kind, dtype)
     return compare(plain, [found], [name for name, _ in trial.module.named_parameters()], noise=noise)
 

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from app.launch.place import Placement
+from app.launch.place import RankPlace
 from app.launch.signals import Interrupt
-from app.launch.watchdog import Guardian
+from app.launch.watchdog import Watchdog
 from app.settings.run import DataSettings, ModelSettings, OptimizerSettings, RunConfig, ScoreSettings, StrategySettings
 from app.train import main
 from app.training import session as session_module
@@ -71,8 +71,8 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
 
     def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
         folder = RunFolder(config.out)
-        placement = Placement(communicator, torch.device("cpu"), None)
-        guardian = Guardian(communicator.rank, stuck_s=60)
+        placement = RankPlace(communicator, torch.device("cpu"), None)
+        guardian = Watchdog(communicator.rank, stuck_s=60)
         session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guardian)
         outcome = TrainingLoop(session, folder, Interrupt()).run()
         opened = session.pool.open_ids

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from app.checkpoint.file import load_checkpoint
-from app.launch.place import Placement
+from app.launch.place import RankPlace
 from app.launch.signals import Interrupt
-from app.launch.watchdog import Guardian
+from app.launch.watchdog import Watchdog
 from app.pages.run_files import read_run
 from app.pages.run_page import render
 from app.settings.cli import RunError
@@ -111,8 +111,8 @@ def train(config: RunConfig, dataset: Dataset) -> RunFolder:
     (config.out / "config.yaml").write_text("{}")
 
     def rank(communicator: Communicator, _: None) -> None:
-        placement = Placement(communicator, torch.device("cpu"), None)
-        guardian = Guardian(communicator.rank, stuck_s=60)
+        placement = RankPlace(communicator, torch.device("cpu"), None)
+        guardian = Watchdog(communicator.rank, stuck_s=60)
         session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guardian)
         loop = TrainingLoop(session, folder, Interrupt())
         summary = RunSummary(session, folder, loop.outcome, loop.memory, 0)

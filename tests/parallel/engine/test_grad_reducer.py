@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, Work
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.grad_reducer import GradientExchange, last_backwards
+from parallel.engine.grad_reducer import GradReducer, last_backwards
 from parallel.schedule.action import Action
 
 
@@ -59,7 +59,7 @@ def test_sums_are_those_of_all_ranks(armed: bool, overlap: bool, size: int | Non
 
     def step(communicator: Communicator, _: Any) -> list[Tensor]:
         net, counting = copy_of_model(), Counting(communicator)
-        sums = GradientExchange(net.parameters(), counting, overlap=overlap, bucket_bytes=size)  # type: ignore[arg-type]
+        sums = GradReducer(net.parameters(), counting, overlap=overlap, bucket_bytes=size)  # type: ignore[arg-type]
         assert len(sums.buckets) == SUMS[size]
         for _step in range(2):
             counting.begun = 0
@@ -83,14 +83,14 @@ def test_sums_are_those_of_all_ranks(armed: bool, overlap: bool, size: int | Non
 
 def test_a_bucket_has_one_dtype_whatever_its_size() -> None:
     several = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float64)]
-    sums = GradientExchange(several, None, overlap=True, bucket_bytes=0)  # type: ignore[arg-type]
+    sums = GradReducer(several, None, overlap=True, bucket_bytes=0)  # type: ignore[arg-type]
     assert [bucket.flat.dtype for bucket in sums.buckets] == [torch.float64, torch.float32]
 
 
 def test_the_size_of_buckets_changes_no_bit_where_sums_are_in_order_of_rank() -> None:
     def step(communicator: Communicator, size: int | None) -> list[Tensor]:
         net = copy_of_model().float()
-        sums = GradientExchange(net.parameters(), communicator, overlap=True, bucket_bytes=size)
+        sums = GradReducer(net.parameters(), communicator, overlap=True, bucket_bytes=size)
         sums.begin_step()
         sums.arm()
         net(inputs(communicator.rank, 0).float()).square().sum().backward()
@@ -107,7 +107,7 @@ def test_the_size_of_buckets_changes_no_bit_where_sums_are_in_order_of_rank() ->
 def test_a_gradient_that_one_rank_has_is_everybodys_and_one_that_nobody_has_stays_none() -> None:
     def step(communicator: Communicator, _: Any) -> tuple[bool, bool]:
         used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-        sums = GradientExchange([used, unused], communicator, overlap=True)
+        sums = GradReducer([used, unused], communicator, overlap=True)
         sums.begin_step()
         if communicator.rank == 1:
             (used * 0).sum().backward()
@@ -120,13 +120,13 @@ def test_a_gradient_that_one_rank_has_is_everybodys_and_one_that_nobody_has_stay
 
 def test_frozen_parameters_take_no_part() -> None:
     frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-    sums = GradientExchange([nn.Parameter(torch.ones(2)), frozen], None, overlap=True)  # type: ignore[arg-type]
+    sums = GradReducer([nn.Parameter(torch.ones(2)), frozen], None, overlap=True)  # type: ignore[arg-type]
     assert [parameter.numel() for bucket in sums.buckets for parameter in bucket.parameters] == [2]
 
 
 def test_gradients_keep_the_layout_of_their_parameters() -> None:
     weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
-    sums = GradientExchange([weight, nn.Parameter(torch.ones(5))], None, overlap=False)  # type: ignore[arg-type]
+    sums = GradReducer([weight, nn.Parameter(torch.ones(5))], None, overlap=False)  # type: ignore[arg-type]
     sums.begin_step()
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride()

@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.optimizer_step import Copy, Update
+from parallel.engine.optimizer_step import Copy, OptimizerStep
 
 SGD = functools.partial(torch.optim.SGD, lr=99.0)
 """With a rate that every step replaces."""
@@ -25,7 +25,7 @@ def parameter(value: float, gradient: float | None = None) -> nn.Parameter:
 
 def test_a_step_uses_the_learning_rate_it_is_given() -> None:
     weight = parameter(1.0, 2.0)
-    update = Update(SGD, owned={"weight": weight}, unshared=[], held=[weight])
+    update = OptimizerStep(SGD, owned={"weight": weight}, unshared=[], held=[weight])
     update.apply(0.25, scale=1)
     assert weight.item() == 0.5
     update.apply(0.125, scale=1)
@@ -34,7 +34,7 @@ def test_a_step_uses_the_learning_rate_it_is_given() -> None:
 
 def test_all_gradients_held_are_scaled_also_those_another_rank_updates() -> None:
     own, other, without = parameter(1.0, 2.0), parameter(1.0, 4.0), parameter(1.0)
-    update = Update(SGD, owned={"own": own, "without": without}, unshared=[], held=[own, other, without])
+    update = OptimizerStep(SGD, owned={"own": own, "without": without}, unshared=[], held=[own, other, without])
     update.apply(0.5, scale=0.5)
     assert (own.grad, other.grad, without.grad) == (torch.tensor([1.0]), torch.tensor([2.0]), None)
     assert [own.item(), other.item(), without.item()] == [0.5, 1.0, 1.0]
@@ -44,7 +44,7 @@ def test_gradients_that_stay_on_this_rank_begin_at_nothing() -> None:
     """A parameter that no microbatch reaches has none, and is passed over as in a single process."""
     alone, shared = parameter(1.0, 2.0), parameter(1.0, 3.0)
     view = shared.grad
-    update = Update(SGD, owned={"alone": alone, "shared": shared}, unshared=[alone], held=[alone, shared])
+    update = OptimizerStep(SGD, owned={"alone": alone, "shared": shared}, unshared=[alone], held=[alone, shared])
     update.begin_step()
     assert alone.grad is None
     assert shared.grad is view, "its exchange has put it there and zeroes it"
@@ -55,7 +55,7 @@ def test_a_rank_that_owns_nothing_has_no_optimizer_and_takes_the_copies() -> Non
         weight, fixed = parameter(1.0 + communicator.rank, 2.0), parameter(5.0)
         owns = communicator.rank == source
         copies = [Copy([weight], communicator, source)]
-        update = Update(SGD, owned={"weight": weight} if owns else {}, unshared=[], held=[weight], copies=copies)
+        update = OptimizerStep(SGD, owned={"weight": weight} if owns else {}, unshared=[], held=[weight], copies=copies)
         update.apply(0.25, scale=1)
         return update.optimizer is not None, weight.item(), fixed.item()
 
@@ -72,7 +72,7 @@ def test_a_pair_that_each_updates_half_ends_as_two_that_update_all() -> None:
         halves = [{k: weights[k] for k in keys} for keys in ("01", "23")]
         copies = [Copy(list(half.values()), communicator, source) for source, half in enumerate(halves)]
         owned: dict[str, Any] = halves[communicator.rank] if shard else weights
-        update = Update(adam, owned=owned, unshared=[], held=weights.values(), copies=copies if shard else [])
+        update = OptimizerStep(adam, owned=owned, unshared=[], held=weights.values(), copies=copies if shard else [])
         for step in range(3):
             for weight, gradient in zip(weights.values(), gradients, strict=True):
                 weight.grad = torch.tensor([gradient * (step + 1)])

@@ -16,12 +16,12 @@ from parallel.memory.host_bytes import HostBytes, host_bytes, stage_host_bytes
 from parallel.memory.kept_bytes import kept_bytes, passes_of, with_lifetimes
 from parallel.memory.lifetimes import Lifetimes
 from parallel.memory.liveness import pieces
-from parallel.memory.policy import Keeping, Offload, Segment
+from parallel.memory.policy import ActivationPolicy, Offload, Segment
 from parallel.memory.rank_bytes import whole_bytes
 from parallel.memory.segments import segments_of
 from parallel.memory.stage_bytes import StageBytes, stage_bytes, touched_by
 from parallel.offload.live_bytes import LiveBytes
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.passes import add_recompute
 from parallel.schedule.registry import build_schedule, placement_for
 from parallel.stage.batchnorm import running_statistics
@@ -48,23 +48,23 @@ def chain(*, twice: bool = False) -> LayerGraph:
     )
 
 
-def only(graph: LayerGraph, keeping: Keeping) -> StageBytes:
+def only(graph: LayerGraph, keeping: ActivationPolicy) -> StageBytes:
     (stage,) = kept_bytes(Partition(graph, (0,)), keeping)
     return stage
 
 
-def in_segments(graph: LayerGraph, segments: list[Segment], keeping: Keeping) -> StageBytes:
+def in_segments(graph: LayerGraph, segments: list[Segment], keeping: ActivationPolicy) -> StageBytes:
     found, partition = pieces(graph), Partition(graph, (0,))
     lives = Lifetimes(found, passes_of(graph, segments, found), keeping)
     return with_lifetimes(graph, lives, stage_bytes(partition)[0])
 
 
 def test_offload_by_hand() -> None:
-    at_once = only(chain(), Keeping(offload="overlap", smallest=10))
+    at_once = only(chain(), ActivationPolicy(offload="overlap", smallest=10))
     assert (at_once.activations, at_once.inputs) == (8, 0)  # c's mask is too small to move
     assert at_once.forward == 100 + 40 + 60  # while b runs; who runs the stage holds the images
     assert at_once.backward == (60 + 8) + (20 + 60) + 10  # c's: what it saved, gradients, those of its parameters
-    window = only(chain(), Keeping(offload="overlap", smallest=10, ahead=50))
+    window = only(chain(), ActivationPolicy(offload="overlap", smallest=10, ahead=50))
     assert window.activations == 8
     assert window.forward == 100 + 40 + 60 + 20 + 8  # a leaves when b is kept, too
     assert window.backward == at_once.backward + 40  # a is back ahead
@@ -72,7 +72,7 @@ def test_offload_by_hand() -> None:
 
 @pytest.mark.parametrize(("mode", "host"), [("overlap", 208), ("naive", 268), ("pinned-nonblocking", 268)])
 def test_modes_of_the_study_copy_what_two_layers_keep_twice(mode: Offload, host: int) -> None:
-    graph, keeping = chain(twice=True), Keeping(offload=mode, smallest=0)
+    graph, keeping = chain(twice=True), ActivationPolicy(offload=mode, smallest=0)
     (there,) = stage_host_bytes(Partition(graph, (0,)), keeping)
     assert there == HostBytes(host, 100, 0)
     stage = only(graph, keeping)
@@ -81,23 +81,25 @@ def test_modes_of_the_study_copy_what_two_layers_keep_twice(mode: Offload, host:
 
 def test_segments_by_hand() -> None:
     segments = [Segment(0, 3, True), Segment(3, 5, False)]
-    stage = in_segments(chain(), segments, Keeping("block"))
+    stage = in_segments(chain(), segments, ActivationPolicy("block"))
     assert (stage.activations, stage.inputs) == (100 + 60 + 8, 100)
     assert stage.forward == 100 + 40 + 60
     assert stage.backward == 100 + (40 + 60) + 60  # b computed again, with its gradient waiting
     assert stage.first_backward == stage.backward + 10
-    both = in_segments(chain(), segments, Keeping("block", offload="overlap", smallest=0))
+    both = in_segments(chain(), segments, ActivationPolicy("block", offload="overlap", smallest=0))
     assert (both.activations, both.forward, both.backward) == (0, 200, stage.backward)
     graph = chain()
     found = pieces(graph)
-    lives = Lifetimes(found, passes_of(graph, segments, found), Keeping("block", offload="overlap", smallest=0))
+    lives = Lifetimes(
+        found, passes_of(graph, segments, found), ActivationPolicy("block", offload="overlap", smallest=0)
+    )
     assert (lives.host, lives.host_inputs, lives.host_again) == (100 + 60 + 8, 100, 100 + 40)
 
 
 def test_a_segment_that_keeps_nothing_is_not_computed_again() -> None:
     graph = chain()
-    kept = in_segments(graph, [Segment(0, 4, False), Segment(4, 5, True)], Keeping("block"))
-    assert kept == in_segments(graph, [Segment(0, 4, False), Segment(4, 5, False)], Keeping("block"))
+    kept = in_segments(graph, [Segment(0, 4, False), Segment(4, 5, True)], ActivationPolicy("block"))
+    assert kept == in_segments(graph, [Segment(0, 4, False), Segment(4, 5, False)], ActivationPolicy("block"))
 
 
 def test_without_a_rule_all_is_as_plainly_counted() -> None:
@@ -106,9 +108,11 @@ def test_without_a_rule_all_is_as_plainly_counted() -> None:
         inner = range(2, len(graph.layers) - 1)
         partition = Partition(graph, (0, *sorted(random.Random(seed).sample(inner, min(2, len(inner))))))
         plain = stage_bytes(partition)
-        assert kept_bytes(partition, Keeping()) == plain == kept_bytes(partition, Keeping("stage"))
+        assert kept_bytes(partition, ActivationPolicy()) == plain == kept_bytes(partition, ActivationPolicy("stage"))
         for k, own in enumerate(touched_by(partition, pieces(graph))):
-            lives = Lifetimes(own, passes_of(graph, segments_of(partition, k, Keeping()), own), Keeping())
+            lives = Lifetimes(
+                own, passes_of(graph, segments_of(partition, k, ActivationPolicy()), own), ActivationPolicy()
+            )
             assert with_lifetimes(graph, lives, plain[k]) == plain[k], (seed, k)
 
 
@@ -118,7 +122,7 @@ def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
         partition = Partition(graph, (0, 2))
         for plain, none, few, all_ in zip(
             stage_bytes(partition),
-            *(kept_bytes(partition, Keeping(offload="overlap", smallest=0, ahead=n)) for n in (0, 60, 10**6)),
+            *(kept_bytes(partition, ActivationPolicy(offload="overlap", smallest=0, ahead=n)) for n in (0, 60, 10**6)),
             strict=True,
         ):
             assert none.activations == few.activations == all_.activations == 0
@@ -131,7 +135,8 @@ def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
 def test_whole_models_under_a_rule() -> None:
     graph = chain()
     plain, moved = (
-        whole_bytes("single", 1, 1, graph, 2, keeping=rule) for rule in (None, Keeping(offload="overlap", smallest=0))
+        whole_bytes("single", 1, 1, graph, 2, keeping=rule)
+        for rule in (None, ActivationPolicy(offload="overlap", smallest=0))
     )
     assert (plain.activations, moved.activations) == (208, 0)
     assert plain.total - moved.total > 50
@@ -159,20 +164,20 @@ def traced_net(name: str) -> tuple[Traced, tuple[int, ...]]:
 
 
 RULES = {
-    "none": Keeping(),
-    "block": Keeping("block"),
-    "4 layers": Keeping("4"),
-    "offload": Keeping(offload="overlap", smallest=64 * KIB),
-    "offload, ahead": Keeping(offload="overlap", smallest=0, ahead=512 * KIB),
-    "naive": Keeping(offload="naive"),
-    "block and offload": Keeping("block", offload="overlap", smallest=0),
-    "4 layers and offload, ahead": Keeping("4", offload="overlap", smallest=0, ahead=512 * KIB),
+    "none": ActivationPolicy(),
+    "block": ActivationPolicy("block"),
+    "4 layers": ActivationPolicy("4"),
+    "offload": ActivationPolicy(offload="overlap", smallest=64 * KIB),
+    "offload, ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=512 * KIB),
+    "naive": ActivationPolicy(offload="naive"),
+    "block and offload": ActivationPolicy("block", offload="overlap", smallest=0),
+    "4 layers and offload, ahead": ActivationPolicy("4", offload="overlap", smallest=0, ahead=512 * KIB),
 }
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(("name", "stages"), [("skips", 2), ("unet_w8", 3), ("torchvision:resnet18", 2)])
-def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Keeping) -> None:
+def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: ActivationPolicy) -> None:
     traced, shape = traced_net(name)
     partition = partition_equal(traced.graph, stages)
     traced.model.zero_grad()
@@ -181,7 +186,7 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Keeping) 
     for number, told in enumerate(kept_bytes(partition, rule)):
         module = cut_stage(traced, partition, number, segments_of(partition, number, rule)).train()
         statistics = running_statistics(module, LocalCommunicator(), "per-microbatch")
-        keeper = Keeper(rule, CPU)
+        keeper = SavedTensors(rule, CPU)
         stage = Stage(module, device=CPU, statistics=statistics, differentiable=module.outputs, keeper=keeper)
         statistics.begin_step(1)
         given = {key: values[key].detach().clone() for key in module.inputs}

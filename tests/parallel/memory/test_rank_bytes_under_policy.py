@@ -17,7 +17,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.graph.layers import LayerGraph
 from parallel.memory.kept_bytes import kept_bytes
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes
 from parallel.memory.recompute_ranks import chosen_runs
 from parallel.memory.stage_bytes import stage_bytes
@@ -39,7 +39,7 @@ def graph() -> LayerGraph:
     return with_loss(trace(model(), SHAPE).graph, CLASSES, SHAPE[-1])
 
 
-def predicted(strategy: Strategy, keeping: Keeping) -> list[int]:
+def predicted(strategy: Strategy, keeping: ActivationPolicy) -> list[int]:
     partition = strategy.partition(graph())
     schedule = strategy.schedule(partition.links)
     stages = kept_bytes(partition, keeping)
@@ -75,17 +75,17 @@ def measured(communicator: Communicator, strategy: Strategy) -> int:
     return watch.peak_bytes
 
 
-def rules(strategy: Strategy) -> dict[str, Keeping]:
+def rules(strategy: Strategy) -> dict[str, ActivationPolicy]:
     partition = strategy.partition(graph())
     forward_s = [1e-9 * layer.flops + 1e-9 * layer.output_bytes + 1e-6 for layer in graph().layers]
-    limit = 0.85 * max(predicted(strategy, Keeping()))
+    limit = 0.85 * max(predicted(strategy, ActivationPolicy()))
     schedule = strategy.schedule(partition.links)
     runs = chosen_runs(partition, strategy.placement, schedule, forward_s, limit, slots=1)
     assert runs
     return {
-        "chosen": Keeping("chosen", runs),
-        "offload, ahead": Keeping(offload="overlap", smallest=16 * KIB, ahead=1024 * KIB),
-        "block and offload": Keeping("block", offload="overlap", smallest=16 * KIB),
+        "chosen": ActivationPolicy("chosen", runs),
+        "offload, ahead": ActivationPolicy(offload="overlap", smallest=16 * KIB, ahead=1024 * KIB),
+        "block and offload": ActivationPolicy("block", offload="overlap", smallest=16 * KIB),
     }
 
 

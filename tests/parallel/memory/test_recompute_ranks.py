@@ -7,7 +7,7 @@ import pytest
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import partition_equal
 from parallel.memory.kept_bytes import kept_bytes
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes, whole_bytes
 from parallel.memory.recompute_ranks import chosen_runs, chosen_runs_of_whole
 from parallel.memory.segments import segments_of
@@ -31,19 +31,21 @@ def test_ranks_fit(name: str) -> None:
     placement = placement_for(name, groups=1, depth=2, chunks=2 if name == "interleaved" else 1)
     partition, schedule = partition_equal(graph, placement.stages), build_schedule(name, placement, 4)
 
-    def fullest(keeping: Keeping) -> int:
+    def fullest(keeping: ActivationPolicy) -> int:
         stages = kept_bytes(partition, keeping)
         return max(rank.total for rank in rank_bytes(partition, placement, schedule, slots=2, stages=stages))
 
-    full = fullest(Keeping())
+    full = fullest(ActivationPolicy())
     limit = 0.8 * full
     runs = chosen_runs(partition, placement, schedule, seconds(graph), limit, slots=2)
     assert runs
-    assert 0.9 * limit < fullest(Keeping("chosen", runs)) <= limit
+    assert 0.9 * limit < fullest(ActivationPolicy("chosen", runs)) <= limit
     assert chosen_runs(partition, placement, schedule, seconds(graph), full, slots=2) == ()
     most = max(stage.parameters for stage in stage_bytes(partition))
     assert chosen_runs(partition, placement, schedule, seconds(graph), 4 * most, slots=2) is None
-    again = [each for k in range(partition.depth) for each in segments_of(partition, k, Keeping("chosen", runs))]
+    again = [
+        each for k in range(partition.depth) for each in segments_of(partition, k, ActivationPolicy("chosen", runs))
+    ]
     assert sum(segment.recompute for segment in again) == len(runs)
 
 
@@ -52,5 +54,7 @@ def test_whole_models_fit() -> None:
     full = whole_bytes("single", 1, 2, graph, 2).total
     runs = chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), 0.8 * full, slots=2)
     assert runs
-    assert 0.7 * full < whole_bytes("single", 1, 2, graph, 2, keeping=Keeping("chosen", runs)).total <= 0.8 * full
+    assert (
+        0.7 * full < whole_bytes("single", 1, 2, graph, 2, keeping=ActivationPolicy("chosen", runs)).total <= 0.8 * full
+    )
     assert chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), full, slots=2) == ()

@@ -14,7 +14,7 @@ from parallel.graph.partition import cut_positions
 from parallel.memory.kept_bytes import passes_of, with_lifetimes
 from parallel.memory.lifetimes import Lifetimes
 from parallel.memory.liveness import pieces
-from parallel.memory.policy import Keeping, Segment
+from parallel.memory.policy import ActivationPolicy, Segment
 from parallel.memory.recompute_search import choose_recompute
 from parallel.memory.stage_bytes import window_bytes
 from parallel.trace.trace import trace
@@ -27,7 +27,7 @@ Plan = tuple[Segment, ...]
 def peak(graph: LayerGraph, plan: Plan, in_flight: int) -> int:
     found = pieces(graph)
     plain = window_bytes(graph, plan[0].start, plan[-1].stop)
-    stage = with_lifetimes(graph, Lifetimes(found, passes_of(graph, plan, found), Keeping("chosen")), plain)
+    stage = with_lifetimes(graph, Lifetimes(found, passes_of(graph, plan, found), ActivationPolicy("chosen")), plain)
     return (in_flight - 1) * stage.activations + max(stage.forward, stage.backward)
 
 

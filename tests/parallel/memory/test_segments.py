@@ -8,7 +8,7 @@ import pytest
 
 from parallel.graph.blocks import block_cuts
 from parallel.graph.partition import Partition, cut_positions, partition_equal
-from parallel.memory.policy import Keeping, Segment
+from parallel.memory.policy import ActivationPolicy, Segment
 from parallel.memory.segments import segments_of
 from parallel.trace.trace import trace
 from tests.parallel.memory.test_rank_bytes import net
@@ -19,7 +19,7 @@ def unet(stages: int) -> Partition:
     return partition_equal(trace(*net("unet_w8")).graph, stages)
 
 
-def every(partition: Partition, keeping: Keeping) -> list[Segment]:
+def every(partition: Partition, keeping: ActivationPolicy) -> list[Segment]:
     return [each for stage in range(partition.depth) for each in segments_of(partition, stage, keeping)]
 
 
@@ -27,7 +27,7 @@ def every(partition: Partition, keeping: Keeping) -> list[Segment]:
 @pytest.mark.parametrize("stages", [1, 3])
 def test_they_cover_every_stage(rule: str, stages: int) -> None:
     partition = unet(stages)
-    found = every(partition, Keeping(rule))
+    found = every(partition, ActivationPolicy(rule))
     allowed = {0, *cut_positions(partition.graph), len(partition.graph.layers)}
     assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])]
     assert found[-1].stop == len(partition.graph.layers)
@@ -41,7 +41,7 @@ def test_they_cover_every_stage(rule: str, stages: int) -> None:
 
 def test_a_rule_of_k_layers_has_k_layers_at_least() -> None:
     graph = unet(1).graph
-    for segment in every(unet(1), Keeping("3"))[:-1]:
+    for segment in every(unet(1), ActivationPolicy("3"))[:-1]:
         layers = [
             layer for layer in graph.layers[segment.start : segment.stop] if layer.kind not in ("input", "get_attr")
         ]
@@ -49,7 +49,7 @@ def test_a_rule_of_k_layers_has_k_layers_at_least() -> None:
 
 
 def test_without_segments_a_stage_is_one() -> None:
-    for keeping in (Keeping(), Keeping("stage"), Keeping(offload="overlap")):
+    for keeping in (ActivationPolicy(), ActivationPolicy("stage"), ActivationPolicy(offload="overlap")):
         assert [each.recompute for each in every(unet(3), keeping)] == [False] * 3
         assert [each.start for each in every(unet(3), keeping)] == list(unet(3).starts)
 
@@ -59,7 +59,7 @@ def test_chosen_runs_end_with_stages() -> None:
     places = cut_positions(graph)
     bounds = [(places[1], places[4]), (places[4], places[-3])]
     chosen = tuple((graph.layers[start].name, graph.layers[stop - 1].name) for start, stop in bounds)
-    keeping = Keeping("chosen", chosen)
+    keeping = ActivationPolicy("chosen", chosen)
     whole = every(unet(1), keeping)
     assert [(each.start, each.stop) for each in whole if each.recompute] == bounds
     assert [each.recompute for each in whole] == [False, True, True, False]
@@ -76,4 +76,4 @@ def test_runs_that_are_not_in_the_model() -> None:
         ((last, first), f"'{last}' to '{first}' cannot be computed again alone: no cut may fall there; plan anew"),
     ]:
         with pytest.raises(ValueError, match=message):
-            segments_of(partition, 0, Keeping("chosen", (run,)))
+            segments_of(partition, 0, ActivationPolicy("chosen", (run,)))

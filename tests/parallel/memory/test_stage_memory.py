@@ -14,19 +14,19 @@ from parallel.memory.host_bytes import stage_host_bytes
 from parallel.memory.kept_bytes import kept_bytes, passes_of, with_lifetimes
 from parallel.memory.lifetimes import Lifetimes
 from parallel.memory.liveness import pieces
-from parallel.memory.policy import Keeping, Segment
+from parallel.memory.policy import ActivationPolicy, Segment
 from parallel.memory.stage_bytes import StageBytes, window_bytes
 from parallel.memory.stage_memory import StageMemory
 from tests.helpers.random_graphs import random_graph
 
 RULES = [
-    Keeping(),
-    Keeping("stage"),
-    Keeping("block"),
-    Keeping("3"),
-    Keeping(offload="overlap", smallest=0),
-    Keeping("block", offload="overlap", smallest=0, ahead=60),
-    Keeping("2", offload="naive"),
+    ActivationPolicy(),
+    ActivationPolicy("stage"),
+    ActivationPolicy("block"),
+    ActivationPolicy("3"),
+    ActivationPolicy(offload="overlap", smallest=0),
+    ActivationPolicy("block", offload="overlap", smallest=0, ahead=60),
+    ActivationPolicy("2", offload="naive"),
 ]
 
 
@@ -38,7 +38,7 @@ def some_places(draw: random.Random, graph: LayerGraph) -> list[int]:
 
 def one_by_one(graph: LayerGraph, segments: list[Segment]) -> StageBytes:
     found = pieces(graph)
-    lives = Lifetimes(found, passes_of(graph, segments, found), Keeping("chosen"))
+    lives = Lifetimes(found, passes_of(graph, segments, found), ActivationPolicy("chosen"))
     return with_lifetimes(graph, lives, window_bytes(graph, segments[0].start, segments[-1].stop))
 
 
@@ -51,9 +51,9 @@ def test_any_segments_of_any_stage(seed: int) -> None:
         places = some_places(draw, graph)
         first, last = sorted(draw.sample(range(len(places)), 2))
         segments = [Segment(*bound, draw.random() < 0.6) for bound in pairwise(places[first : last + 1])]
-        assert memory.of_segments(segments, Keeping("chosen")) == one_by_one(graph, segments)
+        assert memory.of_segments(segments, ActivationPolicy("chosen")) == one_by_one(graph, segments)
         bound = segments[0].start, segments[-1].stop
-        for rule in (Keeping("chosen"), *RULES[4:]):
+        for rule in (ActivationPolicy("chosen"), *RULES[4:]):
             stage = memory.of_segments(segments, rule)
             assert memory.least(bound) <= min(stage.backward, stage.first_backward)
 
@@ -65,7 +65,7 @@ def test_any_segments_of_real_models(model: str) -> None:
     memory = StageMemory(graph)
     for _ in range(4):
         segments = [Segment(*bound, draw.random() < 0.6) for bound in pairwise(some_places(draw, graph))]
-        assert memory.of_segments(segments, Keeping("chosen")) == one_by_one(graph, segments)
+        assert memory.of_segments(segments, ActivationPolicy("chosen")) == one_by_one(graph, segments)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, steps_of, strategy_for
 from tests.helpers.small_nets import NETS
 
 SIMPLE = ("naive", "pinned", "nonblocking", "pinned-nonblocking")
-OFFLOAD = Keeping(offload="overlap", smallest=0)
-AHEAD = Keeping(offload="overlap", smallest=512, ahead=20_000)
+OFFLOAD = ActivationPolicy(offload="overlap", smallest=0)
+AHEAD = ActivationPolicy(offload="overlap", smallest=512, ahead=20_000)
 KEEPINGS = {
-    **{mode: Keeping(offload=mode) for mode in SIMPLE},
+    **{mode: ActivationPolicy(offload=mode) for mode in SIMPLE},
     "overlap": OFFLOAD,
     "overlap, ahead": AHEAD,
-    "overlap, little room": Keeping(offload="overlap", smallest=0, host_bytes=40_000),
-    "block": Keeping(recompute="block"),
-    "2 layers": Keeping(recompute="2"),
-    "block and overlap": Keeping(recompute="block", offload="overlap", smallest=0),
-    "3 layers and overlap, ahead": Keeping(recompute="3", offload="overlap", smallest=0, ahead=20_000),
-    "stage and overlap": Keeping(recompute="stage", offload="overlap", smallest=0),
-    "block and naive": Keeping(recompute="block", offload="naive"),
+    "overlap, little room": ActivationPolicy(offload="overlap", smallest=0, host_bytes=40_000),
+    "block": ActivationPolicy(recompute="block"),
+    "2 layers": ActivationPolicy(recompute="2"),
+    "block and overlap": ActivationPolicy(recompute="block", offload="overlap", smallest=0),
+    "3 layers and overlap, ahead": ActivationPolicy(recompute="3", offload="overlap", smallest=0, ahead=20_000),
+    "stage and overlap": ActivationPolicy(recompute="stage", offload="overlap", smallest=0),
+    "block and naive": ActivationPolicy(recompute="block", offload="naive"),
 }
 
 
@@ -30,7 +30,7 @@ KEEPINGS = {
 @pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
 @pytest.mark.parametrize("name", NETS)
-def test_schedules(name: str, schedule: str, keeping: Keeping) -> None:
+def test_schedules(name: str, schedule: str, keeping: ActivationPolicy) -> None:
     strategy = strategy_for(schedule, 2, m=4, keeping=keeping)
     assert_equal(on_threads(name, strategy, steps_of(strategy.m)), plain(name, strategy.m), torch.float64)
 

@@ -10,11 +10,11 @@ import torch
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.data_parallel import DataParallelEngine
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
 from parallel.offload.host_parameters import HostParameters
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 from tests.helpers.engine_runs import (
     CPU,
     SEED,
@@ -30,12 +30,12 @@ from tests.helpers.engine_runs import (
 from tests.helpers.small_nets import NETS
 
 KEEPINGS = {
-    "optimizer": Keeping(optimizer=True),
-    "parameters": Keeping(parameters=True),
-    "parameters, block": Keeping(parameters=True, recompute="block"),
-    "parameters, stage": Keeping(parameters=True, recompute="stage"),
-    "all": Keeping(parameters=True, recompute="2", offload="overlap", smallest=0),
-    "naive": Keeping(parameters=True, offload="naive"),
+    "optimizer": ActivationPolicy(optimizer=True),
+    "parameters": ActivationPolicy(parameters=True),
+    "parameters, block": ActivationPolicy(parameters=True, recompute="block"),
+    "parameters, stage": ActivationPolicy(parameters=True, recompute="stage"),
+    "all": ActivationPolicy(parameters=True, recompute="2", offload="overlap", smallest=0),
+    "naive": ActivationPolicy(parameters=True, offload="naive"),
 }
 
 
@@ -43,7 +43,7 @@ KEEPINGS = {
 @pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
 @pytest.mark.parametrize("name", NETS)
-def test_schedules(name: str, schedule: str, keeping: Keeping) -> None:
+def test_schedules(name: str, schedule: str, keeping: ActivationPolicy) -> None:
     strategy = strategy_for(schedule, 2, m=4, keeping=keeping)
     assert_equal(on_threads(name, strategy, steps_of(strategy.m)), plain(name, strategy.m), torch.float64)
 
@@ -60,7 +60,7 @@ def test_complex_values(keeping: str) -> None:
 def test_whole_models(name: str, resident: bool, world: int) -> None:
     def rank(communicator: Communicator, away: bool) -> dict[str, Any]:
         model = net(name, torch.float64)
-        keeper = Keeper(Keeping(offload="overlap", smallest=0) if away else Keeping(), CPU)
+        keeper = SavedTensors(ActivationPolicy(offload="overlap", smallest=0) if away else ActivationPolicy(), CPU)
         host = None
         if away:
             if resident:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from parallel import build as assembling
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.optimizer_step import Update
+from parallel.engine.optimizer_step import OptimizerStep
 from parallel.engine.step import Microbatch
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
@@ -232,8 +232,10 @@ def test_an_update_scales_after_early_steps_too(scale: float, resident: bool) ->
         HostParameters(net, CPU, Copies())
     make = OPTIMIZERS["adamw"]
     ours, theirs = dict(net.named_parameters()), dict(plain.named_parameters())
-    update = Update(make, owned=ours, unshared=ours.values(), held=ours.values(), offload=Copies(), resident=resident)
-    other = Update(make, owned=theirs, unshared=theirs.values(), held=theirs.values())
+    update = OptimizerStep(
+        make, owned=ours, unshared=ours.values(), held=ours.values(), offload=Copies(), resident=resident
+    )
+    other = OptimizerStep(make, owned=theirs, unshared=theirs.values(), held=theirs.values())
     for step in range(2):
         for each, layers in ((update, net), (other, plain)):
             each.begin_step()
@@ -246,7 +248,7 @@ def test_an_update_scales_after_early_steps_too(scale: float, resident: bool) ->
 def test_shared_gradients_wait_for_their_sum() -> None:
     net = chain()
     shared, own = dict(net[0].named_parameters(prefix="0")), dict(net[2].named_parameters(prefix="2"))
-    update = Update(Telling, owned=shared | own, unshared=own.values(), held=net.parameters(), offload=Copies())
+    update = OptimizerStep(Telling, owned=shared | own, unshared=own.values(), held=net.parameters(), offload=Copies())
     assert isinstance(update.optimizer, Telling)
     update.begin_step()
     update.arm(shared | own, LR)
@@ -288,6 +290,6 @@ def test_checkpoints_of_all_ranks_are_those_without_the_host(
         return [first, run_on_threads(strategy.ranks, rank, first)[0]]
 
     expected = runs()
-    monkeypatch.setattr(assembling, "Update", functools.partial(Update, offload=Copies()))
+    monkeypatch.setattr(assembling, "Update", functools.partial(OptimizerStep, offload=Copies()))
     for ours, theirs in zip(runs(), expected, strict=True):
         assert_same_bits(ours, theirs)

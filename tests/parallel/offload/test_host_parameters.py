@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.grad_reducer import GradientExchange
+from parallel.engine.grad_reducer import GradReducer
 from parallel.offload.copies import Copies, Mark
 from parallel.offload.host_optimizer import HostOptimizer
 from parallel.offload.host_parameters import HostParameters, buffers_to
@@ -242,7 +242,7 @@ def test_another_way_through_the_layers_than_last_time_costs_copies_and_nothing_
 def test_gradients_go_where_their_sum_over_ranks_wants_them() -> None:
     net, plain = deep(2), deep(2)
     HostParameters(net, CPU, Copies())
-    exchange = GradientExchange(net.parameters(), LocalCommunicator(), overlap=True)
+    exchange = GradReducer(net.parameters(), LocalCommunicator(), overlap=True)
     x = torch.randn(4, 16)
     exchange.begin_step()
     places = [p.grad.data_ptr() for p in net.parameters() if p.grad is not None]

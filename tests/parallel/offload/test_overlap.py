@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_pool import HostPool, rounded
@@ -144,19 +144,21 @@ def test_a_step_that_is_given_up_frees_nothing_that_is_still_copied() -> None:
 
 
 LATE = {
-    "overlap": Keeping(offload="overlap", smallest=0),
-    "overlap, ahead": Keeping(offload="overlap", smallest=0, ahead=20_000),
-    "overlap, far ahead": Keeping(offload="overlap", smallest=0, ahead=200_000),
-    "block and overlap": Keeping(recompute="block", offload="overlap", smallest=0, ahead=10_000),
-    "stage and overlap": Keeping(recompute="stage", offload="overlap", smallest=0),
-    "everything": Keeping(recompute="2", offload="overlap", smallest=0, parameters=True),
-    "optimizer": Keeping(optimizer=True),
+    "overlap": ActivationPolicy(offload="overlap", smallest=0),
+    "overlap, ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=20_000),
+    "overlap, far ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=200_000),
+    "block and overlap": ActivationPolicy(recompute="block", offload="overlap", smallest=0, ahead=10_000),
+    "stage and overlap": ActivationPolicy(recompute="stage", offload="overlap", smallest=0),
+    "everything": ActivationPolicy(recompute="2", offload="overlap", smallest=0, parameters=True),
+    "optimizer": ActivationPolicy(optimizer=True),
 }
 
 
 @pytest.mark.parametrize("keeping", LATE.values(), ids=LATE)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "bidirectional"])
-def test_nobody_uses_a_copy_before_it_is_done(schedule: str, keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_uses_a_copy_before_it_is_done(
+    schedule: str, keeping: ActivationPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Copies, "for_device", staticmethod(lambda device: LateCopies()))
     strategy = strategy_for(schedule, 2, m=4, keeping=keeping)
     assert_equal(on_threads("skips", strategy, steps_of(strategy.m)), plain("skips", strategy.m), torch.float64)

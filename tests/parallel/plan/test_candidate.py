@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidate import WHOLE, Candidate, candidates
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.schedule.registry import SCHEDULES
@@ -68,8 +68,8 @@ def test_texts() -> None:
 def test_what_is_kept() -> None:
     runs = (("layer1", "layer2"),)
     plain = Candidate("1f1b", 2, 2, 4)
-    assert plain.keeping(runs, 5) == Keeping()
+    assert plain.keeping(runs, 5) == ActivationPolicy()
     assert not plain.saves
-    assert replace(plain, recompute="optimal").keeping(runs) == Keeping("chosen", runs)
-    assert replace(plain, offload=True).keeping(runs, 5) == Keeping(offload="overlap", ahead=5)
+    assert replace(plain, recompute="optimal").keeping(runs) == ActivationPolicy("chosen", runs)
+    assert replace(plain, offload=True).keeping(runs, 5) == ActivationPolicy(offload="overlap", ahead=5)
     assert replace(plain, recompute="stage").stagewise

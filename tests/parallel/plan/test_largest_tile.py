@@ -6,19 +6,19 @@ import pytest
 
 from parallel.plan.candidate import Candidate
 from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
-from parallel.plan.plan import Row
+from parallel.plan.plan import PlanRow
 from parallel.plan.savings import PLAIN, RECOMPUTE, Savings
 
 
-def row(name: str, over: int) -> Row:
-    return Row(Candidate(name, 1, 1, 1), over_bytes=max(0, over))
+def row(name: str, over: int) -> PlanRow:
+    return PlanRow(Candidate(name, 1, 1, 1), over_bytes=max(0, over))
 
 
 @pytest.mark.parametrize("memory", [STEP**2, 1000**2, 1024**2, 1025**2, 5000**2])
 def test_the_next_side_does_not_fit(memory: int) -> None:
     asked = []
 
-    def least(tile: int, name: str, savings: Savings) -> Row:
+    def least(tile: int, name: str, savings: Savings) -> PlanRow:
         asked.append(tile)
         return row(name, tile**2 - memory)
 
@@ -46,7 +46,7 @@ def test_what_cannot_run_is_left_out() -> None:
 
 
 def test_savings_follow_each_other_as_far_as_they_gain_anything() -> None:
-    def least(tile: int, name: str, savings: Savings) -> Row:
+    def least(tile: int, name: str, savings: Savings) -> PlanRow:
         side = {"ddp": 1000, "fsdp": 600}[name]
         if name == "ddp":
             side *= len(savings.offload) * (1 + (savings.recompute != ("none",)))

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from parallel.plan.candidate import Candidate
-from parallel.plan.plan import Plan, Row
+from parallel.plan.plan import Plan, PlanRow
 
 PLAN = Plan(
     {"model": "resnet18", "tile_px": 512},
-    Row(
+    PlanRow(
         Candidate("master", 4, 2, 8, recompute="optimal", offload=True),
         ("layer2", "layer4"),
         1.5,
@@ -40,8 +40,8 @@ def test_the_names_that_others_read() -> None:
 
 def test_what_does_not_fit_or_cannot_run() -> None:
     candidate = PLAN.row.candidate
-    assert not Row(candidate, over_bytes=1).fits
-    assert not Row(candidate, refused="no").fits
+    assert not PlanRow(candidate, over_bytes=1).fits
+    assert not PlanRow(candidate, refused="no").fits
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.plan.candidate import WHOLE, Candidate, candidates
 from parallel.plan.limit import too_small
-from parallel.plan.plan import Row, best_of
+from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.savings import ON_DEVICE, PLAIN, Savings
 from parallel.plan.search import Planner
 from parallel.plan.task import Task
@@ -145,7 +145,7 @@ def test_the_best_choice_of_what_is_computed_again_is_faster_than_all_blocks(can
     one = planner(max(plenty.peak_bytes) - less * MIB, graph=wide())
     rough = one.row(candidate, ON_DEVICE)
     assert rough.candidate.recompute in ("block", "stage")
-    best, other = one.refined([rough, Row(Candidate("mast", 2, 2, 2), images_per_second=1e-9)])
+    best, other = one.refined([rough, PlanRow(Candidate("mast", 2, 2, 2), images_per_second=1e-9)])
     assert other.candidate.name == "mast"
     assert best.fits
     assert best.candidate.recompute == "optimal"
@@ -188,7 +188,7 @@ def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
 
 def test_where_times_are_not_known_the_least_saving_is_best() -> None:
     one = Candidate("single", 1, 1, 2)
-    saving, plain = Row(dataclasses.replace(one, offload=True)), Row(dataclasses.replace(one, m=4))
+    saving, plain = PlanRow(dataclasses.replace(one, offload=True)), PlanRow(dataclasses.replace(one, m=4))
     assert best_of([saving, plain]) is plain
     assert best_of([plain, saving, plain]) is plain
 
@@ -242,7 +242,7 @@ def test_the_least_is_what_fits_first() -> None:
 
 
 def test_the_first_of_those_that_are_hardly_slower() -> None:
-    slow, fast, faster = (Row(c, images_per_second=s) for c, s in zip(some(), (1.0, 1.005, 1.1), strict=True))
+    slow, fast, faster = (PlanRow(c, images_per_second=s) for c, s in zip(some(), (1.0, 1.005, 1.1), strict=True))
     assert best_of([slow, fast]) is slow
     assert best_of([slow, fast, faster]) is faster
     assert best_of([]) is None

@@ -105,7 +105,7 @@ def test_gradients_are_those_of_contiguous_tiles(strategy: dict[str, Any], monke
 
     plain = exactness.run_plain
 
-    def on_contiguous(trial: exactness.Trial) -> exactness.Outcome:
+    def on_contiguous(trial: exactness.ExactnessTrial) -> exactness.StepsResult:
         trial = copy.copy(trial)
         object.__setattr__(trial, "channels_last", False)
         return plain(trial)

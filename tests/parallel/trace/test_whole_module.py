@@ -13,28 +13,30 @@ from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
-from parallel.memory.policy import Keeping
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.live_bytes import LiveBytes
-from parallel.offload.saved_tensors import Keeper
+from parallel.offload.saved_tensors import SavedTensors
 from parallel.trace.stage_module import StageModule
 from parallel.trace.whole_module import in_segments
 from tests.helpers.engine_runs import CPU, SEED, SGD, net, plain, steps_of, train
 from tests.helpers.small_nets import ALL_NETS, NETS
 
 KEEPINGS = {
-    "naive": Keeping(offload="naive"),
-    "overlap": Keeping(offload="overlap", smallest=0, ahead=10_000),
-    "block": Keeping(recompute="block"),
-    "2 layers": Keeping(recompute="2"),
-    "both": Keeping(recompute="block", offload="overlap", smallest=0),
+    "naive": ActivationPolicy(offload="naive"),
+    "overlap": ActivationPolicy(offload="overlap", smallest=0, ahead=10_000),
+    "block": ActivationPolicy(recompute="block"),
+    "2 layers": ActivationPolicy(recompute="2"),
+    "both": ActivationPolicy(recompute="block", offload="overlap", smallest=0),
 }
 
 
-def engine(name: str, keeping: Keeping, communicator: Communicator, meter: ActivationMeter) -> DataParallelEngine:
+def engine(
+    name: str, keeping: ActivationPolicy, communicator: Communicator, meter: ActivationMeter
+) -> DataParallelEngine:
     model = in_segments(net(name, torch.float64), keeping, tuple(steps_of(4)[0][0][0].shape), communicator)
     meter.exclude((*model.parameters(), *model.buffers()))
-    keeper = Keeper(keeping, CPU, meter=meter)
+    keeper = SavedTensors(keeping, CPU, meter=meter)
     loss = ALL_NETS[name][1]
     return DataParallelEngine(
         model, loss, SGD(model.parameters()), communicator, batch=8, m=4, seed=SEED, keeper=keeper
@@ -44,7 +46,7 @@ def engine(name: str, keeping: Keeping, communicator: Communicator, meter: Activ
 @pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ALL_NETS)
-def test_exact(name: str, world: int, keeping: Keeping) -> None:
+def test_exact(name: str, world: int, keeping: ActivationPolicy) -> None:
     def rank(communicator: Communicator, _: Any) -> tuple[dict[str, Tensor], list[float]]:
         made = engine(name, keeping, communicator, ActivationMeter())
         losses = train(made, steps_of(4))
@@ -59,7 +61,7 @@ def test_exact(name: str, world: int, keeping: Keeping) -> None:
 
 def test_less_is_kept_on_the_device() -> None:
     kept = {}
-    for label, keeping in {"none": Keeping(), **KEEPINGS}.items():
+    for label, keeping in {"none": ActivationPolicy(), **KEEPINGS}.items():
         meter = ActivationMeter()
         train(engine("skips", keeping, LocalCommunicator(), meter), steps_of(4))
         kept[label] = meter.peak_bytes
@@ -71,9 +73,11 @@ def test_less_is_kept_on_the_device() -> None:
 
 def test_a_model_that_keeps_everything_stays_as_it_is() -> None:
     model = net("skips", torch.float64)
-    assert in_segments(model, Keeping(), (2, 3, 12, 12), LocalCommunicator()) is model
-    assert isinstance(in_segments(model, Keeping(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
-    assert isinstance(in_segments(model, Keeping("block"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
+    assert in_segments(model, ActivationPolicy(), (2, 3, 12, 12), LocalCommunicator()) is model
+    assert isinstance(
+        in_segments(model, ActivationPolicy(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()), StageModule
+    )
+    assert isinstance(in_segments(model, ActivationPolicy("block"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
 
 
 class _Restless(nn.Module):
@@ -102,7 +106,7 @@ def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None
             return out.mean()
 
     shape, peaks = (1, 3, 64, 64), []
-    keeping = Keeping(offload="overlap", smallest=0)
+    keeping = ActivationPolicy(offload="overlap", smallest=0)
     for cut in (False, True):
         torch.manual_seed(0)
         model: nn.Module = Deep()
@@ -115,7 +119,7 @@ def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None
             LocalCommunicator(),
             batch=1,
             m=1,
-            keeper=Keeper(keeping, CPU),
+            keeper=SavedTensors(keeping, CPU),
         )
         with LiveBytes() as live:
             made.step([Microbatch(torch.ones(shape), torch.zeros(1), shape)], 0, 0.0)
@@ -129,14 +133,14 @@ def test_a_model_that_cannot_be_traced_is_offloaded_as_it_is() -> None:
             return super().forward(x) if x.sum() > 0 else x
 
     model = Untraceable(12, 12)
-    assert in_segments(model, Keeping(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()) is model
+    assert in_segments(model, ActivationPolicy(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()) is model
     with pytest.raises(ValueError, match="cannot be cut into layers: its path depends on the values of tensors"):
-        in_segments(model, Keeping("block"), (2, 3, 12, 12), LocalCommunicator())
+        in_segments(model, ActivationPolicy("block"), (2, 3, 12, 12), LocalCommunicator())
 
 
 def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
     """Before the first step, where that shows then."""
-    restless, keeping = _Restless(), Keeping("3")
+    restless, keeping = _Restless(), ActivationPolicy("3")
     model = nn.Sequential(nn.Conv2d(3, 4, 1), restless, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1))
     with pytest.raises(ValueError, match=r"at module '1' \(forward, .*test_whole.py:\d+\)"):
         in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
@@ -144,7 +148,13 @@ def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
     model = in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
     restless.steady = False
     made = DataParallelEngine(
-        model, NETS["skips"][1], SGD(model.parameters()), LocalCommunicator(), batch=8, m=4, keeper=Keeper(keeping, CPU)
+        model,
+        NETS["skips"][1],
+        SGD(model.parameters()),
+        LocalCommunicator(),
+        batch=8,
+        m=4,
+        keeper=SavedTensors(keeping, CPU),
     )
     with pytest.raises(RuntimeError, match="does not compute the same twice"):
         train(made, [[(i.float(), t) for i, t in batch] for batch in steps_of(4)])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pipelines.stream.ahead import Line, OnThread
+from pipelines.stream.ahead import MicrobatchQueue, OnThread
 
 
 @dataclass
@@ -32,7 +32,7 @@ def test_parts_are_begun_as_far_as_asked_and_given_in_order() -> None:
         begun.append(part)
         return Begun(part)
 
-    line = Line([2, 1, 3], begin)
+    line = MicrobatchQueue([2, 1, 3], begin)
     assert begun == []
     assert line.begin(2) == 2
     assert line.begin(1) == 2
@@ -46,7 +46,7 @@ def test_parts_are_begun_as_far_as_asked_and_given_in_order() -> None:
 
 def test_what_is_under_way_is_dropped_and_the_rest_never_begun() -> None:
     dropped: list[slice] = []
-    line = Line([1, 1, 1], lambda part: Begun(part, dropped))
+    line = MicrobatchQueue([1, 1, 1], lambda part: Begun(part, dropped))
     line.begin(2)
     line.drop()
     assert dropped == [slice(0, 1), slice(1, 2)]

@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.slides.geometry import Size
 from pipelines.synthetic.arrangement import CROWDED, EVEN, GROUPED, Arrangement
-from pipelines.synthetic.scene import BLOCK, Block, Scene, SceneSpec
+from pipelines.synthetic.scene import BLOCK, DrawnSquare, Scene, SceneSpec
 
 TILE = 256
 
@@ -59,7 +59,7 @@ def test_glass_lies_around_the_tissue_and_is_even() -> None:
     assert (corner[:8, :8] == scene.stain.glass).all()
 
 
-def _blocks(arrangement: Arrangement, seeds: range) -> list[Block]:
+def _blocks(arrangement: Arrangement, seeds: range) -> list[DrawnSquare]:
     scenes = [_scene(arrangement, seed) for seed in seeds]
     return [scene.draw(column, row) for scene in scenes for column in (1, 2) for row in (1, 2)]
 
