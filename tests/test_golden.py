@@ -1,19 +1,19 @@
-"""The command-line surface, the README's folder tree and the tables of results are what they are made from."""
+"""The command-line surface, the list of files and the tables of results are what they are made from."""
 
 from __future__ import annotations
 
 import re
 
-from tests.golden.regenerate import FLAGS, README, RESULTS, TABLE, flags, page_with_results, readme_with_tree
+from tests.golden.regenerate import FILES, FLAGS, RESULTS, TABLE, flags, page_with_results, page_with_tree
 
 
 def test_no_flag_appears_or_vanishes_unseen() -> None:
     assert flags() == FLAGS.read_text(), "a flag or a default changed: run `make golden` and look at the diff"
 
 
-def test_folder_tree_of_the_readme_is_todays() -> None:
-    text = README.read_text()
-    assert readme_with_tree(text) == text, "files or their first lines changed: run `make golden`"
+def test_list_of_files_is_todays() -> None:
+    text = FILES.read_text()
+    assert page_with_tree(text) == text, "files or their first lines changed: run `make golden`"
 
 
 def test_results_are_those_of_the_benchmarks() -> None:
@@ -34,7 +34,7 @@ def test_every_result_has_its_date_machine_command_and_rows() -> None:
         assert table.count("\n|") > 2, f"{name} has no table"
 
 
-def test_results_that_the_readme_quotes_are_there() -> None:
-    quoted = set(re.findall(r"\(docs/results\.md#([\w-]+)\)", README.read_text()))
+def test_results_that_are_quoted_in_short_are_there() -> None:
+    quoted = set(re.findall(r"\]\(#([\w-]+)\)", RESULTS.read_text()))
     assert len(quoted) > 20
     assert quoted <= set(TABLE.findall(RESULTS.read_text()))

@@ -1,4 +1,4 @@
-"""The README's commands, as they are printed, in a copy of the project; each stands on the demo's slides alone."""
+"""The commands of the README and of the page on strategies, in a copy of the project, each on the demo's slides alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 from tests.helpers.documents import commands
 
 ROOT = Path(__file__).parents[1]
-SHOWN = [line for line in commands(ROOT / "README.md") if not line.startswith(("make", "source"))]
+PAGES = ("README.md", "docs/strategies.md")
+SHOWN = list(dict.fromkeys(line for page in PAGES for line in commands(ROOT / page)))
+SHOWN = [line for line in SHOWN if not line.startswith(("make", "source"))]
 
 pytestmark = [pytest.mark.readme, pytest.mark.timeout(900)]
 
@@ -68,3 +70,7 @@ def test_command(line: str, project: Path) -> None:
 
 def test_there_are_commands() -> None:
     assert len(SHOWN) >= 8
+
+
+def test_the_readme_is_one_page() -> None:
+    assert (ROOT / "README.md").stat().st_size < 12_000

@@ -1,6 +1,6 @@
 """``make golden``: write anew what is kept to be compared, from the code as it stands.
 
-``flags.txt`` is the command-line surface, one line per flag with its default; the README's folder tree has the first
+``flags.txt`` is the command-line surface, one line per flag with its default; ``docs/files.md`` has the first
 line of each module's docstring as its caption; ``schedules`` has small schedules as the papers draw them, one row a
 rank; ``docs/results.md`` has the tables of the benchmarks' READMEs. Look at the diff before committing it.
 """
@@ -21,7 +21,7 @@ from parallel.schedule.text import to_csv
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ROOT / "tests" / "golden" / "flags.txt"
-README = ROOT / "README.md"
+FILES = ROOT / "docs" / "files.md"
 RESULTS = ROOT / "docs" / "results.md"
 SCHEDULE_FILES = ROOT / "tests" / "golden" / "schedules"
 COMMANDS = {
@@ -95,7 +95,7 @@ def tree() -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def readme_with_tree(text: str) -> str:
+def page_with_tree(text: str) -> str:
     """``text`` with its folder tree replaced by today's."""
     head, _, rest = text.partition(TREE_START)
     _, _, tail = rest.partition(TREE_END)
@@ -138,7 +138,7 @@ def main() -> None:
     FLAGS.write_text(flags())
     for name, text in schedules().items():
         (SCHEDULE_FILES / name).write_text(text)
-    README.write_text(readme_with_tree(README.read_text()))
+    FILES.write_text(page_with_tree(FILES.read_text()))
     RESULTS.write_text(page_with_results(RESULTS.read_text()))
 
 
