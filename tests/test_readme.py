@@ -1,4 +1,4 @@
-"""The commands of the README and of the page on strategies, in a copy of the project, each on the demo's slides alone."""
+"""The commands of the README and of the page on strategies, in a copy of the project; each needs the demo's slides."""
 
 from __future__ import annotations
 
