@@ -20,6 +20,7 @@ from app.planning.auto import plan_run, planned
 from app.settings.cli import FAILED, USAGE, RunError, run_command
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
+from app.settings.strategy_faults import strategy_faults
 from app.training.dataset import Dataset, prepare
 from app.training.run_folder import RunFolder
 from app.training.run_info import describe_environment
@@ -82,7 +83,7 @@ def _with_microbatches(config: RunConfig, folder: RunFolder) -> RunConfig:
     begun = folder.settings().get("microbatches") if config.resume else None
     m = begun if strategy.microbatches is None and begun is not None else strategy.m
     strategy = dataclasses.replace(strategy, microbatches=m)
-    if faults := strategy.validate():
+    if faults := strategy_faults(strategy):
         raise ValueError(f"{folder.path} cannot be resumed like this:\n       " + "\n       ".join(faults))
     return dataclasses.replace(config, strategy=strategy)
 

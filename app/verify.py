@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from app.settings.cli import FAILED, OK, run_command
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
+from app.settings.strategy_faults import strategy_faults
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,7 @@ class VerifyCommand:
         return "mpi" if launch.mpi else "gloo"
 
     def validate(self) -> list[str]:
-        found = self.strategy.validate()
+        found = strategy_faults(self.strategy)
         for name, value in (("classes", self.classes), ("tile", self.tile), ("steps", self.steps)):
             if value is not None and value < 1:
                 found.append(f"--{name} must be at least 1; got {value}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from app.settings.strategy import StrategySettings
+from app.settings.strategy_faults import strategy_faults
 from app.settings.strategy_names import WHOLE, Parallel
 
 SAVINGS = {"recompute": ("--recompute", "block"), "offload": ("--offload", "overlap")}
@@ -72,7 +73,7 @@ class Case:
     @property
     def refusal(self) -> str:
         """Why it cannot run, as far as the settings alone tell; empty when nothing is in the way."""
-        return "; ".join(self.settings.validate())
+        return "; ".join(strategy_faults(self.settings))
 
     @property
     def arguments(self) -> list[str]:

@@ -1,13 +1,9 @@
-"""What is wrong with ``--gradient-buckets`` of a strategy; ``app/settings/strategy.py`` asks."""
+"""What is wrong with ``--gradient-buckets`` of a strategy; ``strategy_faults`` asks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from app.settings.strategy import StrategySettings
 from parallel.schedule.registry import SCHEDULES
-
-if TYPE_CHECKING:
-    from app.settings.strategy import StrategySettings
 
 
 def gradient_faults(settings: StrategySettings) -> list[str]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from app.settings.sizes import bytes_of
-
-if TYPE_CHECKING:
-    from app.settings.strategy import StrategySettings
+from app.settings.strategy import StrategySettings
 
 
 def keeping_faults(asked: StrategySettings) -> list[str]:

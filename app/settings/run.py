@@ -13,6 +13,7 @@ from typing import Literal
 from app.settings.checkpoint import CheckpointSettings
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
+from app.settings.strategy_faults import strategy_faults
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index import IndexSettings
@@ -208,7 +209,7 @@ class RunConfig:
             *self.stream.validate(),
             *self.augmentation.validate(),
             *self.optimization.validate(),
-            *self.strategy.validate(),
+            *strategy_faults(self.strategy),
             *self.score.validate(),
             *self.checkpoint.validate(),
         ]

@@ -1,7 +1,7 @@
 """Which ranks compute what: strategy, stages, microbatches and precision, as a user asks for them.
 
-One settings class, a part of ``RunConfig`` and of ``app.verify``; ``validate`` holds it against the number of ranks
-there are. Letters: D stages, d groups of D ranks, m microbatches of the global batch.
+One settings class, a part of ``RunConfig`` and of ``app.verify``; ``strategy_faults`` holds it against the number of
+ranks there are. Letters: D stages, d groups of D ranks, m microbatches of the global batch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from app.settings.gradient_faults import gradient_faults
-from app.settings.keeping_faults import keeping_faults
 from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
-from app.settings.strategy_faults import division_faults, option_faults
 from app.settings.strategy_names import TORCH_PIPELINES, WHOLE, Parallel
 from parallel.memory.policy import Offload
 from parallel.schedule.registry import default_microbatches
@@ -161,17 +158,3 @@ class StrategySettings:
             return self.world
         usual = self.groups * default_microbatches(self.schedule_name, self.depth)
         return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
-
-    def validate(self) -> list[str]:
-        if self.ranks < 1:
-            return [f"--ranks must be at least 1; got {self.ranks}"]
-        found = division_faults(self) + option_faults(self) + keeping_faults(self) + gradient_faults(self)
-        if self.memory is not None and self.memory_bytes is None:
-            found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
-        if self.memory_excess == "stop" and self.memory is None:
-            found.append("--memory-excess stop holds a run against --memory; give that, too")
-        if not self.timeout_s > 0:
-            found.append(f"--timeout-s must be above 0; got {self.timeout_s:g}")
-        if not self.join_timeout_s > 0:
-            found.append(f"--join-timeout-s must be above 0; got {self.join_timeout_s:g}")
-        return found

@@ -1,26 +1,40 @@
-"""What is wrong with how ranks, stages and microbatches of a strategy are asked for; ``strategy.py`` asks."""
+"""What is wrong with a strategy as it is asked for: all of it, and how ranks, stages and microbatches are divided."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from app.settings.gradient_faults import gradient_faults
+from app.settings.keeping_faults import keeping_faults
 from app.settings.launcher import find_launch
+from app.settings.strategy import StrategySettings
 from app.settings.strategy_names import TORCH_PIPELINES
 from app.settings.torch_pipeline_faults import torch_division_faults, torch_option_faults
 from parallel.schedule.registry import SCHEDULES
 
-if TYPE_CHECKING:
-    from app.settings.strategy import StrategySettings
+
+def strategy_faults(settings: StrategySettings) -> list[str]:
+    """Return what is wrong with the settings, a line each, held against the number of ranks there are."""
+    if settings.ranks < 1:
+        return [f"--ranks must be at least 1; got {settings.ranks}"]
+    found = _division_faults(settings) + _option_faults(settings) + keeping_faults(settings) + gradient_faults(settings)
+    if settings.memory is not None and settings.memory_bytes is None:
+        found.append(f"--memory takes a size such as 512MiB or 16GiB; got {settings.memory!r}")
+    if settings.memory_excess == "stop" and settings.memory is None:
+        found.append("--memory-excess stop holds a run against --memory; give that, too")
+    if not settings.timeout_s > 0:
+        found.append(f"--timeout-s must be above 0; got {settings.timeout_s:g}")
+    if not settings.join_timeout_s > 0:
+        found.append(f"--join-timeout-s must be above 0; got {settings.join_timeout_s:g}")
+    return found
 
 
-def division_faults(settings: StrategySettings) -> list[str]:
+def _division_faults(settings: StrategySettings) -> list[str]:
     """How ranks and batch are divided, or the planner may divide them."""
     if settings.undecided:
         return _open_faults(settings)
     return _mesh_faults(settings) or _microbatch_faults(settings)
 
 
-def option_faults(settings: StrategySettings) -> list[str]:
+def _option_faults(settings: StrategySettings) -> list[str]:
     """Options that mean nothing under the strategy asked for."""
     found = []
     if not settings.splits:

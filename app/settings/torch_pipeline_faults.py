@@ -6,10 +6,7 @@ not tensors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from app.settings.strategy import StrategySettings
+from app.settings.strategy import StrategySettings
 
 
 def torch_division_faults(asked: StrategySettings) -> list[str]:

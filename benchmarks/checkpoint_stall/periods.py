@@ -18,6 +18,7 @@ from app.checkpoint.periodic import Checkpoints
 from app.settings.checkpoint import CheckpointSettings
 from app.settings.run import OptimizerSettings
 from app.settings.strategy import StrategySettings
+from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine, build_optimizer
 from app.training.run_folder import RunFolder
 from models.registry import build_model
@@ -97,7 +98,7 @@ def engine_of(communicator: Communicator, case: dict[str, Any]) -> TrainingEngin
     asked = StrategySettings(
         case["strategy"], ranks=case["ranks"], batch=case["batch"], microbatches=case["m"], device="cpu"
     )
-    assert asked.validate() == []
+    assert strategy_faults(asked) == []
     torch.manual_seed(0)
     return build_engine(
         asked,

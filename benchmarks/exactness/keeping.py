@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine
 from app.training.exactness import KINDS, TOLERANCE, ExactnessTrial, StepsResult, compare, run_engine, run_plain
 from benchmarks.exactness.keeping_cells import CLASSES, SCHEDULES, SUBJECTS, WAYS, Cell, all_cells
@@ -58,7 +59,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     """The largest relative errors of a cell, whether it passed, and if not why: worst tensors, or what was raised."""
     trial, plain = _trial(cell.subject), _plain(cell.subject)
     asked = cell.asked
-    faults = asked.validate()
+    faults = strategy_faults(asked)
     assert not faults, faults
     begun = time.perf_counter()
     # Tiles are small here, and what is to be moved is moved.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -19,14 +19,25 @@ from torch.utils._pytree import tree_map_only
 
 from parallel.trace.hints import Hint
 
-if TYPE_CHECKING:
-    from parallel.trace.tracer import GraphTracer
+
+class DecidingTracer(fx.Tracer):
+    """What proxies ask of the tracer that makes them."""
+
+    by_side: bool
+    in_place: bool
+
+    def create_proxy(self, *args: Any, **options: Any) -> Any:  # fx.Tracer's, whose type is that of its own proxies
+        return super().create_proxy(*args, **options)
+
+    def decided(self, proxy: KnownProxy, convert: type) -> Any:
+        """Return ``convert`` of what ``proxy`` stands for, on which Python is about to decide."""
+        raise NotImplementedError
 
 
 class UnknownProxy(fx.Proxy):
     """Stands for what nobody knows without data, and is taken for a tensor."""
 
-    tracer: GraphTracer
+    tracer: DecidingTracer
 
     @property
     def __class__(self) -> type:  # what isinstance() goes by
@@ -44,7 +55,7 @@ class KnownProxy(UnknownProxy):
         hint: what it stands for.
     """
 
-    def __init__(self, node: fx.Node, tracer: GraphTracer, hint: Hint) -> None:
+    def __init__(self, node: fx.Node, tracer: DecidingTracer, hint: Hint) -> None:
         super().__init__(node, tracer)
         self.hint = hint
 

@@ -21,7 +21,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 
 from parallel.trace.hints import Hints
-from parallel.trace.known_proxy import KnownNumber, KnownProxy, UnknownProxy, applied, as_traced, detached
+from parallel.trace.known_proxy import (
+    DecidingTracer,
+    KnownNumber,
+    KnownProxy,
+    UnknownProxy,
+    applied,
+    as_traced,
+    detached,
+)
 from parallel.trace.updated_search import CHECKPOINT
 
 SCOPE = "scope"
@@ -41,7 +49,7 @@ def scope_of(node: fx.Node) -> str:
     return str(node.meta.get(SCOPE, ""))
 
 
-class GraphTracer(fx.Tracer):
+class GraphTracer(DecidingTracer):
     """Traces one module once.
 
     Args:

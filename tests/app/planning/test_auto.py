@@ -16,6 +16,7 @@ from app.planning.machine import Machine
 from app.settings.cli import RunError
 from app.settings.run import DataSettings, ModelSettings, RunConfig
 from app.settings.strategy import StrategySettings
+from app.settings.strategy_faults import strategy_faults
 from app.settings.strategy_names import Parallel
 from parallel.plan.candidate import Candidate
 from parallel.plan.plan import PlanRow
@@ -98,12 +99,12 @@ def test_a_missing_plan_says_what_to_do(tmp_path: Path) -> None:
 def test_everything_that_a_row_decides_is_followed() -> None:
     row = PlanRow(Candidate("master", 4, 2, 8, recompute="stage", shard_optimizer=True), ("layer2",))
     settings = follow(StrategySettings(ranks=4), row)
-    assert settings.validate() == []
+    assert strategy_faults(settings) == []
     assert (settings.name, settings.depth, settings.groups, settings.m) == ("master", 2, 2, 8)
     assert (settings.cuts, settings.recompute, settings.shard_optimizer) == ("layer2", "stage", "pair")
     again = Candidate("ddp", 2, 1, 8, recompute="optimal", offload=True)
     settings = follow(StrategySettings(ranks=2), PlanRow(again, chosen=(("a", "b"), ("d", "d")), ahead_bytes=3 << 20))
-    assert settings.validate() == []
+    assert strategy_faults(settings) == []
     assert (settings.recompute, settings.recompute_runs) == ("optimal", "a:b,d:d")
     assert (settings.offload, settings.offload_ahead) == ("overlap", "3MiB")
     assert follow(StrategySettings(offload="pinned"), PlanRow(replace(again, ranks=1))).offload == "pinned"
@@ -123,7 +124,7 @@ def test_savings_asked_for_are_in_the_plan(tmp_path: Path) -> None:
     (said,) = run(asked, tmp_path)
     assert "+recompute block +offload" in said
     strategy = planned(asked, tmp_path).strategy
-    assert strategy.validate() == []
+    assert strategy_faults(strategy) == []
     assert (strategy.recompute, strategy.offload, strategy.offload_ahead) == ("block", "overlap", "8MiB")
 
 
@@ -134,7 +135,7 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, strategy=StrategySettings(ranks=2, batch=4))
     (said,) = run(config, tmp_path)
     strategy = planned(config, tmp_path).strategy
-    assert strategy.validate() == []
+    assert strategy_faults(strategy) == []
     assert strategy.parallel in said
     assert torch.get_num_threads() >= 1
 
@@ -152,7 +153,7 @@ def test_what_a_named_strategy_computes_again_is_planned(tmp_path: Path, monkeyp
     (said,) = run(config, tmp_path)
     assert said.startswith("plan: gpipe 1 x 2, m=4 +recompute optimal")
     strategy = planned(config, tmp_path).strategy
-    assert strategy.validate() == []
+    assert strategy_faults(strategy) == []
     assert (strategy.parallel, strategy.depth, strategy.m) == ("gpipe", 2, 4)
     assert strategy.cuts.startswith("layer2")
     assert ":" in strategy.recompute_runs

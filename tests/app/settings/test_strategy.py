@@ -9,6 +9,7 @@ import pytest
 
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
+from app.settings.strategy_faults import strategy_faults
 from app.settings.strategy_names import TORCH_PIPELINES, WHOLE, Parallel, Planned
 from parallel.schedule.registry import SCHEDULES
 
@@ -46,7 +47,7 @@ def test_launchers_are_recognised(launcher: str, monkeypatch: pytest.MonkeyPatch
 def test_what_is_torchs_own_does_not_talk_over_mpi(name: Any, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in LAUNCHERS["mpich"].items():
         monkeypatch.setenv(variable, value)
-    (fault,) = StrategySettings(parallel=name).validate()
+    (fault,) = strategy_faults(StrategySettings(parallel=name))
     assert f"--parallel {name} is torch's own and talks over torch.distributed, not MPI" in fault
     assert f"start them with torchrun or --ranks, or use --parallel {instead}" in fault
 
@@ -80,7 +81,7 @@ def test_every_schedule_can_be_asked_for() -> None:
 )
 def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tuple[str, int, int, int]) -> None:
     settings = StrategySettings(**asked)
-    assert settings.validate() == []
+    assert strategy_faults(settings) == []
     assert (settings.name, settings.depth, settings.groups, settings.m) == expected
 
 
@@ -202,7 +203,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
     ],
 )
 def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> None:
-    found = StrategySettings(**asked).validate()
+    found = strategy_faults(StrategySettings(**asked))
     assert len(found) == len(messages)
     for message, fault in zip(messages, found, strict=True):
         assert message in fault

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from app.settings.run import DataSettings, OptimizerSettings, RunConfig, StreamSettings
 from app.settings.strategy import StrategySettings
+from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine, build_optimizer
 from parallel.comm.communicator import Communicator
 from parallel.comm.replicate import AveragedModule
@@ -31,7 +32,7 @@ MIB = 1 << 20
 def test_sizes(asked: str | None, size: int | None) -> None:
     settings = StrategySettings(parallel="ddp", ranks=2, gradient_buckets=asked)
     assert settings.bucket_bytes == size
-    assert bool(settings.validate()) == (asked in ("none", ""))
+    assert bool(strategy_faults(settings)) == (asked in ("none", ""))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_sizes(asked: str | None, size: int | None) -> None:
     ],
 )
 def test_where_no_gradients_are_summed_their_buckets_have_no_size(asked: dict[str, Any], message: str) -> None:
-    (fault,) = StrategySettings(**{"gradient_buckets": "4MiB", **asked}).validate()
+    (fault,) = strategy_faults(StrategySettings(**{"gradient_buckets": "4MiB", **asked}))
     assert message in fault
 
 
@@ -59,7 +60,7 @@ def test_where_no_gradients_are_summed_their_buckets_have_no_size(asked: dict[st
     ],
 )
 def test_where_some_are_they_have(asked: dict[str, Any]) -> None:
-    assert StrategySettings(**asked, gradient_buckets="4MiB").validate() == []
+    assert strategy_faults(StrategySettings(**asked, gradient_buckets="4MiB")) == []
 
 
 def test_microbatches_ahead_are_counted_from_none() -> None:

@@ -24,6 +24,7 @@ from app.launch.place import RankPlace
 from app.launch.signals import Interrupt
 from app.launch.watchdog import Watchdog
 from app.settings.run import DataSettings, ModelSettings, OptimizerSettings, RunConfig, ScoreSettings, StrategySettings
+from app.settings.strategy_faults import strategy_faults
 from app.train import main
 from app.training import session as session_module
 from app.training.dataset import Dataset, prepare
@@ -67,7 +68,7 @@ def run_config(slides: Path, out: Path, **strategy: Any) -> RunConfig:
 
 
 def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
-    assert config.strategy.validate() == []
+    assert strategy_faults(config.strategy) == []
 
     def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
         folder = RunFolder(config.out)
