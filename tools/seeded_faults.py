@@ -103,7 +103,7 @@ FAULTS = (
         "parallel/schedule/generators.py",
         "for s in reversed(stages)",
         "for s in stages",
-        ("tests/parallel/schedules", "tests/parallel/engine/test_engine.py"),
+        ("tests/parallel/schedule", "tests/parallel/engine/test_engine.py"),
     ),
     Fault(
         "the optimizer starts anew when a run is resumed",
