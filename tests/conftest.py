@@ -91,6 +91,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         watch.end()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    item.config.stash[WATCH].end()
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     return (yield from item.config.stash[WATCH].call())

@@ -228,6 +228,7 @@ def test_out_of_memory_is_a_result_and_so_is_a_hang(classify_slides: Path, tmp_p
     assert (hung.status, hung.reason[:15]) == ("failed", "not done after ")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("counts", "told"),
     [
@@ -249,6 +250,7 @@ def test_a_rank_ended_by_signal_9_is_not_out_of_device_memory(
     assert told in found.reason
 
 
+@pytest.mark.process
 def test_what_torch_says_of_memory_is_out_of_memory(
     classify_slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

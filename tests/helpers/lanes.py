@@ -76,6 +76,7 @@ class Watch:
         self._started.clear()
 
     def end(self) -> None:
+        """What follows ends fixtures, which many tests may have shared."""
         self._unmarked = False
 
     def call(self) -> Generator[None, object, object]:

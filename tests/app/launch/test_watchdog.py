@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[3]
 RANK = """
 import os, pathlib, signal, sys, time
 from parallel.schedule.action import Action
-from app.launch.watchdog import Guardian
+from app.launch.watchdog import Watchdog
 
 texts = {0: "0F0 0F1 0B0 0B1", 1: "1F0 1B0 1F1 1B1"}
 schedule = {rank: [Action.parse(text) for text in line.split()] for rank, line in texts.items()}
-guardian = Guardian(1, stuck_s=float(sys.argv[2]), stopped_s=1, fault_file=pathlib.Path(sys.argv[1]))
+guardian = Watchdog(1, stuck_s=float(sys.argv[2]), stopped_s=1, fault_file=pathlib.Path(sys.argv[1]))
 guardian.start()
 guardian.follow(schedule)
 print(guardian._process.pid, flush=True)
@@ -194,7 +194,7 @@ def test_a_machine_without_shared_memory_of_its_own() -> None:
     able = subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True, text=True, timeout=20)
     if able.returncode:
         pytest.skip(f"no /dev/shm of its own can be made here: {able.stderr.strip()}")
-    record = "from app.launch.progress_record import Whereabouts as W; w = W(); w.step(3); "
+    record = "from app.launch.progress_record import ProgressRecord as W; w = W(); w.step(3); "
     record += "print(W(w.descriptor).read().step)"
     command = ["unshare", "-rm", "sh", "-c", mount + f"{sys.executable} -c '{record}'"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

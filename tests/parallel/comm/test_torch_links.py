@@ -141,6 +141,7 @@ def talk(communicator: Any, _: Any) -> list[list[float]]:
     return [place.tolist() for place in places]
 
 
+@pytest.mark.process
 def test_links_carry_messages_between_processes(tmp_path: Path) -> None:
     got = run_on_ranks(4, "tests.parallel.comm.test_torch_links:talk", tmp_path)
     assert got == [[[10.0 * ((rank - 1) % 4)] * 2, [10.0 * ((rank + 1) % 4) + 1] * 2] for rank in range(4)]

@@ -104,6 +104,7 @@ def test_the_plain_optimizers_numbers(name: str, early: bool, optimizer: str, re
         assert (own.data_ptr() == parameter.data_ptr()) == resident
 
 
+@pytest.mark.long
 @PLACES
 @BOTH
 def test_a_run_is_continued_with_and_without_the_host(optimizer: str, resident: bool) -> None:
@@ -290,6 +291,6 @@ def test_checkpoints_of_all_ranks_are_those_without_the_host(
         return [first, run_on_threads(strategy.ranks, rank, first)[0]]
 
     expected = runs()
-    monkeypatch.setattr(assembling, "Update", functools.partial(OptimizerStep, offload=Copies()))
+    monkeypatch.setattr(assembling, "OptimizerStep", functools.partial(OptimizerStep, offload=Copies()))
     for ours, theirs in zip(runs(), expected, strict=True):
         assert_same_bits(ours, theirs)

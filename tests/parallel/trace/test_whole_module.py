@@ -59,6 +59,7 @@ def test_exact(name: str, world: int, keeping: ActivationPolicy) -> None:
     torch.testing.assert_close(state, expected.model, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.long
 def test_less_is_kept_on_the_device() -> None:
     kept = {}
     for label, keeping in {"none": ActivationPolicy(), **KEEPINGS}.items():
@@ -142,7 +143,7 @@ def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
     """Before the first step, where that shows then."""
     restless, keeping = _Restless(), ActivationPolicy("3")
     model = nn.Sequential(nn.Conv2d(3, 4, 1), restless, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1))
-    with pytest.raises(ValueError, match=r"at module '1' \(forward, .*test_whole.py:\d+\)"):
+    with pytest.raises(ValueError, match=r"at module '1' \(forward, .*test_whole_module.py:\d+\)"):
         in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
     restless.steady = True
     model = in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
