@@ -13,6 +13,7 @@ from models.losses import PixelClassLoss, TileClassLoss
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.offload.activation_meter import ActivationMeter
+from tests.helpers.lanes import long_where
 
 CLASSES = 5
 
@@ -55,7 +56,9 @@ def test_unknown_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("model", ["resnet18", "unet_w4", "torchvision:densenet121"])
+@pytest.mark.parametrize(
+    "model", long_where(["resnet18", "unet_w4", "torchvision:densenet121"], "torchvision:densenet121")
+)
 def test_tiles_of_another_side_give_the_graph_of_a_model_that_is_followed_anew(
     model: str, autocast: torch.dtype | None
 ) -> None:
