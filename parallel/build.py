@@ -231,6 +231,13 @@ def _stage(
         statistics=running_statistics(cut, ranks, strategy.statistics),
         loss=loss if number == partition.depth - 1 else None,
         differentiable=[edge.value for edge in partition.edges if edge.source == number and edge.differentiable],
+        unasked=[
+            edge.value
+            for edge in partition.edges
+            if edge.source == number
+            and edge.value in partition.graph.by_name
+            and edge.value not in partition.graph.asked_back
+        ],
         draws=any(layer.random for layer in partition.layers_of(number)),
         autocast=autocast,
         split=splits,

@@ -116,6 +116,29 @@ class LayerGraph:
             found.append(sum(own.values()))
         return tuple(found)
 
+    @functools.cached_property
+    def asked_back(self) -> frozenset[str]:
+        """Names of the values that the output's gradient flows back to.
+
+        Parameters before what only a detached value uses, or nothing, have no gradient at all, which an optimizer takes
+        for another thing than zero. Layers around a value that is changed in place count as one, since what goes in
+        there may come out by another's name.
+        """
+        last_of = {last: first for first, last in self.inseparable}
+        names: set[str] = set()
+        begin, flows = len(self.layers), False
+        for position in reversed(range(len(self.layers))):
+            if position in last_of:
+                begin = last_of[position]
+                flows = any(layer.name in names for layer in self.layers[begin : position + 1])
+            layer = self.layers[position]
+            together = flows and position >= begin
+            if layer.kind == OUTPUT or together or (layer.differentiable and layer.name in names):
+                names.update(layer.inputs)
+            if position == begin:
+                begin, flows = len(self.layers), False
+        return frozenset(names)
+
     def can_cut(self, position: int) -> bool:
         """True when a stage may end before ``layers[position]``."""
         return position not in self._held

@@ -49,7 +49,7 @@ class Partition:
     def edges(self) -> tuple[Edge, ...]:
         """Between stages, by source, target and value."""
         found = {
-            Edge(source, target, value, self.graph.by_name[value].differentiable)
+            Edge(source, target, value, self.graph.by_name[value].differentiable and value in self.graph.asked_back)
             for target in range(self.depth)
             for layer in self.layers_of(target)
             for value in layer.inputs

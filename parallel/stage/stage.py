@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from parallel.graph.layers import RANDOM_STATE
 from parallel.memory.policy import ActivationPolicy
@@ -45,6 +46,7 @@ class Stage:
         module: the layers.
         loss: of the last stage: (output, targets) -> mean over the microbatch; None for the others.
         differentiable: names of the values given whose gradients come back.
+        unasked: names of the values given that no gradient flows back to from the loss.
         statistics: of the module's normalisation layers.
         draws: the module may draw random numbers.
         split: backward is called in two halves (zero bubble).
@@ -65,6 +67,7 @@ class Stage:
         statistics: RunningStatistics,
         loss: Loss | None = None,
         differentiable: Iterable[str] = (),
+        unasked: Iterable[str] = (),
         draws: bool = False,
         autocast: torch.dtype | None = None,
         split: bool = False,
@@ -77,6 +80,7 @@ class Stage:
         self.statistics = statistics
         self._loss = loss
         self._differentiable = frozenset(differentiable)
+        self._unasked = frozenset(unasked)
         self._device = device
         self._draws = draws
         self._autocast = autocast
@@ -203,6 +207,8 @@ class Stage:
                 self._loss_dtype = loss.dtype
                 outputs = {LOSS: loss}
         if torch.is_grad_enabled():
+            for name in self._unasked.intersection(outputs):
+                outputs[name] = tree_map(_detached, outputs[name])
             # Edges, not tensors: what was sent can be freed before its gradient comes back.
             for name, value in outputs.items():
                 was_promised = flight.recomputed and name in self._differentiable
@@ -246,3 +252,7 @@ class Stage:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._autocast)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
