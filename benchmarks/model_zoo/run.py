@@ -36,7 +36,7 @@ PRELOADED = (
 )
 """Imported once, by the process that the others are forked from: it takes longer than most models."""
 
-MOST_BYTES = 6 << 30
+MOST_BYTES = 14 << 30
 """Resident memory of the process of a model, watched."""
 
 

@@ -139,6 +139,18 @@ class LayerGraph:
                 begin, flows = len(self.layers), False
         return frozenset(names)
 
+    def flows_back(self, name: str) -> bool:
+        """True where a gradient may come back for a value: also for one that is differentiable only once something was
+        written into it."""
+        position = self.position[name]
+        return name in self.asked_back and (self.layers[position].differentiable or position in self._written)
+
+    @functools.cached_property
+    def _written(self) -> frozenset[int]:
+        """Positions around values that are changed in place, where a layer there is differentiable."""
+        spans = [range(first, last + 1) for first, last in self.inseparable]
+        return frozenset(k for span in spans if any(self.layers[k].differentiable for k in span) for k in span)
+
     def can_cut(self, position: int) -> bool:
         """True when a stage may end before ``layers[position]``."""
         return position not in self._held

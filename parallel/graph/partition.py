@@ -49,7 +49,7 @@ class Partition:
     def edges(self) -> tuple[Edge, ...]:
         """Between stages, by source, target and value."""
         found = {
-            Edge(source, target, value, self.graph.by_name[value].differentiable and value in self.graph.asked_back)
+            Edge(source, target, value, self.graph.flows_back(value))
             for target in range(self.depth)
             for layer in self.layers_of(target)
             for value in layer.inputs
