@@ -24,8 +24,8 @@ from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind
-from parallel.schedule.fault import describe_fault
 from parallel.schedule.microbatch import microbatch_seed
+from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.stage.stage import LOSS
 
