@@ -18,8 +18,6 @@ STRATEGIES = (
     "ddp",
     "ddp+recompute",
     "fsdp",
-    "torch-gpipe",
-    "torch-1f1b",
     "gpipe",
     "1f1b",
     "master",

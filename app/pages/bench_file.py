@@ -16,6 +16,7 @@ from typing import Any
 
 from app.settings.cli import RunError
 from app.settings.sizes import bytes_of
+from app.settings.strategy_names import WHOLE
 
 NAME = "bench.json"
 
@@ -80,9 +81,9 @@ class Result:
 
     @property
     def family(self) -> str:
-        """``whole``: each rank has the model; ``torch``: split by torch's own pipelining; ``split``: by ours."""
+        """``whole``: each rank has the model; ``split``: it is split over them."""
         base = re.split("[ ,]", self.chosen or self.strategy)[0]
-        return "whole" if base in ("single", "ddp", "fsdp") else "torch" if base.startswith("torch") else "split"
+        return "whole" if base in WHOLE else "split"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from app.settings.sizes import bytes_of
-from app.settings.strategy_names import Planned
+from app.settings.strategy_names import Parallel
 from parallel.plan.savings import RECOMPUTE, Savings
 
 
@@ -29,7 +29,7 @@ class PlanCommand:
     """Ranks to plan for; they need not be there."""
     batch: int | None = None
     """Tiles of one optimiser step over all ranks; default: 8, or one per rank if there are more."""
-    parallel: Planned = "auto"
+    parallel: Parallel = "auto"
     """Only this strategy; auto: all of them."""
     stages: int | None = None
     """Only splits of the model over this many ranks."""
