@@ -60,9 +60,8 @@ class StrategySettings:
     """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
     offload: Offload = "none"
     """Move what forward passes keep to the host's memory until their backward passes. overlap: copied beside what a GPU
-    computes; a CPU is its own host, where this saves nothing of the machine's memory. The others are there to be
-    compared with, and copy each tensor when it is kept: naive, to pageable memory; pinned, to page-locked memory;
-    nonblocking, without waiting; pinned-nonblocking, both. none leaves it to the plan with --parallel auto."""
+    computes; a CPU is its own host, where this saves nothing of the machine's memory. none leaves it to the plan with
+    --parallel auto."""
     offload_ahead: str | None = None
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
     --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""

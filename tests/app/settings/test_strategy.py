@@ -143,10 +143,10 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             ],
         ),
         (
-            {"offload": "pinned", "offload_ahead": "1MiB", "offload_host": "1GiB"},
+            {"offload_ahead": "1MiB", "offload_host": "1GiB"},
             [
-                "--offload-ahead is about --offload overlap; got --offload pinned",
-                "--offload-host is about --offload overlap; got --offload pinned",
+                "--offload-ahead is about --offload overlap; got --offload none",
+                "--offload-host is about --offload overlap; got --offload none",
             ],
         ),
         (
