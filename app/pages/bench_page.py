@@ -19,7 +19,6 @@ from app.pages.bench_groups import by_model, groups
 from app.pages.bench_headline import figures, findings, headline
 from app.pages.bench_panels import memory_keys, memory_panels, speed_keys, speed_panels, time_keys, time_panels
 from app.pages.bench_sizes import over_ranks, over_tiles
-from app.pages.bench_sweep import sweep_parts
 from app.pages.html import document, facts_in_two, flattened, save, section
 
 STYLE = """
@@ -65,7 +64,6 @@ def render(bench: Bench) -> str:
         section("Where the time goes", *_keyed(time_keys(), _of_models(times, "panels"))),
         section("Over the number of ranks", *_of_models(scaling, "charts")),
         section("What each rank does in a step", timelines.timelines(found, bench.folder)),
-        section("What overlaps, and what that gives", *sweep_parts(bench.sweeps)),
         section("All rows", full_table.full_table(bench)),
         section("Run it again", f"<pre>{escape(_commands(bench))}</pre>"),
         section("Settings", facts_in_two(flattened(bench.settings))),
