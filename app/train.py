@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.launch.restart import Attempts, attempts_before, describe_restart, find_starter
-from app.planning.auto import plan_run, planned
+from app.planning.auto import decided, plan_run
 from app.settings.cli import FAILED, USAGE, RunError, run_command
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
@@ -172,8 +172,8 @@ def _train_guarded(
 
     memory = PeakMemory(placement.device)
     dataset = _prepare_once(config, folder, placement, before)
-    config = planned(config, folder.path)
-    session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
+    strategy = decided(config.strategy, folder.path, placement.device.type)
+    session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
         _say(describe_restart(before, loop.outcome.step, loop.repeated))
@@ -213,7 +213,7 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     dataset = prepare(config, folder, _say)
     if config.strategy.undecided or config.strategy.runs_undecided:
         plan_run(config, len(dataset.classes), dataset.task == "segment", folder.path, _say)
-        folder.keep_microbatches(planned(config, folder.path).strategy.m)
+        folder.keep_microbatches(decided(config.strategy, folder.path, "cpu").m)
     return dataset
 
 

@@ -241,11 +241,11 @@ def _engine_maker(command: VerifyCommand, device: torch.device) -> MakeEngine:
 
     return functools.partial(
         build_engine,
-        command.strategy,
+        command.strategy.to_strategy(device.type).under(smallest=0),  # tiles are small: what is to be moved is moved
+        batch=command.strategy.batch,
         tile=command.tile,
         seed=command.seed,
         device=device,
-        smallest=0,  # tiles are small here, and what is to be moved is moved
     )
 
 

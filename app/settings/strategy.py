@@ -12,9 +12,27 @@ from typing import Literal
 
 from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
-from app.settings.strategy_names import WHOLE, Parallel
-from parallel.memory.policy import Offload
+from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.schedule.registry import default_microbatches
+from parallel.strategy import WHOLE, Strategy
+
+Parallel = Literal[
+    "auto",
+    "single",
+    "ddp",
+    "fsdp",
+    "mp-basic",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero-bubble",
+    "mast",
+    "master",
+    "bidirectional",
+]
+
+AHEAD = {"cuda": 256 << 20, "cpu": 0}
+"""Bytes of activations on their way to or from the host, by kind of device."""
 
 JOIN_S = 50.0
 """Together with what connecting takes, a trouble of the start is told within a minute."""
@@ -151,3 +169,35 @@ class StrategySettings:
             return self.world
         usual = self.groups * default_microbatches(self.name, self.depth)
         return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
+
+    def to_strategy(self, device: str) -> Strategy:
+        """Return what is asked for as the engine's own value; where a planner has yet to choose, as for a model that
+        fits everywhere.
+
+        Args:
+            device: "cpu" or "cuda".
+        """
+        runs = tuple((first, last) for first, last in (run.split(":") for run in self.recompute_runs.split(",") if run))
+        policy = ActivationPolicy(
+            self.recompute,
+            runs,
+            self.offload,
+            ahead=(bytes_of(self.offload_ahead) or 0) if self.offload_ahead else AHEAD[device],
+            host_bytes=bytes_of(self.offload_host) if self.offload_host else None,
+            optimizer=self.offload_state != "none",
+            parameters=self.offload_state == "parameters",
+        )
+        return Strategy(
+            self.name,
+            ranks=self.world,
+            depth=self.depth,
+            m=self.m,
+            chunks=(self.chunks or 2) if self.name == "interleaved" else 1,
+            cuts=tuple(cut.strip() for cut in self.cuts.split(",") if cut.strip()),
+            policy=policy,
+            shard_optimizer=self.shard_optimizer == "pair",
+            schedule_csv=self.schedule.read_text() if self.schedule else None,
+            statistics=self.norm_statistics,
+            compile=self.compile,
+            gradient_bytes=self.bucket_bytes,
+        )

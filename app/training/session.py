@@ -34,6 +34,7 @@ from models.registry import build_model
 from models.weights import load_weights
 from parallel.engine.step import TrainingEngine
 from parallel.schedule.microbatch import split_batch
+from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
@@ -64,6 +65,7 @@ class Session:
     """
 
     config: RunConfig
+    strategy: Strategy
     dataset: Dataset
     placement: RankPlace
     engine: TrainingEngine
@@ -145,22 +147,29 @@ class Session:
 
 
 def build_session(
-    config: RunConfig, dataset: Dataset, placement: RankPlace, failed: FailedSlides, guardian: Watchdog
+    config: RunConfig,
+    strategy: Strategy,
+    dataset: Dataset,
+    placement: RankPlace,
+    failed: FailedSlides,
+    guardian: Watchdog,
 ) -> Session:
     """Model, optimizer, engine and streams for this rank.
+
+    Args:
+        strategy: that ``config`` asks for, or its planner chose.
 
     Raises:
         ValueError: a model, weights file or batch that does not fit the task or the ranks.
     """
-    strategy = config.strategy
     torch.manual_seed(config.seed)
     model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm)
     if config.net.weights:
         check_weights(config.net.weights)
     notes = tuple(load_weights(model, config.net.weights)) if config.net.weights else ()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    ranges = split_batch(strategy.batch, strategy.m)
-    channels_last = strategy.channels_last
+    ranges = split_batch(config.strategy.batch, strategy.m)
+    channels_last = config.strategy.channels_last
     if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, config.index.tile, config.index.tile)):
         channels_last, notes = False, (*notes, LEFT_OUT)
     if channels_last:
@@ -176,6 +185,7 @@ def build_session(
         loss,
         functools.partial(build_optimizer, config.optimization),
         placement.communicator,
+        batch=config.strategy.batch,
         tile=config.index.tile,
         seed=config.seed,
         device=placement.device,
@@ -192,11 +202,12 @@ def build_session(
     pool = dataset.pool(config.stream.open_slides + 2)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)
     reading = functools.partial(
-        RankReading.of, placement.communicator, strategy.batch, [ranges[i] for i in engine.share]
+        RankReading.of, placement.communicator, config.strategy.batch, [ranges[i] for i in engine.share]
     )
     training_reading = reading([engine.wants(i) for i in engine.share])
     return Session(
         config,
+        strategy,
         dataset,
         placement,
         engine,

@@ -46,6 +46,7 @@ def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
     folder = RunFolder(Path(tempfile.mkdtemp()))
     session = build_session(
         config,
+        config.strategy.to_strategy("cpu"),
         prepare(config, folder, print),
         place(config.strategy),
         FailedSlides(folder.failed_slides),

@@ -150,7 +150,8 @@ def _plain(trial: ExactnessTrial) -> StepsResult:
 
 def _ranks(trial: ExactnessTrial, settings: StrategySettings) -> list[StepsResult]:
     """The same step by an engine; what every rank has of it."""
-    make_engine = partial(build_engine, settings, tile=trial.tile, seed=trial.seed, device=CPU, smallest=0)
+    strategy = settings.to_strategy("cpu").under(smallest=0)
+    make_engine = partial(build_engine, strategy, batch=settings.batch, tile=trial.tile, seed=trial.seed, device=CPU)
 
     def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
         return run_engine(trial, make_engine, communicator)

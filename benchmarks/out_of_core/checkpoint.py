@@ -7,7 +7,6 @@ another step, from those of the run that was never interrupted. One rank, AdamW,
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import tempfile
 import time
@@ -95,14 +94,18 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
 def _engine(communicator: Communicator, case: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
     return build_engine(
-        dataclasses.replace(
-            StrategySettings(parallel="single", batch=BATCH, microbatches=BATCH, device="cpu", offload="overlap"),
+        StrategySettings(
+            parallel="single",
+            batch=BATCH,
+            microbatches=BATCH,
+            offload="overlap",
             offload_state=PLACES[case["place"]],  # type: ignore[arg-type]
-        ),
+        ).to_strategy("cpu"),
         build_model(case["model"], classes=CLASSES).to(memory_format=torch.channels_last),
         loss,
         functools.partial(build_optimizer, OptimizerSettings(lr=LR)),
         communicator,
+        batch=BATCH,
         tile=case["px"],
         seed=0,
         device=torch.device("cpu"),

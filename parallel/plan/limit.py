@@ -75,7 +75,7 @@ def too_small(rows: Sequence[PlanRow], cluster: Cluster) -> str:
         return f"no strategy can run: {'; '.join(reasons) or 'more ranks than --batch has tiles'}"
     nearest = min(known, key=lambda row: row.over_bytes)
     return (
-        f"nothing fits in {bytes_text(cluster.memory_bytes)} a rank: {nearest.candidate} needs least, "
+        f"nothing fits in {bytes_text(cluster.memory_bytes)} a rank: {nearest.strategy} needs least, "
         f"{bytes_text(cluster.needed_bytes(max(nearest.peak_bytes)))}. Use more ranks, a smaller --tile, or "
         "--precision bf16"
     )

@@ -8,10 +8,10 @@ from typing import Any, get_args
 import pytest
 
 from app.settings.launcher import find_launch
-from app.settings.strategy import StrategySettings
+from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_faults import strategy_faults
-from app.settings.strategy_names import WHOLE, Parallel
 from parallel.schedule.registry import SCHEDULES
+from parallel.strategy import WHOLE
 
 LAUNCHERS = {
     "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},

@@ -86,11 +86,12 @@ def test_the_size_reaches_the_engine(asked: str | None, ddp: int, master: int) -
         return build_engine(
             StrategySettings(
                 parallel=parallel, ranks=2, batch=4, gradient_buckets=asked, cuts="2" * (parallel != "ddp")
-            ),
+            ).to_strategy("cpu"),
             model,
             F.cross_entropy,
             functools.partial(build_optimizer, OptimizerSettings()),
             communicator,
+            batch=4,
             tile=8,
             seed=0,
             device=torch.device("cpu"),

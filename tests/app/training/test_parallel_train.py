@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,11 +27,13 @@ from app.settings.strategy_faults import strategy_faults
 from app.train import main
 from app.training import session as session_module
 from app.training.dataset import Dataset, prepare
+from app.training.engines import build_engine
 from app.training.loop import TrainingLoop
 from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index import IndexSettings
@@ -74,7 +75,8 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
         folder = RunFolder(config.out)
         placement = RankPlace(communicator, torch.device("cpu"), None)
         guardian = Watchdog(communicator.rank, stuck_s=60)
-        session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guardian)
+        strategy = config.strategy.to_strategy("cpu")
+        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guardian)
         outcome = TrainingLoop(session, folder, Interrupt()).run()
         opened = session.pool.open_ids
         session.close()
@@ -200,7 +202,10 @@ def test_an_interrupted_run_out_of_core_goes_on_bit_by_bit(
     strategy: dict[str, Any], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tensors are tiny here, and what is to be moved is moved; AdamW has the most to come back.
-    monkeypatch.setattr(session_module, "build_engine", functools.partial(session_module.build_engine, smallest=0))
+    def moving_all(strategy: Strategy, *more: Any, **named: Any) -> Any:
+        return build_engine(strategy.under(smallest=0), *more, **named)
+
+    monkeypatch.setattr(session_module, "build_engine", moving_all)
     asked = {"optimizer": "adamw", **strategy, **OUT_OF_CORE}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
