@@ -182,10 +182,11 @@ def _read_yaml(config_type: type, path: Path) -> tuple[list[str], dict[str, str]
         raise ValueError(f"--config {path}: expected `key: value` lines under `{BLOCK}:`, found {block!r}")
     arguments: list[str] = []
     faults: list[str] = []
+    outside: list[str] = []
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name in hidden:
-            faults.append(f"`{key}` is a developer setting: write it under `{BLOCK}:`")
+            outside.append(f"`{key}`")
             continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -201,6 +202,8 @@ def _read_yaml(config_type: type, path: Path) -> tuple[list[str], dict[str, str]
             arguments += [flag, *map(str, value)]
         else:
             arguments += [flag, str(value)]
+    if outside:
+        faults.append(f"write under `{BLOCK}:` what is a developer setting: {', '.join(outside)}")
     if faults:
         raise ValueError(f"--config {path}: " + "; ".join(faults) + f"\n       known keys: {', '.join(sorted(known))}")
     return arguments, developer_values(hidden, block, f"--config {path}")

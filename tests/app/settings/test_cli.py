@@ -77,7 +77,7 @@ def test_printed_config_reads_back_the_same(tmp_path: Path, capsys: pytest.Captu
         ("- a\n- b\n", "expected `key: value` lines, found a list"),
         ("slides: a\nresume: 3\n", "key `resume` takes true or false, found 3"),
         ("slides: [\n", "cannot be read"),
-        ("slides: a\nread_ahead: 2GiB\n", "`read_ahead` is a developer setting: write it under `developer:`"),
+        ("slides: a\nread_ahead: 2GiB\n", "write under `developer:` what is a developer setting: `read_ahead`"),
         ("slides: a\ndeveloper: 3\n", "expected `key: value` lines under `developer:`, found 3"),
         (
             "slides: a\ndeveloper:\n  read_ahed: 3\n",
