@@ -172,9 +172,13 @@ def their_lines(model: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple
     """Torch's pipelines beside what ours of the same order did from memory.
 
     Args:
-        rows: of ours.
+        rows: of ours, of all models.
     """
-    speeds = {(row["tile_px"], row["ranks"], row["strategy"]): row["images_per_second_no_data"] for row in rows}
+    speeds = {
+        (row["tile_px"], row["ranks"], row["strategy"]): row["images_per_second_no_data"]
+        for row in rows
+        if row["model"] == model
+    }
     for path in sorted((OUT / model).glob("torch-*.json")):
         row = json.loads(path.read_text())
         name = (model, str(row["tile_px"]), str(row["ranks"]), row["strategy"])
@@ -201,7 +205,7 @@ def main() -> None:
             measure(model, tile, asked)
     found = [whole for model in ("resnet50", "unet") if (whole := joined(model))]
     rows = [row for whole in found for row in whole["rows"]]
-    theirs = [line for whole in found for line in their_lines(whole["rows"][0]["model"], whole["rows"])]
+    theirs = [each for model in ("resnet50", "unet") for each in their_lines(model, rows)]
     minutes = sum(whole["wall_s"] for whole in found) / 60
     text = results(
         "python -m benchmarks.images_per_second.run --write",
