@@ -98,25 +98,9 @@ def measure_ours(
     command = [
         *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
         *("--ranks", *map(str, ranks), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
-        *(
-            "--strategies",
-            *strategies,
-            "--min-tissue",
-            "0.1",
-            "--steps",
-            steps,
-            "--developer",
-            f"twin-steps={twin_steps}",
-        ),
-        *(
-            "--repeats",
-            repeats,
-            "--resume",
-            "--out",
-            str(OUT / model / name),
-            "--developer",
-            f"trial-timeout-s={LONGEST_S}",
-        ),
+        *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", steps, "--repeats", repeats, "--resume"),
+        *("--developer", f"twin-steps={twin_steps}", "--developer", f"trial-timeout-s={LONGEST_S}"),
+        *("--out", str(OUT / model / name)),
     ]
     subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
 

@@ -205,18 +205,8 @@ def test_loss_that_is_not_finite_names_step_slide_and_tile(classify_slides: Path
 
 def test_resuming_a_finished_run_leaves_it_as_it_is(reference: Path, classify_slides: Path, train: Train) -> None:
     before = (reference / "summary.json").read_text()
-    arguments = (
-        "--slides",
-        classify_slides,
-        *QUICK,
-        "--steps",
-        "12",
-        "--developer",
-        "twin-steps=2",
-        "--out",
-        reference,
-    )
-    done = train(*arguments, "--resume")
+    arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--developer", "twin-steps=2")
+    done = train(*arguments, "--out", reference, "--resume")
     assert done.returncode == 0, done.stderr
     assert "nothing to do" in done.stdout
     assert (reference / "summary.json").read_text() == before
