@@ -81,7 +81,7 @@ class Case:
             *(("--stages", str(self.stages)) if self.stages else ()),
             *(word for saving in self.savings for word in SAVINGS[saving]),
         ]
-        return given if self.memory is None else [*given, "--memory", self.memory, "--memory-excess", "stop"]
+        return given if self.memory is None else [*given, "--memory", self.memory, "--developer", "memory-excess=stop"]
 
 
 def parse_strategy(text: str) -> tuple[str, tuple[str, ...]]:

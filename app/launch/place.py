@@ -119,8 +119,9 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         return TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
-        f"{settings.join_timeout_s:g} s (--join-timeout-s), which it does once all {launch.world} ranks are there: see "
-        "what the others say, and whether the hosts reach each other; where starting takes longer, raise the limit"
+        f"{settings.join_timeout_s:g} s (--developer join-timeout-s), which it does once all {launch.world} ranks are "
+        "there: see what the others say, and whether the hosts reach each other; where starting takes longer, raise "
+        "the limit"
     )
     # One rank after the other, so that one tells it and mpirun ends the others.
     with kill_after(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):

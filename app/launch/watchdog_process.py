@@ -134,8 +134,8 @@ class GuardianProcess:
         self._say(
             place,
             f"{doing} for {idle_s:.0f} s and is killed",
-            "If a step may really take that long, raise --timeout-s; otherwise see what this rank does there with "
-            "`py-spy dump` before the time is up.",
+            "If a step may really take that long, raise --developer timeout-s; otherwise see what this rank does "
+            "there with `py-spy dump` before the time is up.",
         )
 
     def _say(self, place: Place, reason: str, advice: str, died_s: float | None = None) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from app.checkpoint.file import check_weights
 from app.launch.place import RankPlace, rank_cores
 from app.launch.watchdog import Watchdog
-from app.settings.cli import flat
+from app.settings.fields import flat
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset, class_counts
