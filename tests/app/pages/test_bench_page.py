@@ -8,9 +8,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from app.pages.lines import Line, lines_figure
 
 from app.pages.bench_page import write_page
-from app.pages.lines import Line, lines_figure
 from app.report import main
 from app.settings.cli import RunError
 from tests.helpers.bench_folder import GIB, REFUSED, picture, row, unfit, write_bench, write_rows
