@@ -136,7 +136,8 @@ def line_chart(
     with style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": "megatile"}]):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, frameon=False)
         box = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - BOTTOM - top) / HEIGHT)
-        axes = figure.add_axes(box, facecolor="none")
+        axes = figure.add_axes(box)
+        axes.patch.set_visible(False)
         axes.spines[["left", "top", "right"]].set_visible(False)
         x, y = (np.concatenate([getattr(line, side)[line.finite] for line in shown]) for side in "xy")
         _x_axis(axes, x, sizes)
@@ -186,17 +187,15 @@ def _y_axis(axes: Axes, y: Values, from_zero: bool, log: bool) -> None:
     if log or (low > 0 and high / low > LOG_RATIO):
         axes.set_yscale("log")
         subs = (1.0, 2.0, 5.0) if high / low < LOG_RATIO else (1.0,)
-        ticks = LogLocator(subs=subs, numticks=99).tick_values(low, high)
+        ticks = LogLocator(subs=subs, numticks=999).tick_values(low / 10, high * 10)
+        first = int(np.searchsorted(ticks, low * (1 + 1e-9), "right")) - 1
+        ticks = ticks[first : max(int(np.searchsorted(ticks, high * (1 - 1e-9))), first + 1) + 1]
     else:
-        ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)
-    # Out to the next tick, so that the line keeps clear of the frame.
-    first = int(np.searchsorted(ticks, low * (1 + 1e-9), "right")) - 1
-    last = max(int(np.searchsorted(ticks, high * (1 - 1e-9))), first + 1)
-    ticks = ticks[first : last + 1]
-    axes.set_ylim(ticks[0], ticks[-1])
+        ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
+    axes.set_ylim(ticks[0], ticks[-1])  # out to the next tick, so that the line keeps clear of the frame
     _ticks(axes.yaxis, ticks)
     axes.tick_params(axis="y", length=0, pad=8)
-    axes.grid(axis="y", color=INKS["line"], linewidth=1)
+    axes.grid(axis="y", color=INKS["line"], linewidth=1, clip_on=False)
 
 
 def _ticks(axis: Axis, ticks: Sequence[float]) -> None:
@@ -214,13 +213,14 @@ def _ticks(axis: Axis, ticks: Sequence[float]) -> None:
 
 def _draw(axes: Axes, line: Series, x_label: str) -> None:
     colour = INKS["soft" if line.kind == "ideal" else f"c{line.colour}"]
-    axes.plot(line.x, line.y, color=colour, clip_on=False, solid_joinstyle="round", **STYLES[line.kind])
+    axes.plot(line.x, line.y, color=colour, clip_on=False, gid=f"series {line.kind}", **STYLES[line.kind])
     # A single value has no line; validations are few, and each deserves its mark.
     known = np.pad(line.finite, 1)
     marked = known[1:-1] if line.kind == "dots" and len(line.x) <= 60 else known[1:-1] & ~known[:-2] & ~known[2:]
     for x, y in zip(line.x[marked], line.y[marked], strict=True):
         note = f"note {line.name}: {format_value(y)} ({x_label}: {format_value(x)})"
-        axes.plot(x, y, line.marker or "o", color=colour, markersize=6.5, markeredgewidth=0, clip_on=False, gid=note)
+        look = {"markersize": 8, "markeredgecolor": INKS["card"], "markeredgewidth": 1}
+        axes.plot(x, y, color=colour, marker=line.marker or "o", clip_on=False, gid=note, **look)
 
 
 def _draw_event(axes: Axes, event: Event, text_y: float) -> None:
@@ -228,7 +228,7 @@ def _draw_event(axes: Axes, event: Event, text_y: float) -> None:
     half = min(LETTER * len(event.text) / 2, WIDTH / 2)
     middle = min(max(x, half), WIDTH - half)
     up = (HEIGHT - text_y - 4 - BOTTOM) / (axes.bbox.y1 - bottom)
-    axes.axvline(event.x, 0, up, color=INKS["bad"], linewidth=1.5, linestyle=(0, (1.3, 2.7)), clip_on=False)
+    axes.axvline(event.x, 0, up, color=INKS["bad"], linewidth=1.5, linestyle=(0, (2, 2)), clip_on=False)
     assert axes.figure is not None
     axes.figure.text(middle / WIDTH, 1 - text_y / HEIGHT, event.text, ha="center", gid="event")
 
@@ -255,11 +255,11 @@ def _inside(svg: str) -> str:
     svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="note ([^"]*)">', r"<g><title>\1</title>", svg)
-    svg = re.sub(r'<g id="(value|event)">', r'<g class="\1">', svg)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    svg = re.sub(r'<g id="(series \w+|value|event)">', r'<g class="\1">', svg)
+    svg = re.sub(r'(?<=<g) id="[^"]*"', "", svg)
     svg = re.sub(r'<text style="[^"]*text-anchor: (\w+)[^"]*"(.*?) transform="[^"]*"', r'<text text-anchor="\1"\2', svg)
     svg = re.sub(r' (d|x|y)="[^"]*"', lambda places: re.sub(r"(\.\d)\d+", r"\1", places[0]), svg)
-    svg = svg.replace("xlink:href", "href")
+    svg = re.sub(r">\s+<", "><", svg).replace("xlink:href", "href")
     for name, ink in INKS.items():
         svg = svg.replace(ink, f"var(--{name})")
     return svg.strip()
