@@ -219,8 +219,8 @@ def _draw(axes: Axes, line: Series, x_label: str) -> None:
     marked = known[1:-1] if line.kind == "dots" and len(line.x) <= 60 else known[1:-1] & ~known[:-2] & ~known[2:]
     for x, y in zip(line.x[marked], line.y[marked], strict=True):
         note = f"note {line.name}: {format_value(y)} ({x_label}: {format_value(x)})"
-        look = {"markersize": 8, "markeredgecolor": INKS["card"], "markeredgewidth": 1}
-        axes.plot(x, y, color=colour, marker=line.marker or "o", clip_on=False, gid=note, **look)
+        (dot,) = axes.plot(x, y, color=colour, marker=line.marker or "o", markersize=8, clip_on=False, gid=note)
+        dot.set(markeredgecolor=INKS["card"], markeredgewidth=1)
 
 
 def _draw_event(axes: Axes, event: Event, text_y: float) -> None:

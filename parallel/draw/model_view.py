@@ -1,5 +1,7 @@
-"""What is to be drawn of a model: its graph, how coarse, split where, with which times. Text, data, picture and DOT are
-each made from one such value."""
+"""What is to be drawn of a model: its graph, how coarse, split where, with which times.
+
+Picture, table, JSON and DOT are each made from one such value.
+"""
 
 from __future__ import annotations
 
