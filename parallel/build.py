@@ -23,8 +23,6 @@ from parallel.engine.optimizer_step import Copy, MakeOptimizer, OptimizerStep
 from parallel.engine.rank_program import RankProgram
 from parallel.engine.stage_groups import StageGroups
 from parallel.engine.state_dict import FullStateDict
-from parallel.engine.torch_crossings import crossings, forms_of, is_channels_last
-from parallel.engine.torch_pipeline import TorchPipelineEngine
 from parallel.engine.transfers import StageTransfers
 from parallel.graph.partition import Partition
 from parallel.memory.segments import segments_of
@@ -90,42 +88,6 @@ def assemble(
         meter=meter,
     )
     return Engine(work, communicator, seed=seed, observer=observer)
-
-
-def assemble_torch_pipeline(
-    module: nn.Module,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    communicator: Communicator,
-    strategy: Strategy,
-    *,
-    shape: tuple[int, ...],
-    batch: int,
-    device: torch.device,
-    seed: int = 0,
-    autocast: torch.dtype | None = None,
-    observer: Observer | None = None,
-) -> TorchPipelineEngine:
-    """The engine of this rank.
-
-    Args:
-        strategy: gpipe or 1f1b with one stage a rank, in one group, that neither computes again nor moves anything.
-        shape: (n, 3, h, w) of every microbatch.
-        module, loss, make_optimizer, batch, device, autocast: as for ``assemble``.
-
-    Raises:
-        ValueError: the strategy does not fit the model, its values cannot travel, or the communicator has no pipelines.
-    """
-    assert strategy.depth == strategy.ranks == communicator.world
-    traced = trace_alone(module, shape, communicator)
-    partition = strategy.partition(traced.graph)
-    passing = crossings(partition, forms_of(traced, shape, device, autocast), is_channels_last(module))
-    work = put_to_work(
-        traced, partition, loss, make_optimizer, communicator, strategy, batch=batch, device=device, autocast=autocast
-    )
-    return TorchPipelineEngine(
-        work, communicator, strategy.name, partition, passing, shape, device, seed=seed, observer=observer
-    )
 
 
 def put_to_work(

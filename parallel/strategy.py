@@ -15,7 +15,8 @@ from parallel.graph.partition import Partition, partition_at, partition_equal
 from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.schedule.action import Schedule
 from parallel.schedule.check import check
-from parallel.schedule.passes import Links, lower
+from parallel.schedule.dependencies import Links
+from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.step_cost import StageCost

@@ -1,1 +1,1 @@
-"""Runs side by side on the same work: cases, trials, rows, sweeps."""
+"""Runs side by side on the same work: cases, trials, rows."""

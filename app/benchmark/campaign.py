@@ -11,7 +11,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ import yaml
 
 from app.benchmark.case import Case
 from app.benchmark.command import BenchCommand
-from app.benchmark.knobs import fitting, settings_of
 from app.benchmark.row import Row, compare, row_of
-from app.benchmark.sweep import Measured, sweep_findings, sweep_rows, sweep_table
 from app.benchmark.table import print_bench
 from app.benchmark.trial import Trial, run_trial
 from app.pages.bench_page import write_page
@@ -60,9 +57,7 @@ class Campaign:
         self._arguments = arguments
         self._folder = command.out
         self._trials = command.out / "trials"
-        bases = [(case, fitting(command.knobs(), case.settings)) for case in command.cases()]
-        self._swept = bases if command.sweep is not None else []
-        self._cases = [replace(case, knobs=setting) for case, knobs in bases for setting in settings_of(knobs)]
+        self._cases = command.cases()
         self._unusable: dict[int, str] = {}
         self._environment = describe_environment()
         self._open()
@@ -82,12 +77,7 @@ class Campaign:
                 print(f"{told}: {case.tile} px, {case.ranks}x {case.label}: {_outcome(trial)}", flush=True)
                 rows = self._write()
         rows = rows or self._write()
-        if self._swept:
-            for sweep in self._sweeps():
-                print(f"\n{sweep['tile_px']} px, {sweep['ranks']}x {sweep['strategy']}")
-                print("\n".join("  " + line for line in sweep_table(sweep["rows"])))
-        else:
-            print_bench(rows)
+        print_bench(rows)
         print(f"\n{len(self._cases)} cases in {_minutes(self._wall_s())}; report {write_page(self._folder)}")
         return OK if any(trial.status == "ok" for case in self._cases for trial in self._results(case)) else FAILED
 
@@ -157,7 +147,7 @@ class Campaign:
         command = self._command
         scaling = command.scaling if len(command.ranks) > 1 else None
         rows: list[Row] = []
-        for case in [] if self._swept else self._cases:
+        for case in self._cases:
             if trials := list(self._results(case)):
                 row = row_of(case, command.net.model, trials, scaling)
                 picture = self._path(case, 0) / "schedule.svg"
@@ -171,39 +161,11 @@ class Campaign:
             "environment": self._environment,
             "settings": flat(command) | {"microbatches": command.m},
             "rows": rows,
-            "sweeps": self._sweeps(),
         }
         temporary = self._folder / "bench.tmp"
         temporary.write_text(json.dumps(found, indent=2) + "\n")
         temporary.replace(self._folder / "bench.json")
         return rows
-
-    def _sweeps(self) -> list[dict[str, Any]]:
-        """What the knobs do to each case, as far as it has been measured."""
-        found = []
-        for case, knobs in self._swept:
-            measured = [self._measured(replace(case, knobs=setting)) for setting in settings_of(knobs)]
-            rows = sweep_rows(knobs, measured)
-            found.append(
-                {
-                    "model": self._command.net.model,
-                    "strategy": case.label,
-                    "ranks": case.ranks,
-                    "tile_px": case.tile,
-                    "knobs": [{"name": knob.name, "off": knob.off, "on": knob.on, "what": knob.what} for knob in knobs],
-                    "rows": rows,
-                    "findings": sweep_findings(rows),
-                }
-            )
-        return found
-
-    def _measured(self, case: Case) -> Measured:
-        """Its speeds, with what came between steps: checkpoints count."""
-        trials = list(self._results(case))
-        worst = next((trial for trial in trials if trial.status != "ok"), None)
-        if worst or not trials:
-            return Measured(case.knobs, reason=worst.reason if worst else "not measured yet")
-        return Measured(case.knobs, tuple(trial.summary["images_per_second_sustained"] for trial in trials))
 
     def _wall_s(self) -> float:
         """Of the runs that were made, in whatever session."""
@@ -216,7 +178,7 @@ class Campaign:
         given |= {"mpp": command.mpp, "min_tissue": command.min_tissue, "optimizer": command.optimizer}
         given |= {"device": command.device, "precision": command.precision, "seed": command.seed}
         given |= {"steps": command.steps, "twin_steps": command.twin_steps}
-        given["checkpoint_every"] = command.checkpoint_every or NEVER
+        given["checkpoint_every"] = NEVER
         given |= flat(ALL)
         return [
             word

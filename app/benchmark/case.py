@@ -30,7 +30,6 @@ class Case:
         savings: keys of ``SAVINGS``.
         batch, microbatches: of a step over all ranks.
         stages: of each of several groups of ranks; None: one group of all ranks, or a model that is not split.
-        knobs: further flags and values, of a sweep.
     """
 
     parallel: str
@@ -41,7 +40,6 @@ class Case:
     microbatches: int
     memory: str | None = None
     stages: int | None = None
-    knobs: tuple[tuple[str, str], ...] = ()
 
     @property
     def label(self) -> str:
@@ -52,8 +50,7 @@ class Case:
     @property
     def name(self) -> str:
         """Of its folder."""
-        knobs = "".join(f"_{flag.lstrip('-')}={value}" for flag, value in self.knobs)
-        return f"{self.tile}px_{self.ranks}x_{self.label.replace(' ', '')}{knobs}"
+        return f"{self.tile}px_{self.ranks}x_{self.label.replace(' ', '')}"
 
     @property
     def settings(self) -> StrategySettings:
@@ -83,7 +80,6 @@ class Case:
             *("--batch", str(self.batch), "--microbatches", str(self.microbatches)),
             *(("--stages", str(self.stages)) if self.stages else ()),
             *(word for saving in self.savings for word in SAVINGS[saving]),
-            *(word for knob in self.knobs for word in knob),
         ]
         return given if self.memory is None else [*given, "--memory", self.memory, "--memory-excess", "stop"]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from app.benchmark.case import Case, cases_of, parse_strategy
-from app.benchmark.knobs import KNOBS, Knob, chosen
 from app.settings.launcher import find_launch
 from app.settings.run import DataSettings, ModelSettings
 from app.settings.sizes import bytes_of
@@ -18,8 +17,6 @@ STRATEGIES = (
     "ddp",
     "ddp+recompute",
     "fsdp",
-    "torch-gpipe",
-    "torch-1f1b",
     "gpipe",
     "1f1b",
     "master",
@@ -68,12 +65,6 @@ class BenchCommand:
     """Steps that are then measured from memory, to tell reading from computing; 0: none."""
     repeats: int = 3
     """Runs of each case; all cases are run once before any is run again."""
-    sweep: tuple[str, ...] | None = None
-    """Instead of comparing strategies, vary what overlaps within each: read-ahead, read-threads, device-prefetch,
-    gradient-buckets, checkpoint-write; all of them, or those named, each with values of its own if wanted, such as
-    read-threads=1,2,4, of which the first counts as off. Says which help, which help together, and which fight."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints of the runs; 0: none. A sweep varies checkpoint-write only where there are some."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -94,20 +85,6 @@ class BenchCommand:
     def m(self) -> int:
         """Microbatches of a step on the fewest ranks."""
         return self.microbatches or max(1, min(self.batch, 2 * max(self.ranks)))
-
-    def knobs(self) -> tuple[Knob, ...]:
-        """What a sweep varies; empty without one.
-
-        Raises:
-            ValueError: an unknown knob, or values that are no choice.
-        """
-        if self.sweep is None:
-            return ()
-        named = (text.partition("=") for text in self.sweep)
-        found = (
-            chosen({name: values.split(",") if values else [] for name, _, values in named}) if self.sweep else KNOBS
-        )
-        return tuple(knob for knob in found if self.checkpoint_every or knob.name != "checkpoint-write")
 
     def cases(self) -> list[Case]:
         """All that is to be measured, in order."""
@@ -151,12 +128,6 @@ class BenchCommand:
             found.append(f"--microbatches must be 1 to --batch {self.batch}; got {self.microbatches}")
         if self.memory is not None and bytes_of(self.memory) is None:
             found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
-        if self.checkpoint_every < 0:
-            found.append(f"--checkpoint-every must be at least 0; got {self.checkpoint_every}")
-        try:
-            self.knobs()
-        except ValueError as fault:
-            found.append(f"--sweep: {fault}")
         if not self.trial_timeout_s > 0:
             found.append(f"--trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
         for strategy in self.strategies:

@@ -23,7 +23,7 @@ from app.settings.launcher import STARTED_BY_US, Launch, find_launch
 from app.settings.slurm import find_task
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
-from parallel.comm.last_word import last_word
+from parallel.comm.deadline import kill_after
 from parallel.comm.local import LocalCommunicator
 from parallel.profile.malloc import keep_freed_memory
 
@@ -123,7 +123,7 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         "what the others say, and whether the hosts reach each other; where starting takes longer, raise the limit"
     )
     # One rank after the other, so that one tells it and mpirun ends the others.
-    with last_word(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):
+    with kill_after(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):
         from parallel.comm.mpi_comm import MpiCommunicator
     return MpiCommunicator(settings.timeout_s, launch.world)
 

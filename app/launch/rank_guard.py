@@ -20,7 +20,7 @@ from app.settings.cli import RunError
 from parallel.comm.communicator import CommunicationError
 from parallel.comm.torch_comm import is_lost_peer
 from parallel.engine.engine import EngineFault
-from parallel.schedule.fault import describe_fault
+from parallel.schedule.text import describe_fault
 from pipelines.slides.slide import SlideError
 
 

@@ -22,7 +22,7 @@ import psutil
 from app.launch.progress_record import AT_REST, NO_ACTION, SPOKEN, WATCHED, Place, ProgressRecord
 from app.launch.rank_fault import say_first
 from parallel.schedule.action import Action, Schedule
-from parallel.schedule.fault import describe_fault
+from parallel.schedule.text import describe_fault
 
 POLL_S = 0.25
 PIPE_BYTES = 1 << 16

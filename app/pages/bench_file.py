@@ -16,6 +16,7 @@ from typing import Any
 
 from app.settings.cli import RunError
 from app.settings.sizes import bytes_of
+from app.settings.strategy_names import WHOLE
 
 NAME = "bench.json"
 
@@ -80,14 +81,14 @@ class Result:
 
     @property
     def family(self) -> str:
-        """``whole``: each rank has the model; ``torch``: split by torch's own pipelining; ``split``: by ours."""
+        """``whole``: each rank has the model; ``split``: it is split over them."""
         base = re.split("[ ,]", self.chosen or self.strategy)[0]
-        return "whole" if base in ("single", "ddp", "fsdp") else "torch" if base.startswith("torch") else "split"
+        return "whole" if base in WHOLE else "split"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A benchmark and its rows, in the order of the file; ``sweeps``: as ``app.benchmark.sweep`` gives them."""
+    """A benchmark and its rows, in the order of the file."""
 
     folder: Path
     command: str
@@ -96,7 +97,6 @@ class Bench:
     environment: Mapping[str, Any]
     settings: Mapping[str, Any]
     results: tuple[Result, ...]
-    sweeps: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def limit_bytes(self) -> int | None:
@@ -133,7 +133,6 @@ def read_bench(folder: Path) -> Bench:
         environment=_mapping(loaded.get("environment")),
         settings=_mapping(loaded.get("settings")),
         results=tuple(_result(row, number, path) for number, row in enumerate(rows)),
-        sweeps=tuple(sweep for sweep in loaded.get("sweeps") or [] if _mapping(sweep).get("rows")),
     )
 
 
@@ -144,7 +143,7 @@ def _result(row: Any, number: int, path: Path) -> Result:
         raise RunError(f"{path}: row {number} must have model, strategy, ranks and tile_px; got {_brief(row)}")
     return Result(
         model=str(row["model"]),
-        strategy=", ".join([str(row["strategy"]), *_knobs(_mapping(row.get("knobs")))]),
+        strategy=str(row["strategy"]),
         chosen=row.get("chosen") or None,
         ranks=ranks,
         tile_px=tile,
@@ -170,10 +169,6 @@ def _result(row: Any, number: int, path: Path) -> Result:
         claim=_text(row.get("claim")),
         schedule_svg=row.get("schedule_svg") or None,
     )
-
-
-def _knobs(found: Mapping[str, Any]) -> list[str]:
-    return [f"{flag.lstrip('-').replace('-', ' ')} {value}" for flag, value in found.items()]
 
 
 def _times(found: Mapping[str, Any]) -> Mapping[str, float]:

@@ -17,7 +17,6 @@ from app.pages.html import format_bytes, format_duration, format_value
 
 FAMILIES = {
     "whole": (0, "model whole on each rank: one process, or data parallel"),
-    "torch": (5, "model split by torch.distributed.pipelining"),
     "split": (1, "model split by this project's engine"),
 }
 """Family -> number of its colour and what it is."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from app.settings.sizes import bytes_of
-from app.settings.strategy_names import Planned
+from app.settings.strategy_names import Parallel
 from parallel.plan.savings import RECOMPUTE, Savings
 
 
@@ -29,7 +29,7 @@ class PlanCommand:
     """Ranks to plan for; they need not be there."""
     batch: int | None = None
     """Tiles of one optimiser step over all ranks; default: 8, or one per rank if there are more."""
-    parallel: Planned = "auto"
+    parallel: Parallel = "auto"
     """Only this strategy; auto: all of them."""
     stages: int | None = None
     """Only splits of the model over this many ranks."""
@@ -59,9 +59,6 @@ class PlanCommand:
     """Update rule: how many values are kept for each parameter."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Of products; bf16 and fp16 are mixed precision. This machine is planned for in fp32 or bf16."""
-    costs: Literal["calibrated", "measured"] = "calibrated"
-    """Where times on this machine come from. calibrated: estimated from a calibration; measured: each layer is run, at
-    a smaller tile and scaled where the tile is large."""
     largest_tile: bool = False
     """Also search the largest tile that each strategy can train within the memory: as it is, with parts computed again,
     and with the rest moved to the host, too; and what stands in the way of twice that tile."""
@@ -100,12 +97,6 @@ class PlanCommand:
             ]
             if self.precision in ("tf32", "fp16"):
                 found.append(f"--precision {self.precision} is for --device-spec; this machine trains in fp32 or bf16")
-        elif self.costs == "measured":
-            found.append("--costs measured runs the layers here; with --device-spec times come from the data sheet")
-        if self.costs == "measured" and self.precision != "fp32":
-            found.append(f"--costs measured runs the layers in fp32; got --precision {self.precision}")
-        if self.costs == "measured" and self.largest_tile:
-            found.append("--costs measured measures one tile size; leave --largest-tile to calibrated costs")
         if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):
             found.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
         return found

@@ -16,7 +16,7 @@ AHEAD = {"cuda": 256 << 20, "cpu": 0}
 def stages_of(asked: StrategySettings, device: torch.device, smallest: int = SMALLEST) -> Strategy:
     """The settings as the engine's own; of a strategy that splits the model."""
     return Strategy(
-        asked.schedule_name,
+        asked.name,
         ranks=asked.world,
         depth=asked.depth,
         m=asked.m,

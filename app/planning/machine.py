@@ -1,4 +1,4 @@
-"""The machine a plan is for: this one, calibrated or measured, or one that is named.
+"""The machine a plan is for: this one, calibrated, or one that is named.
 
 Takes numbers of ranks and names of devices; gives a ``Machine``: a cluster, and how long layers take on its devices.
 """
@@ -44,14 +44,11 @@ class Machine:
     Attributes:
         estimate: takes a graph of one tile, gives what its layers cost by tiles of a microbatch.
         autocast: type for mixed precision; None computes in float32.
-        device: of a rank, where it is here; with ``threads`` of its own on a CPU.
     """
 
     cluster: Cluster
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     autocast: torch.dtype | None
-    device: torch.device | None = None
-    threads: int = 1
 
 
 def this_machine(
@@ -116,7 +113,7 @@ def this_machine(
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
         return lambda tiles: model.estimate(with_tiles(graph, tiles))
 
-    return Machine(cluster, estimate, autocast, where, threads)
+    return Machine(cluster, estimate, autocast)
 
 
 def _calibrated(

@@ -13,7 +13,6 @@ from typing import Any
 
 from app.planning.command import PlanCommand
 from app.planning.machine import Machine, named_machine, this_machine
-from app.planning.measured_costs import measured_costs
 from app.planning.table import print_largest, print_rows
 from app.planning.workload import Workload
 from app.settings.cli import FAILED, OK
@@ -107,11 +106,7 @@ def workload_of(command: PlanCommand, machine: Machine) -> Workload:
 
 def planner_for(command: PlanCommand, machine: Machine, work: Workload) -> Planner:
     """A planner of the command's problem, of one tile side."""
-    if command.costs == "calibrated":
-        return Planner(work.task(command.tiles, machine.estimate), machine.cluster)
-    assert machine.device is not None, "times are measured here"
-    costs = measured_costs(work, machine.device, machine.threads)
-    return Planner(work.task(command.tiles, lambda graph: costs), machine.cluster)
+    return Planner(work.task(command.tiles, machine.estimate), machine.cluster)
 
 
 def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
-from app.settings.strategy_names import TORCH_PIPELINES, WHOLE, Parallel
+from app.settings.strategy_names import WHOLE, Parallel
 from parallel.memory.policy import Offload
 from parallel.schedule.registry import default_microbatches
 
@@ -28,9 +28,8 @@ class StrategySettings:
     """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch; fsdp: the
     same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block. The others
     split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model;
-    mast, master, bidirectional with two, the second in inverse order. torch-gpipe, torch-1f1b: torch's own pipelines,
-    to compare with. auto: the fastest that fits the memory, as app.plan finds it; among what --stages and
-    --microbatches leave open."""
+    mast, master, bidirectional with two, the second in inverse order. auto: the fastest that fits the memory, as
+    app.plan finds it; among what --stages and --microbatches leave open."""
     memory: str | None = None
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
     and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
@@ -61,9 +60,8 @@ class StrategySettings:
     """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
     offload: Offload = "none"
     """Move what forward passes keep to the host's memory until their backward passes. overlap: copied beside what a GPU
-    computes; a CPU is its own host, where this saves nothing of the machine's memory. The others are there to be
-    compared with, and copy each tensor when it is kept: naive, to pageable memory; pinned, to page-locked memory;
-    nonblocking, without waiting; pinned-nonblocking, both. none leaves it to the plan with --parallel auto."""
+    computes; a CPU is its own host, where this saves nothing of the machine's memory. none leaves it to the plan with
+    --parallel auto."""
     offload_ahead: str | None = None
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
     --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
@@ -125,14 +123,9 @@ class StrategySettings:
         return ("ddp" if self.world > 1 else "single") if self.parallel == "auto" else self.parallel
 
     @property
-    def schedule_name(self) -> str:
-        """The schedule of ours that a strategy with stages follows."""
-        return TORCH_PIPELINES.get(self.name, self.name)
-
-    @property
     def over_torch(self) -> bool:
         """The strategy is torch's own, and its ranks are processes that talk over torch.distributed."""
-        return self.name == "fsdp" or self.name in TORCH_PIPELINES
+        return self.name == "fsdp"
 
     @property
     def splits(self) -> bool:
@@ -156,5 +149,5 @@ class StrategySettings:
             return self.microbatches
         if not self.splits:
             return self.world
-        usual = self.groups * default_microbatches(self.schedule_name, self.depth)
+        usual = self.groups * default_microbatches(self.name, self.depth)
         return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))

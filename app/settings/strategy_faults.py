@@ -6,8 +6,6 @@ from app.settings.gradient_faults import gradient_faults
 from app.settings.keeping_faults import keeping_faults
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_names import TORCH_PIPELINES
-from app.settings.torch_pipeline_faults import torch_division_faults, torch_option_faults
 from parallel.schedule.registry import SCHEDULES
 
 
@@ -56,14 +54,14 @@ def _option_faults(settings: StrategySettings) -> list[str]:
         ]
     if settings.chunks is not None and settings.name != "interleaved":
         found.append(f"--chunks is for --parallel interleaved; got --parallel {settings.parallel}")
-    if settings.shard_optimizer == "pair" and not (settings.splits and SCHEDULES[settings.schedule_name].replicas == 2):
+    if settings.shard_optimizer == "pair" and not (settings.splits and SCHEDULES[settings.name].replicas == 2):
         pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
         found.append(
             f"--shard-optimizer pair needs two copies of the model ({pairs}); got --parallel {settings.parallel}"
         )
     if settings.schedule is not None and not settings.schedule.is_file():
         found.append(f"--schedule {settings.schedule} is not a file")
-    return found + (torch_option_faults(settings) if settings.name in TORCH_PIPELINES else [])
+    return found
 
 
 def _open_faults(settings: StrategySettings) -> list[str]:
@@ -101,8 +99,7 @@ def _mesh_faults(settings: StrategySettings) -> list[str]:
     if settings.over_torch and launch and launch.mpi:
         found.append(
             f"--parallel {settings.name} is torch's own and talks over torch.distributed, not MPI; these ranks were "
-            "started by an MPI launcher: start them with torchrun or --ranks, or use --parallel "
-            f"{TORCH_PIPELINES.get(settings.name, 'ddp')}"
+            "started by an MPI launcher: start them with torchrun or --ranks, or use --parallel ddp"
         )
     return found
 
@@ -120,4 +117,4 @@ def _microbatch_faults(settings: StrategySettings) -> list[str]:
             f"--parallel mast computes 2 microbatches per group, {2 * settings.groups} in all; "
             f"got --microbatches {settings.m}: leave it out, or use master"
         ]
-    return torch_division_faults(settings) if settings.name in TORCH_PIPELINES else []
+    return []

@@ -7,10 +7,7 @@ from typing import Literal
 WHOLE = ("single", "ddp", "fsdp")
 """Strategies that do not split the model into stages: each rank computes all of it."""
 
-TORCH_PIPELINES = {"torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
-"""Pipelines of torch.distributed.pipelining -> the schedule of ours that has the same stages and order."""
-
-Planned = Literal[
+Parallel = Literal[
     "auto",
     "single",
     "ddp",
@@ -24,6 +21,3 @@ Planned = Literal[
     "master",
     "bidirectional",
 ]
-"""Strategies that a plan may choose."""
-
-Parallel = Literal[Planned, "torch-gpipe", "torch-1f1b"]

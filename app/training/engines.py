@@ -16,8 +16,7 @@ from app.launch.watchdog import Watchdog
 from app.planning.engine_strategy import keeping_of, stages_of
 from app.settings.run import OptimizerSettings
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_names import TORCH_PIPELINES
-from parallel.build import assemble, assemble_torch_pipeline
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
@@ -78,8 +77,7 @@ def build_engine(
         )
     if not asked.splits:
         return _whole(asked, model, loss, make_optimizer, communicator, shape, seed, device, autocast, smallest)
-    start = assemble_torch_pipeline if asked.name in TORCH_PIPELINES else assemble
-    engine = start(
+    engine = assemble(
         model,
         loss,
         make_optimizer,

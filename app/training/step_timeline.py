@@ -17,10 +17,9 @@ from parallel.engine.engine import Engine
 from parallel.engine.recorded import free_links, gather_timeline, measured_costs
 from parallel.engine.step import TrainingEngine
 from parallel.schedule.action import COMPUTE, Kind
-from parallel.schedule.chrome_trace import chrome_trace
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import to_csv
-from parallel.schedule.timeline import Timeline
+from parallel.schedule.timeline import Timeline, chrome_trace
 
 
 @dataclass(frozen=True)

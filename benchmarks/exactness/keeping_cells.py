@@ -53,7 +53,6 @@ SUBJECTS = {
 }
 PLANNED = "as planned"
 WAYS: dict[str, dict[str, Any]] = {
-    **{f"offload {mode}": {"offload": mode} for mode in ("naive", "pinned", "nonblocking", "pinned-nonblocking")},
     "offload overlap": {"offload": "overlap"},
     "offload overlap, ahead": {"offload": "overlap", "offload_ahead": PLANNED},
     "recompute stage": {"recompute": "stage"},

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from app.benchmark.row import compare
 from app.pages.bench_page import write_page
+from app.settings.sizes import bytes_of
+from benchmarks.images_per_second.torch_pipelines import measured
 from benchmarks.results import markdown_table, results, write_results
 from demo.run import collect_slides
 from parallel.units import bytes_text
@@ -31,7 +34,8 @@ MEMORY, BATCH = "2GiB", 4
 CORES = os.cpu_count() or 1
 WHOLE = ("single", "single+recompute", "single+recompute+offload", "ddp", "ddp+recompute", "fsdp")
 SPLIT = ("gpipe", "1f1b", "master", "master+recompute", "master+recompute+offload", "bidirectional")
-THEIRS = ("torch-gpipe", "torch-1f1b")
+THEIRS = {"torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
+"""Pipelines of torch.distributed.pipelining, fed from memory, and the schedule of ours with the same order."""
 ON_MORE = ("ddp", "1f1b", "master", "master+recompute+offload", "bidirectional", "torch-1f1b")
 """On more ranks than there are cores: the baseline and the schedules."""
 LENGTH = {512: (5, 2, 3), 1024: (4, 0, 2), 2048: (3, 0, 1)}
@@ -42,6 +46,7 @@ HEADER = (
     *("model", "px", "ranks", "strategy", "images/s", "range", "from memory", "Mpx/s", "data wait"),
     *("bubble", "sent", "fullest rank", "claim"),
 )
+THEIR_HEADER = ("model", "px", "ranks", "strategy", "images/s from memory", "ours", "ours / theirs", "fullest rank")
 
 
 def slides_for(model: str) -> list[str]:
@@ -66,22 +71,37 @@ def _label(slides: Path) -> None:
 
 
 def measure(model: str, tile: int, asked: argparse.Namespace) -> None:
-    """One ``app.bench`` for ranks up to the number of cores, and one for more."""
+    """Ours and torch's pipelines, on ranks up to the number of cores, and on more."""
     steps, twin_steps, repeats = LENGTH.get(tile, LENGTH[2048])
     steps, repeats = asked.steps or steps, asked.repeats or repeats
-    for name, some, strategies in (
-        (f"{tile}", [n for n in asked.ranks if n <= CORES], asked.strategies or (*WHOLE, *SPLIT, *THEIRS)),
-        (f"{tile}-more", [n for n in asked.ranks if n > CORES], asked.strategies or ON_MORE),
+    for name, ranks, default in (
+        (f"{tile}", [n for n in asked.ranks if n <= CORES], (*WHOLE, *SPLIT, *THEIRS)),
+        (f"{tile}-more", [n for n in asked.ranks if n > CORES], ON_MORE),
     ):
-        command = [
-            *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
-            *("--ranks", *map(str, some), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
-            *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", str(steps)),
-            *("--twin-steps", str(twin_steps), "--repeats", str(repeats), "--resume", "--out", str(OUT / model / name)),
-            *("--trial-timeout-s", LONGEST_S),
-        ]
-        if some:
-            subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
+        strategies = asked.strategies or default
+        ours = [strategy for strategy in strategies if strategy not in THEIRS]
+        if ranks and ours:
+            measure_ours(model, tile, name, ranks, ours, (steps, twin_steps, repeats))
+        for theirs, n in itertools.product((name for name in strategies if name in THEIRS), ranks):
+            kept = OUT / model / f"{theirs}-{tile}-{n}.json"
+            if n > 1 and not kept.exists():
+                row = measured(THEIRS[theirs], model, tile, BATCH, n, steps, bytes_of(MEMORY) or 0)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(row, indent=2) + "\n")
+
+
+def measure_ours(
+    model: str, tile: int, name: str, ranks: list[int], strategies: list[str], length: tuple[int, int, int]
+) -> None:
+    """One ``app.bench``, into the folder ``name``; ``length`` as in ``LENGTH``."""
+    steps, twin_steps, repeats = map(str, length)
+    command = [
+        *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
+        *("--ranks", *map(str, ranks), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
+        *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", steps, "--twin-steps", twin_steps),
+        *("--repeats", repeats, "--resume", "--out", str(OUT / model / name), "--trial-timeout-s", LONGEST_S),
+    ]
+    subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
 
 
 def joined(model: str) -> dict[str, Any] | None:
@@ -131,6 +151,24 @@ def line(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def their_lines(model: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Torch's pipelines beside what ours of the same order did from memory.
+
+    Args:
+        rows: of ours.
+    """
+    speeds = {(row["tile_px"], row["ranks"], row["strategy"]): row["images_per_second_no_data"] for row in rows}
+    for path in sorted((OUT / model).glob("torch-*.json")):
+        row = json.loads(path.read_text())
+        name = (model, str(row["tile_px"]), str(row["ranks"]), row["strategy"])
+        if "reason" in row:
+            yield (*name, "", "", "", row["reason"])
+            continue
+        theirs, ours = row["images_per_second_no_data"], speeds.get((row["tile_px"], row["ranks"], row["schedule"]))
+        beside = ("", "") if ours is None else (f"{ours:.3g}", f"{ours / theirs:.2f}")
+        yield (*name, f"{theirs:.3g}", *beside, bytes_text(max(row["device_bytes"])))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
@@ -146,10 +184,12 @@ def main() -> None:
             measure(model, tile, asked)
     found = [whole for model in ("resnet50", "unet") if (whole := joined(model))]
     rows = [row for whole in found for row in whole["rows"]]
+    theirs = [line for whole in found for line in their_lines(whole["rows"][0]["model"], whole["rows"])]
     minutes = sum(whole["wall_s"] for whole in found) / 60
     text = results(
         "python -m benchmarks.images_per_second.run --write",
         markdown_table(HEADER, map(line, rows)),
+        *([markdown_table(THEIR_HEADER, theirs)] if theirs else []),
         f"{BATCH} tiles a step, {MEMORY} a rank. All runs together: {minutes:.0f} min.\n",
     )
     print(text)

@@ -7,6 +7,7 @@ others, because reading a clock at every copy takes time too.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import statistics
@@ -18,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.offload_study import naive
 from benchmarks.offload_study.pictures import Pictures
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
-from parallel.memory.policy import ActivationPolicy, Offload
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copy_clock import CopyTime
 from parallel.offload.saved_tensors import SavedTensors
 
@@ -47,7 +49,7 @@ class Trained:
         peak_bytes: that the device's allocator gave out at most in an epoch, over what it had before; None on a CPU.
     """
 
-    mode: Offload
+    mode: str
     epochs_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     best_accuracy: float = 0.0
@@ -65,12 +67,16 @@ class Student:
         batch: pictures of a step.
     """
 
-    def __init__(self, module: nn.Module, mode: Offload, pictures: Pictures, batch: int, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, mode: str, pictures: Pictures, batch: int, device: torch.device) -> None:
         self.trained = Trained(mode)
         self._pictures, self._batch, self._device = pictures, batch, device
         self._optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-        self.keeper = SavedTensors(ActivationPolicy(offload=mode), device)
         self._module = module
+        self._keeper = SavedTensors(ActivationPolicy(offload="overlap" if mode == "overlap" else "none"), device)
+        self._naive = None
+        if mode in naive.MODES:
+            self._naive = naive.NaiveOffload(mode, device, (*module.parameters(), *module.buffers()))
+        self._clock = (self._naive or self._keeper.copies).clock
         self._engines: dict[int, DataParallelEngine] = {}
         self._steps = 0
         self._scale = torch.tensor([1 / (255 * std) for std in STD], device=device)[:, None, None]
@@ -110,14 +116,14 @@ class Student:
         """Take a few more steps, and the time of every copy."""
         if self.trained.mode == "none":
             return
-        self.keeper.copies.clock.times.clear()
-        self.keeper.copies.clock.on = True
+        self._clock.times.clear()
+        self._clock.on = True
         for picks in itertools.islice(self._batches(0), TIMED_STEPS):
             self._step(picks)
             self.trained.timed_steps += 1
         settle(self._device)
-        self.trained.copies = copy_figures(self.keeper.copies.clock.times)
-        self.keeper.copies.clock.on = False
+        self.trained.copies = copy_figures(self._clock.times)
+        self._clock.on = False
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -131,7 +137,9 @@ class Student:
         images = self._pictures.train[picks]
         labels = self._pictures.train_labels[picks].to(self._device)
         part = Microbatch(self._floats(images), labels, tuple(images.shape))
-        self.trained.losses.append(self._engine(len(picks)).step([part], self._steps, LEARNING_RATE).loss)
+        with self._naive.moving() if self._naive else contextlib.nullcontext():
+            result = self._engine(len(picks)).step([part], self._steps, LEARNING_RATE)
+        self.trained.losses.append(result.loss)
         self._steps += 1
 
     def _engine(self, batch: int) -> DataParallelEngine:
@@ -144,7 +152,7 @@ class Student:
                 LocalCommunicator(),
                 batch=batch,
                 m=1,
-                keeper=self.keeper,
+                keeper=self._keeper,
             )
         return self._engines[batch]
 
@@ -154,7 +162,7 @@ class Student:
 
 def measure_model(
     model: str,
-    modes: Sequence[Offload],
+    modes: Sequence[str],
     pictures: Pictures,
     *,
     epochs: int,

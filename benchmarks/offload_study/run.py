@@ -18,21 +18,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from benchmarks.machine import measured_on
+from benchmarks.offload_study import published
 from benchmarks.offload_study.measure import Trained, measure_model
 from benchmarks.offload_study.pictures import Pictures, pictures_of_folder, pictures_of_slides
-from benchmarks.offload_study.published import SECONDS, published_ratio
 from benchmarks.results import markdown_table, results, write_results
-from parallel.memory.policy import Offload
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data"
 HERE = Path(__file__).parent
-MODES: tuple[Offload, ...] = get_args(Offload)
+MODES = (*published.MODES, "overlap")
 SMALL = {"epochs": 3, "px": 64, "pictures": 64}
 """On a CPU."""
 FULL = {"epochs": 20, "px": 224, "pictures": 398}
@@ -63,7 +62,7 @@ def load(arguments: argparse.Namespace, px: int) -> Pictures:
 
 def study(
     models: Sequence[str],
-    modes: Sequence[Offload],
+    modes: Sequence[str],
     pictures_at: Callable[[int], Pictures],
     *,
     epochs: int,
@@ -117,7 +116,7 @@ def row_of(model: str, one: Trained, trained: Sequence[Trained]) -> dict[str, An
         else max(
             abs(a - b) for a, b in zip(one.losses, none.losses, strict=False)
         ),  # copies are timed in further steps
-        "published_ratio": published_ratio(model, one.mode),
+        "published_ratio": published.published_ratio(model, one.mode),
     }
 
 
@@ -190,7 +189,7 @@ def main() -> None:
     source.add_argument("--images", type=Path, help="folder with a sub-folder per class, below train/ and val/ or not")
     source.add_argument("--slides", type=Path, help="folder of slides; default: the shipped ones")
     parser.add_argument("--labels", type=Path, help="table with columns slide and label, with --slides")
-    parser.add_argument("--models", nargs="+", default=list(SECONDS), help="of torchvision")
+    parser.add_argument("--models", nargs="+", default=list(published.SECONDS), help="of torchvision")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--epochs", type=int, help="of each mode; default: 20 on a GPU, 3 on a CPU")
     parser.add_argument("--batch", type=int, default=32, help="pictures of a step")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from benchmarks.schedules.workload import CPU, LEARNING_RATE, Workload, loss, make_optimizer
+from benchmarks.schedules.workload import CPU, LEARNING_RATE, Workload, loss
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch
@@ -38,7 +38,7 @@ class Ours:
         self.engine = assemble(
             work.build(),
             loss,
-            make_optimizer,
+            work.make_optimizer,
             communicator,
             self.strategy,
             shape=work.shape,

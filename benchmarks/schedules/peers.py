@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from benchmarks.schedules.workload import CPU, Workload, loss, make_optimizer
+from benchmarks.schedules.workload import CPU, Workload, loss
 from parallel.comm.communicator import Communicator
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.schedule.microbatch import share_of
@@ -25,22 +26,30 @@ TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class TheirStage(nn.Module):
-    """A stage as torch's pipelines take it."""
+    """A stage as torch's pipelines take it. Gloo sends what is contiguous: a model with channels last has its images
+    turned where they enter and leave."""
 
-    def __init__(self, stage: StageModule, last: bool, counted: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, stage: StageModule, last: bool, channels_last: bool, counted: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         super().__init__()
         self.stage = stage
         self._last = last
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self._counted = counted
 
     def forward(self, *values: Tensor) -> Any:
         with self._counted():
-            given = self.stage(*values)
-        return given[0] if self._last else given
+            given = self.stage(*(v.contiguous(memory_format=self._layout) if v.dim() == 4 else v for v in values))
+        return given[0] if self._last else tuple(value.contiguous() for value in given)
 
 
 class TorchPipeline:
-    """torch.distributed.pipelining, one stage a rank."""
+    """torch.distributed.pipelining, one stage a rank.
+
+    Attributes:
+        state: parameters and buffers of this rank.
+    """
 
     def __init__(
         self, schedule: str, work: Workload, communicator: Communicator, meter: ActivationMeter | None = None
@@ -49,9 +58,10 @@ class TorchPipeline:
         self.ranks = tuple(range(communicator.world))
         rank, depth = communicator.rank, communicator.world
         stage = cut_stage(trace(work.build(), work.shape), work.partition(depth), rank).train()
+        self.state = (*stage.parameters(), *stage.buffers())
         counted: Callable[[], AbstractContextManager[None]] = nullcontext
         if meter:
-            meter.exclude((*stage.parameters(), *stage.buffers()))
+            meter.exclude(self.state)
             counted = meter.watching
 
         def weighted_loss(output: Tensor, labels: Tensor) -> Tensor:
@@ -60,10 +70,10 @@ class TorchPipeline:
                 return loss(output, labels) / work.m
 
         self._first, self._last = rank == 0, rank == depth - 1
-        self._optimizer = make_optimizer(stage.parameters())
+        self._optimizer = work.make_optimizer(stage.parameters())
         self._images, self._labels = work.batch()
         self._pipeline = TORCH_SCHEDULES[schedule](
-            PipelineStage(TheirStage(stage, self._last, counted), rank, depth, CPU),
+            PipelineStage(TheirStage(stage, self._last, work.channels_last, counted), rank, depth, CPU),
             work.m,
             loss_fn=weighted_loss,
             scale_grads=False,
@@ -85,7 +95,7 @@ class DataParallel:
         self.ranks = tuple(range(communicator.world))
         model = work.build().train()
         self._model: Any = communicator.replicate(model)
-        self._optimizer = make_optimizer(model.parameters())
+        self._optimizer = work.make_optimizer(model.parameters())
         self._weight = communicator.world / work.m  # it divides by the number of ranks
         images, labels = work.batch()
         self._parts = [
@@ -107,7 +117,7 @@ class PlainLoop:
         self.name = "plain loop"
         self.ranks: tuple[int, ...] = (0,)
         self._model = work.build().train()
-        self._optimizer = make_optimizer(self._model.parameters())
+        self._optimizer = work.make_optimizer(self._model.parameters())
         images, labels = work.batch()
         self._parts = [(images[i : i + 1], labels[i : i + 1]) for i in range(work.m)]
 

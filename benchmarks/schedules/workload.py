@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from models.registry import build_model
 from parallel.graph.partition import Partition, partition_equal
@@ -44,11 +44,15 @@ class Workload:
     Attributes:
         px: side of a tile.
         m: microbatches, and so tiles.
+        segments: a class per pixel instead of one per tile.
     """
 
     model: str
     px: int
     m: int
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    segments: bool = False
+    channels_last: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -58,7 +62,8 @@ class Workload:
     def build(self) -> nn.Module:
         """The model, with the same weights whoever asks."""
         torch.manual_seed(0)
-        return build_model(self.model, classes=CLASSES)
+        model = build_model(self.model, classes=CLASSES)
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload,no-any-return]
 
     @functools.cache  # noqa: B019  (as many as the benchmark has numbers of stages)
     def partition(self, stages: int) -> Partition:
@@ -66,14 +71,16 @@ class Workload:
         return partition_equal(trace(self.build(), self.shape).graph, stages)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Images (m, 3, px, px) and labels (m,)."""
+        """Images (m, 3, px, px) and labels (m,), or (m, px, px) of pixels."""
         generator = torch.Generator().manual_seed(1)
-        return torch.randn(self.m, *self.shape[1:], generator=generator), torch.arange(self.m) % CLASSES
+        labels = torch.arange(self.m) % CLASSES
+        if self.segments:
+            labels = labels[:, None, None].expand(-1, self.px, self.px).contiguous()
+        return torch.randn(self.m, *self.shape[1:], generator=generator), labels
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return (AdamW if self.optimizer == "adamw" else SGD)(parameters, lr=LEARNING_RATE)
 
 
 def loss(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(output, labels)
-
-
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=LEARNING_RATE)

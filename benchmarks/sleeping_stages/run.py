@@ -31,12 +31,11 @@ from parallel.draw.schedule_svg import schedule_svg
 from parallel.engine.recorded import gather_timeline
 from parallel.engine.step import Microbatch
 from parallel.schedule.action import Action
-from parallel.schedule.chrome_trace import chrome_trace
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
 from parallel.schedule.step_cost import StageCost
-from parallel.schedule.timeline import Span, Timeline
+from parallel.schedule.timeline import Span, Timeline, chrome_trace
 from parallel.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]

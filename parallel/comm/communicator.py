@@ -7,9 +7,7 @@ schedule that is right with sends that return at once stays free of deadlock on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -68,38 +66,6 @@ class Shards(Protocol):
 
     def part_like(self, whole: Tensor, parameter: Tensor) -> Tensor:
         """This rank's part of ``whole``, divided as ``parameter``; nothing is sent."""
-        ...
-
-
-@dataclass(frozen=True)
-class PipelinePart:
-    """What one rank computes in a pipeline of the library underneath, stage k on rank k.
-
-    Attributes:
-        forward: (microbatch, values that the stage before gave) -> values that the next one uses; the last stage gives
-            its loss.
-        backward: entered with the microbatch around each backward pass, which the library makes.
-        receives: like the values that enter, dense and without data, the same for every microbatch of every step; a
-            gradient goes back for those that require one. None for the first stage.
-        gives: likewise, of those that leave.
-    """
-
-    forward: Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
-    backward: Callable[[int], AbstractContextManager[None]]
-    receives: Sequence[Tensor]
-    gives: Sequence[Tensor]
-
-
-class Pipeline(Protocol):
-    """Stages whose passes the library underneath orders and whose values it sends."""
-
-    def step(self) -> None:
-        """Forward and backward passes of all microbatches through this rank's stage; every rank calls it.
-
-        Raises:
-            CommunicationError: another rank is gone or did not answer in time.
-            Exception: what a pass of this rank raised.
-        """
         ...
 
 
@@ -187,19 +153,6 @@ class Communicator(Protocol):
         """
         ...
 
-    def pipeline(self, schedule: str, part: PipelinePart, m: int, device: torch.device) -> Pipeline:
-        """A pipeline of the library underneath over all ranks.
-
-        Args:
-            schedule: "gpipe" or "1f1b".
-            part: what this rank computes.
-            m: microbatches of a step.
-
-        Raises:
-            ValueError: this communicator has none; says what to use instead.
-        """
-        ...
-
     def abort(self) -> None:
         """This rank has failed: bring the others down now. A rank that is a process ends here; where the launcher ends
         the others once one has failed, that is all it does."""
@@ -213,15 +166,6 @@ def cannot_shard(ranks: str) -> ValueError:
     return ValueError(
         f"--parallel fsdp is torch's own and talks over torch.distributed between 2 processes or more; got {ranks}: "
         "start them with --ranks or torchrun (app.verify: --communicator gloo), or use --parallel ddp"
-    )
-
-
-def cannot_pipeline(ranks: str) -> ValueError:
-    """Why ``ranks`` cannot run a pipeline of torch's own, and what to do."""
-    return ValueError(
-        "--parallel torch-gpipe and torch-1f1b are torch's own and talk over torch.distributed between 2 processes or "
-        f"more; got {ranks}: start them with --ranks or torchrun (app.verify: --communicator gloo), or use --parallel "
-        "gpipe or 1f1b"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import Pipeline, PipelinePart, Shards, Work, cannot_pipeline, cannot_shard
+from parallel.comm.communicator import Shards, Work, cannot_shard
 
 
 class Finished:
@@ -56,9 +56,6 @@ class LocalCommunicator:
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
         raise cannot_shard("1 rank")
-
-    def pipeline(self, schedule: str, part: PipelinePart, m: int, device: torch.device) -> Pipeline:
-        raise cannot_pipeline("1 rank")
 
     def abort(self) -> None:
         """Nobody to bring down."""

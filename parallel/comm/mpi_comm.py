@@ -19,11 +19,8 @@ from torch import Tensor, nn
 from parallel.comm.communicator import (
     CommunicationError,
     Communicator,
-    Pipeline,
-    PipelinePart,
     Shards,
     Work,
-    cannot_pipeline,
     cannot_shard,
 )
 from parallel.comm.mpi_request import MPI, MpiProgress, MpiWork, lost
@@ -142,9 +139,6 @@ class MpiCommunicator:
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
         raise cannot_shard("ranks that talk over MPI")
-
-    def pipeline(self, schedule: str, part: PipelinePart, m: int, device: torch.device) -> Pipeline:
-        raise cannot_pipeline("ranks that talk over MPI")
 
     def abort(self) -> None:
         """Ends all ranks and this process, once what they printed has had time to leave."""

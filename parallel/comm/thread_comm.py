@@ -18,11 +18,8 @@ from torch import Tensor, nn
 from parallel.comm.communicator import (
     CommunicationError,
     Communicator,
-    Pipeline,
-    PipelinePart,
     Shards,
     Work,
-    cannot_pipeline,
     cannot_shard,
 )
 from parallel.comm.objects import in_memory_order
@@ -183,9 +180,6 @@ class ThreadCommunicator:
 
     def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
         raise cannot_shard("ranks that are threads of one process")
-
-    def pipeline(self, schedule: str, part: PipelinePart, m: int, device: torch.device) -> Pipeline:
-        raise cannot_pipeline("ranks that are threads of one process")
 
     def abort(self) -> None:
         self._group.fail(f"rank {self.local_rank} asked all to stop")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comm.async_sends import Departures
-from parallel.comm.communicator import CommunicationError, Communicator, Pipeline, PipelinePart, Shards, Work
+from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work
 from parallel.comm.handshake import KEY, prove_membership
 from parallel.comm.objects import in_memory_order
 from parallel.comm.torch_group import join_group
@@ -177,16 +177,6 @@ class TorchCommunicator:
         from parallel.comm.torch_shard import TorchShards  # half a second that other strategies need not wait
 
         return TorchShards(module, units, self._group or dist.group.WORLD, device)
-
-    def pipeline(self, schedule: str, part: PipelinePart, m: int, device: torch.device) -> Pipeline:
-        if device.type == "cuda" and not self._nccl:
-            raise ValueError(
-                "--parallel torch-gpipe and torch-1f1b send over NCCL, which refuses ranks that share a GPU: use one "
-                "rank per GPU, or --device cpu, or --parallel gpipe or 1f1b"
-            )
-        from parallel.comm.torch_pipeline import TorchPipeline  # time that other strategies need not wait
-
-        return TorchPipeline(schedule, part, m, self.rank, self.world, self._group or dist.group.WORLD, device)
 
     def abort(self) -> None:
         """Ends this process, upon which torchrun ends the others. Left to the interpreter, the group would first wait

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from parallel.comm.communicator import CommunicationError
-from parallel.comm.in_time import in_time
+from parallel.comm.deadline import call_with_timeout
 from parallel.comm.loopback import stay_on_host
 from parallel.comm.torch_join import join_attempt
 from parallel.comm.torch_store import open_store
@@ -51,7 +51,7 @@ def join_group(backend: str, rank: int, world: int, timeout: timedelta, join_tim
         timeout=timeout,
     )
     try:
-        in_time(lambda: connect() is None, CONNECT_S + CONNECT_RANK_S * world)
+        call_with_timeout(lambda: connect() is None, CONNECT_S + CONNECT_RANK_S * world)
     except (RuntimeError, ValueError, TimeoutError) as fault:
         raise CommunicationError(
             f"rank {rank} of {world} on {socket.gethostname()} cannot connect to the others over Gloo: "

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from parallel.comm.communicator import CommunicationError
-from parallel.comm.in_time import in_time
+from parallel.comm.deadline import call_with_timeout
 from parallel.comm.loopback import all_on_one_host
 
 PRIVATE_STORE = "MEGATILE_STORE"
@@ -112,7 +112,7 @@ def _made(address: str, port: int, end_s: float, reason: str, listener: socket.s
         master_listen_fd=None if listener is None else listener.detach(),
     )
     try:
-        return in_time(connect, left_s)
+        return call_with_timeout(connect, left_s)
     except (RuntimeError, TimeoutError) as fault:  # RuntimeError: what torch.distributed raises for all of it
         raise CommunicationError(
             f"{reason}: {str(fault).splitlines()[0]}; what listens there is not rank 0 of this run: set MASTER_PORT to "

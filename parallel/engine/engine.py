@@ -24,8 +24,8 @@ from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind
-from parallel.schedule.fault import describe_fault
 from parallel.schedule.microbatch import microbatch_seed
+from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.stage.stage import LOSS
 
@@ -203,24 +203,24 @@ class Engine:
                 with self._computing(position, action) as i:
                     self._work.stages[action.stage].recompute(i)
             case Kind.OFFLOAD:
-                self._work.stages[action.stage].flush(_i(action))
+                self._work.stages[action.stage].flush(action.i)
             case Kind.PREFETCH:
-                self._work.stages[action.stage].prefetch(_i(action))
+                self._work.stages[action.stage].prefetch(action.i)
             case Kind.REDUCE:
                 self._work.exchanges[action.stage].begin()
             case Kind.SEND_FORWARD:
-                handover.send(action, feed.shape(_i(action)))
+                handover.send(action, feed.shape(action.i))
             case Kind.SEND_BACKWARD:
                 handover.send_back(action)
             case Kind.RECEIVE_FORWARD:
-                handover.post(action, feed.shape(_i(action)))
+                handover.post(action, feed.shape(action.i))
             case Kind.RECEIVE_BACKWARD:
                 handover.post_back(action)
 
     def _forward(
         self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
     ) -> None:
-        i, work = _i(action), self._work
+        i, work = action.i, self._work
         self._shapes = f"tiles {feed.shape(i)}"
         self._tell(position, waiting=True)
         values = work.handover.take(action)
@@ -243,7 +243,7 @@ class Engine:
         work.handover.give(action, outputs)
 
     def _backward(self, position: int, action: Action, feed: StepBatches) -> None:
-        i, work = _i(action), self._work
+        i, work = action.i, self._work
         self._shapes = f"tiles {feed.shape(i)}"
         self._tell(position, waiting=True)
         gradients = work.handover.take_back(action)
@@ -261,7 +261,7 @@ class Engine:
     def _computing(self, position: int, action: Action) -> Iterator[int]:
         self._tell(position)
         begun = time.perf_counter()
-        yield _i(action)
+        yield action.i
         self._spans.append(Span(action, begun, time.perf_counter()))
 
     def _tell(self, position: int, waiting: bool = False) -> None:
@@ -278,8 +278,3 @@ class Engine:
     def _fault(self, position: int, step: int, fault: Exception) -> EngineFault:
         reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"
         return EngineFault(describe_fault(self.schedule, self._communicator.rank, position, step, self._shapes, reason))
-
-
-def _i(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

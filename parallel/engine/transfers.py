@@ -39,7 +39,6 @@ class StageTransfers:
         self._routes = routes
         self._links = links
         self._placement = placement
-        self._group = placement.group_of(rank)
         self._rank = rank
         self._messenger = messenger
         stages = range(placement.stages)
@@ -58,7 +57,7 @@ class StageTransfers:
 
     def give(self, action: Action, outputs: Mapping[str, Any]) -> None:
         """Take over what the forward pass ``action`` made for other stages."""
-        i, source = _i(action), action.stage
+        i, source = action.i, action.stage
         for target in self.targets[source]:
             value = {name: outputs[name] for name in self._routes[source, target]}
             if self._links[source, target]:
@@ -70,7 +69,7 @@ class StageTransfers:
     def send(self, action: Action, shape: tuple[int, ...]) -> None:
         """Begin to send to ``action.peer`` what it uses of a microbatch of ``shape``."""
         assert action.peer is not None
-        key = (action.stage, action.peer, _i(action))
+        key = (action.stage, action.peer, action.i)
         form = self._messenger.send(
             self._peer(action.peer, action),
             _kind(action.stage, action.peer, action.replica, shape),
@@ -81,13 +80,13 @@ class StageTransfers:
     def post(self, action: Action, shape: tuple[int, ...]) -> None:
         """Begin to receive from ``action.peer``."""
         assert action.peer is not None
-        self._arriving[action.peer, action.stage, _i(action)] = self._messenger.post(
+        self._arriving[action.peer, action.stage, action.i] = self._messenger.post(
             self._peer(action.peer, action), _kind(action.peer, action.stage, action.replica, shape)
         )
 
     def take(self, action: Action) -> dict[str, Any]:
         """The values that the forward pass ``action`` uses, waited for; their tensors are leaves."""
-        i, target = _i(action), action.stage
+        i, target = action.i, action.stage
         values: dict[str, Any] = {}
         for source in self.sources[target]:
             key = (source, target, i)
@@ -106,14 +105,14 @@ class StageTransfers:
         for source in self.sources[action.stage]:
             if self._links[source, action.stage]:
                 names = self._routes[source, action.stage]
-                self._leaving_back[source, action.stage, _i(action)] = [
+                self._leaving_back[source, action.stage, action.i] = [
                     g for name in names for g in gradients.get(name, ())
                 ]
 
     def send_back(self, action: Action) -> None:
         """Begin to send to ``action.peer`` the gradients of what it had sent."""
         assert action.peer is not None
-        key = (action.peer, action.stage, _i(action))
+        key = (action.peer, action.stage, action.i)
         self._messenger.send_tensors(
             self._peer(action.peer, action), self._leaving_back.pop(key), self._forms.pop(key).tensors
         )
@@ -121,12 +120,12 @@ class StageTransfers:
     def post_back(self, action: Action) -> None:
         """Begin to receive, from ``action.peer``, the gradients of what was sent to it."""
         assert action.peer is not None
-        key = (action.stage, action.peer, _i(action))
+        key = (action.stage, action.peer, action.i)
         self._arriving_back[key] = self._messenger.post_tensors(self._peer(action.peer, action), self._forms.pop(key))
 
     def take_back(self, action: Action) -> Gradients:
         """Gradients of what stage ``action.stage`` gave, waited for and summed over the stages that used it."""
-        i, source = _i(action), action.stage
+        i, source = action.i, action.stage
         sums: Gradients = {}
         for target in self.targets[source]:
             if not self._links[source, target]:
@@ -146,7 +145,7 @@ class StageTransfers:
         return sums
 
     def _peer(self, stage: int, action: Action) -> int:
-        return self._placement.rank_of(stage, action.replica, self._group)
+        return self._placement.rank_beside(self._rank, stage, action.replica)
 
 
 def describe(values: Mapping[str, Any]) -> str:
@@ -168,8 +167,3 @@ def _handed_over(leaf: Any) -> Any:
 
 def _kind(source: int, target: int, replica: int, shape: tuple[int, ...]) -> tuple[object, ...]:
     return ("training", source, target, replica, shape)
-
-
-def _i(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

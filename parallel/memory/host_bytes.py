@@ -61,16 +61,15 @@ def host_bytes(schedule: Schedule, stages: Sequence[HostBytes], weights: Sequenc
 
 def _fullest(actions: Sequence[Action], stages: Sequence[HostBytes], weights: Sequence[float] | None) -> int:
     actions = [action for action in actions if action.kind in COMPUTE]
-    put_off = {(a.stage, a.microbatch, a.replica) for a in actions if a.kind is Kind.RECOMPUTE}
+    put_off = {a.key for a in actions if a.kind is Kind.RECOMPUTE}
     last = Kind.BACKWARD_WEIGHT if any(a.kind is Kind.BACKWARD_WEIGHT for a in actions) else Kind.BACKWARD
     now = most = 0.0
     for action in actions:
-        assert action.microbatch is not None
         stage = stages[action.stage]
-        weight = 1.0 if weights is None else weights[action.microbatch]
+        weight = 1.0 if weights is None else weights[action.i]
         during = 0.0
         if action.kind is Kind.FORWARD:
-            again = (action.stage, action.microbatch, action.replica) in put_off
+            again = action.key in put_off
             now += (stage.inputs if again else stage.kept) * weight
         elif action.kind is Kind.RECOMPUTE:
             now += (stage.kept - stage.inputs) * weight

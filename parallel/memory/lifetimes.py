@@ -59,9 +59,7 @@ class Lifetimes:
         self.passes = passes
         self._starts = [segment.start for segment in passes.segments]
         self._moves = keeping.offload != "none"
-        # The study's modes copy whatever autograd keeps each time, also what they have copied before.
-        self._each = self._moves and keeping.offload != "overlap"
-        self._smallest = 0 if self._each else keeping.smallest
+        self._smallest = keeping.smallest
         self._journeys: list[Journey] = []
         self._host_again: Counter[int] = Counter()
         for piece in found:
@@ -132,7 +130,7 @@ class Lifetimes:
         asked = [(passes.back[place],) * 2 for place in kept]
         for use in entering:
             begin_again = passes.again[use.begin]
-            if self._each or begin_again == latest:  # nobody else holds it by then: the segment keeps it anew
+            if begin_again == latest:  # nobody else holds it by then: the segment keeps it anew
                 asked.append((begin_again, begin_again))
                 self._make_again(size, use, True)
             else:
@@ -156,9 +154,5 @@ class Lifetimes:
 
     def _leave(self, size: int, begin: int, free: int, packed: int, asked: Sequence[tuple[int, int]]) -> int:
         """To the host at moment ``packed``, and back. Gives its bytes there."""
-        if not self._each:
-            self._journeys.append(Journey(size, begin, free, packed, tuple(sorted({*asked}))))
-            return size
-        self.spans.append(LiveRange(begin, free, size))
-        self.spans += [LiveRange(first, last, size) for first, last in asked]
-        return size * len(asked)
+        self._journeys.append(Journey(size, begin, free, packed, tuple(sorted({*asked}))))
+        return size

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Offload = Literal["none", "naive", "pinned", "nonblocking", "pinned-nonblocking", "overlap"]
-"""How activations are moved to the host. overlap is ours; the four before it copy each tensor when autograd keeps it,
-beside what is computed or not, from and to pinned memory or not."""
+Offload = Literal["none", "overlap"]
 
 MIB = 1 << 20
 SMALLEST = MIB
@@ -37,8 +35,8 @@ class ActivationPolicy:
         chosen: names of the first and last layer of each run of layers that is computed again.
         offload: what is kept is moved to the host.
         ahead: bytes of activations that offloading leaves on the device, or brings back ahead of their use; of all
-            stages of a rank together. With overlap only.
-        smallest: bytes of a tensor that is worth moving. With overlap only.
+            stages of a rank together.
+        smallest: bytes of a tensor that is worth moving.
         optimizer: its state and its step are on the host.
         parameters: they are, too, and come to the device layer by layer; implies ``optimizer``.
         host_bytes: that a rank may take on the host; what does not fit there stays on the device. None: no limit.

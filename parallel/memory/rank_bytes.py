@@ -17,9 +17,8 @@ from parallel.graph.partition import Partition
 from parallel.memory.kept_bytes import kept_bytes
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.stage_bytes import StageBytes, stage_bytes
-from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
+from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, Action, Kind, Schedule
 from parallel.schedule.microbatch import share_of
-from parallel.schedule.passes import BEGINS_BACKWARD
 from parallel.schedule.placement import Placement
 
 GATHERED = 2
@@ -193,7 +192,7 @@ class _Walk:
         self._optimizer = slots * sum(stages[stage].parameters for stage in owned)
         # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.
         self._gradients = {stage: stages[stage].parameters for stage in shared}
-        self._recomputed = {_place(a) for a in self._actions if a.kind is Kind.RECOMPUTE}
+        self._recomputed = {a.key for a in self._actions if a.kind is Kind.RECOMPUTE}
         self._split = any(action.kind is Kind.BACKWARD_WEIGHT for action in self._actions)
         self._alone = placement.depth == 1
 
@@ -224,7 +223,7 @@ class _Walk:
         """What is kept for backward while ``action`` runs, what lives besides, and what is kept after it."""
         own, entered = stage.activations * weight, stage.inputs * weight
         match action.kind:
-            case Kind.FORWARD if _place(action) in self._recomputed:
+            case Kind.FORWARD if action.key in self._recomputed:
                 return kept + entered, stage.forward_only * weight - entered, kept + entered
             case Kind.FORWARD:
                 return kept + own, stage.forward * weight - own, kept + own
@@ -254,9 +253,4 @@ class _Walk:
         return stage.returned * self._weight(action) if action.kind in BEGINS_BACKWARD else 0.0
 
     def _weight(self, action: Action) -> float:
-        assert action.microbatch is not None
-        return 1.0 if self._weights is None else self._weights[action.microbatch]
-
-
-def _place(action: Action) -> tuple[int, int | None, int]:
-    return action.stage, action.microbatch, action.replica
+        return 1.0 if self._weights is None else self._weights[action.i]

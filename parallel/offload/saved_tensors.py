@@ -19,7 +19,6 @@ from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.host_pool import HostPool
-from parallel.offload.naive import MODES, SimpleOffload
 from parallel.offload.overlap import Flight, OverlapOffload
 from parallel.offload.packing import Holding, Packed, Packer, storages_of
 from parallel.offload.recompute import Again, unpack
@@ -60,16 +59,11 @@ class SavedTensors:
     ) -> None:
         self.rule = rule
         self.pool: HostPool | None = None
-        self.copies: Copies | SimpleOffload
+        self.copies = copies or Copies.for_device(device)
         self._meter = meter
         self._overlap: OverlapOffload | None = None
         self._plain: Packer = Holding(meter)
-        if rule.offload in MODES:
-            self._plain = self.copies = SimpleOffload(rule.offload, device, meter)
-        else:
-            self.copies = copies or Copies.for_device(device)
-        if rule.offload == "overlap":
-            assert isinstance(self.copies, Copies)
+        if self.moves:
             self.pool = HostPool(self.copies, rule.host_bytes)
             self._overlap = OverlapOffload(
                 self.copies, self.pool, ahead=rule.ahead, smallest=rule.smallest, meter=meter

@@ -33,7 +33,7 @@ from parallel.plan.candidate import Candidate
 from parallel.plan.policy_cost import keeping_costs
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.task import Task
-from parallel.schedule.passes import BEGINS_BACKWARD
+from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.step_cost import StageCost
 
 MANY = 400

@@ -44,7 +44,19 @@ class Kind(Enum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
 """Actions that take the rank's time."""
 
-PER_PEER = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD})
+BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""Actions that need the gradients of a stage's outputs and give those of its inputs."""
+
+SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+
+_OTHER_END = {
+    Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD,
+    Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD,
+    Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
+    Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD,
+}
+
+PER_PEER = frozenset(_OTHER_END)
 """Actions that name another stage."""
 
 _TEXT = re.compile(
@@ -80,6 +92,27 @@ class Action:
         arrow = ">" if self.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else "<"
         peer = "" if self.peer is None else f"{arrow}{self.peer}"
         return f"{replica}{self.stage}{self.kind.value}{microbatch}{peer}"
+
+    @property
+    def i(self) -> int:
+        """The microbatch of an action that has one: any but REDUCE."""
+        assert self.microbatch is not None, self
+        return self.microbatch
+
+    @property
+    def key(self) -> tuple[int, int | None, int]:
+        """(stage, microbatch, replica): equal for all that is done to one microbatch in one stage."""
+        return self.stage, self.microbatch, self.replica
+
+    def as_kind(self, kind: Kind, peer: int | None = None) -> Action:
+        """The action of another ``kind`` on the same microbatch in the same stage."""
+        return Action(kind, self.stage, self.microbatch, self.replica, peer)
+
+    @property
+    def other_end(self) -> Action:
+        """The receive of a send, the send of a receive."""
+        assert self.peer is not None, self
+        return Action(_OTHER_END[self.kind], self.peer, self.microbatch, self.replica, self.stage)
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -7,12 +7,11 @@ are messages too: ranks that hold copies of the same stages begin to sum them in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 
-from parallel.schedule.action import PER_PEER, Action, Kind, Schedule
+from parallel.schedule.action import PER_PEER, SENDS, Action, Kind, Schedule
+from parallel.schedule.dependencies import Dependencies, Links, users_or_makers
 from parallel.schedule.placement import Placement
-from parallel.schedule.progress import SENDS, other_end
 from parallel.schedule.text import ScheduleFault
 
 
@@ -23,10 +22,11 @@ class Channels:
         links: (source stage, target stage) -> gradients flow back.
     """
 
-    def __init__(self, schedule: Schedule, placement: Placement, links: Mapping[tuple[int, int], bool]) -> None:
+    def __init__(self, schedule: Schedule, placement: Placement, links: Links) -> None:
         self._schedule = schedule
         self._placement = placement
         self._links = links
+        self._between = Dependencies(placement, links)
         self._position = {
             (rank, action): n for rank, actions in schedule.items() for n, action in reversed([*enumerate(actions)])
         }
@@ -35,8 +35,9 @@ class Channels:
         """All that is wrong with messages and sums; nothing is said about actions that another rank should have."""
         return [*self._pairs(), *self._times(), *self._order(), *self._sums(), *self._order_of_sums()]
 
-    def _peer_rank(self, rank: int, action: Action, stage: int) -> int:
-        return self._placement.rank_of(stage, action.replica, self._placement.group_of(rank))
+    def _peer_rank(self, rank: int, message: Action) -> int:
+        assert message.peer is not None
+        return self._placement.rank_beside(rank, message.peer, message.replica)
 
     def _pairs(self) -> Iterator[ScheduleFault]:
         """Every message follows a link and has its other end."""
@@ -45,7 +46,7 @@ class Channels:
             ahead = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
             source, target = (message.stage, message.peer) if ahead else (message.peer, message.stage)
             forward = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-            peer_rank = self._peer_rank(rank, message, message.peer)
+            peer_rank = self._peer_rank(rank, message)
             text = ""
             if (source, target) not in self._links:
                 text = f"nothing passes from stage {source} to stage {target}"
@@ -53,8 +54,8 @@ class Channels:
                 text = f"no gradient flows from stage {target} back to stage {source}"
             elif peer_rank == rank:
                 text = f"stage {message.peer} is on this rank too: nothing to send"
-            elif (peer_rank, other_end(message)) not in self._position:
-                text = f"{other_end(message)} is missing on rank {peer_rank}"
+            elif (peer_rank, message.other_end) not in self._position:
+                text = f"{message.other_end} is missing on rank {peer_rank}"
             if text:
                 yield ScheduleFault(text, rank, n, message)
 
@@ -62,29 +63,17 @@ class Channels:
         """A receive stands before the computation that needs it, a send after the one that makes it."""
         for rank, actions in self._schedule.items():
             for n, action in enumerate(actions):
-                for receive in self._needs(action):
-                    sender = self._peer_rank(rank, action, receive.peer or 0)
+                for receive in self._between.receives_before(action, rank):
+                    sender = self._peer_rank(rank, receive)
                     stands = self._position.get((rank, receive))
-                    if sender == rank:
-                        continue
-                    if stands is None and (sender, other_end(receive)) not in self._position:
+                    if stands is None and (sender, receive.other_end) not in self._position:
                         yield ScheduleFault(f"{receive} is missing, and its send on rank {sender}", rank, n, action)
                     elif stands is not None and stands > n:
                         yield ScheduleFault(f"stands before {receive}, which it needs", rank, n, action)
                 if action.kind in SENDS:
-                    made = [self._position.get((rank, maker)) for maker in _makers(action)]
+                    made = [self._position.get((rank, maker)) for maker in users_or_makers(action)]
                     if all(stands is None or stands > n for stands in made):
                         yield ScheduleFault("stands before the computation that makes what it sends", rank, n, action)
-
-    def _needs(self, action: Action) -> list[Action]:
-        """The receives that a computation needs, if they come from other ranks."""
-        if action.kind is Kind.FORWARD:
-            sources = [source for source, target in self._links if target == action.stage]
-            return [replace(action, kind=Kind.RECEIVE_FORWARD, peer=source) for source in sources]
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            consumers = [target for (source, target), back in self._links.items() if back and source == action.stage]
-            return [replace(action, kind=Kind.RECEIVE_BACKWARD, peer=consumer) for consumer in consumers]
-        return []
 
     def _order(self) -> Iterator[ScheduleFault]:
         """First in, first out, between each ordered pair of ranks."""
@@ -92,17 +81,17 @@ class Channels:
         received: dict[tuple[int, int], list[tuple[int, Action]]] = {}
         for rank, n, message in self._messages():
             assert message.peer is not None
-            peer_rank = self._peer_rank(rank, message, message.peer)
-            if (peer_rank, other_end(message)) not in self._position:
+            peer_rank = self._peer_rank(rank, message)
+            if (peer_rank, message.other_end) not in self._position:
                 continue
             if message.kind in SENDS:
-                sent.setdefault((rank, peer_rank), []).append(other_end(message))
+                sent.setdefault((rank, peer_rank), []).append(message.other_end)
             else:
                 received.setdefault((peer_rank, rank), []).append((n, message))
         for (source, target), receives in sorted(received.items()):
             for (n, message), expected in zip(receives, sent[source, target], strict=False):
                 if message != expected:
-                    yield ScheduleFault(f"rank {source} sends {other_end(expected)} before that", target, n, message)
+                    yield ScheduleFault(f"rank {source} sends {expected.other_end} before that", target, n, message)
                     break
 
     def _sums(self) -> Iterator[ScheduleFault]:
@@ -148,9 +137,3 @@ class Channels:
             for n, action in enumerate(actions)
             if action.kind in PER_PEER
         )
-
-
-def _makers(send: Action) -> list[Action]:
-    """The computations one of which makes what ``send`` sends."""
-    kinds = (Kind.FORWARD,) if send.kind is Kind.SEND_FORWARD else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-    return [replace(send, kind=kind, peer=None) for kind in kinds]

@@ -1,71 +1,109 @@
-"""What each compute action of a schedule waits for: others of its rank, and messages.
+"""Who needs whom: the one table behind ``passes``, ``check``, ``Progress`` and ``simulate``.
 
-Takes a schedule, where the stages are and what passes between them; gives, for every compute action, the actions that
-must be over before it begins. A receive is over when its message has arrived. In a compute-only schedule the messages
-are filled in, as if each were awaited from the beginning of the step.
+F needs what the stages before it made, B and I the gradients of the stages that used what it made: from the same rank
+as soon as they are computed, from other ranks by a message. Takes where the stages are and what passes between them;
+gives the messages before and after each compute action, and all that must be over before it begins.
 """
 
 from __future__ import annotations
 
-from parallel.schedule.action import COMPUTE, PER_PEER, Action, Kind, Schedule
-from parallel.schedule.passes import BEGINS_BACKWARD, Links, sends_after
+from collections.abc import Mapping
+
+from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, Action, Kind, Schedule
 from parallel.schedule.placement import Placement
 
-
-def with_messages(schedule: Schedule, placement: Placement, links: Links) -> Schedule:
-    """``schedule`` itself when it has sends and receives."""
-    if any(action.kind in PER_PEER for actions in schedule.values() for action in actions):
-        return schedule
-    return {
-        rank: [receive for action in actions for receive in _receives(action, placement, links)]
-        + [each for action in actions for each in (action, *sends_after(action, placement, links))]
-        for rank, actions in schedule.items()
-    }
+Links = Mapping[tuple[int, int], bool]
+"""(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""
 
 
-def dependencies(schedule: Schedule, placement: Placement, links: Links) -> dict[Action, list[Action]]:
-    """Compute action -> what must be over before it.
-
-    Args:
-        schedule: with messages. Those of a lowered schedule count, whether ``links`` has them or not; for stages on one
-            rank ``links`` says what passes. Where a gradient comes from a stage whose backward pass is split, the list
-            names B all the same.
-    """
-    found: dict[Action, list[Action]] = {}
-    everything = [action for actions in schedule.values() for action in actions]
-    for action in everything:
-        if action.kind in COMPUTE:
-            kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
-            peers = (peer for peer in _peers(action, links) if _together(action, peer, placement))
-            found[action] = [Action(kind, peer, action.microbatch, action.replica) for peer in peers]
-            if action.kind is Kind.BACKWARD_WEIGHT:
-                found[action].append(Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch, action.replica))
-            elif action.kind is not Kind.FORWARD:
-                found[action].append(Action(Kind.FORWARD, action.stage, action.microbatch, action.replica))
-    users = {Kind.RECEIVE_FORWARD: (Kind.FORWARD,), Kind.RECEIVE_BACKWARD: BEGINS_BACKWARD}
-    for receive in everything:
-        for kind in users.get(receive.kind, ()):
-            user = Action(kind, receive.stage, receive.microbatch, receive.replica)
-            if user in found:
-                found[user].append(receive)
-    return found
+def users_or_makers(message: Action) -> tuple[Action, ...]:
+    """The computations of which one uses what a receive brings, or makes what a send sends."""
+    forward = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    return tuple(message.as_kind(kind) for kind in ((Kind.FORWARD,) if forward else BEGINS_BACKWARD))
 
 
-def _receives(action: Action, placement: Placement, links: Links) -> list[Action]:
-    kind = Kind.RECEIVE_FORWARD if action.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
-    peers = (peer for peer in _peers(action, links) if not _together(action, peer, placement))
-    return [Action(kind, action.stage, action.microbatch, action.replica, peer) for peer in peers]
+class Dependencies:
+    """What passes between the stages of a placement."""
 
+    def __init__(self, placement: Placement, links: Links) -> None:
+        self._placement = placement
+        self._sources: dict[int, list[int]] = {}
+        self._targets: dict[int, list[int]] = {}
+        self._sources_back: dict[int, list[int]] = {}
+        self._targets_back: dict[int, list[int]] = {}
+        for (source, target), back in links.items():
+            self._sources.setdefault(target, []).append(source)
+            self._targets.setdefault(source, []).append(target)
+            if back:
+                self._sources_back.setdefault(target, []).append(source)
+                self._targets_back.setdefault(source, []).append(target)
 
-def _peers(action: Action, links: Links) -> list[int]:
-    """Stages whose outputs F needs, or whose gradients B and I need."""
-    if action.kind is Kind.FORWARD:
-        return [source for source, target in links if target == action.stage]
-    if action.kind in BEGINS_BACKWARD:
-        return [target for (source, target), back in links.items() if source == action.stage and back]
-    return []
+    def receives_before(self, action: Action, rank: int) -> list[Action]:
+        """Return the messages from other ranks that ``action`` of ``rank`` needs."""
+        kind = Kind.RECEIVE_FORWARD if action.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
+        return [action.as_kind(kind, peer) for peer in self._makers(action) if not self._on(rank, peer, action)]
 
+    def computed_before(self, action: Action, rank: int | None = None) -> list[Action]:
+        """Return the computations of other stages that ``action`` needs: of those on ``rank``, or wherever they are.
 
-def _together(action: Action, peer: int, placement: Placement) -> bool:
-    """Whether stage ``peer`` is on the rank of ``action``; groups are alike."""
-    return placement.rank_of(peer, action.replica) == placement.rank_of(action.stage, action.replica)
+        Where a gradient comes from a stage whose backward pass is split, the list names B all the same.
+        """
+        kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
+        return [
+            Action(kind, peer, action.microbatch, action.replica)
+            for peer in self._makers(action)
+            if rank is None or self._on(rank, peer, action)
+        ]
+
+    def sends_after(self, action: Action, rank: int) -> list[Action]:
+        """Return what ``action`` of ``rank`` makes for other ranks, the nearest stage first: it waits for it."""
+        if action.kind is Kind.FORWARD:
+            kind, peers = Kind.SEND_FORWARD, sorted(self._targets.get(action.stage, ()))
+        elif action.kind in BEGINS_BACKWARD:
+            kind, peers = Kind.SEND_BACKWARD, sorted(self._sources_back.get(action.stage, ()), reverse=True)
+        else:
+            return []
+        return [action.as_kind(kind, peer) for peer in peers if not self._on(rank, peer, action)]
+
+    def with_messages(self, schedule: Schedule) -> Schedule:
+        """Return a compute-only ``schedule`` with its messages, each awaited from the beginning of the step; one that
+        has sends and receives as it is."""
+        if any(action.kind in PER_PEER for actions in schedule.values() for action in actions):
+            return schedule
+        return {
+            rank: [receive for action in actions for receive in self.receives_before(action, rank)]
+            + [each for action in actions for each in (action, *self.sends_after(action, rank))]
+            for rank, actions in schedule.items()
+        }
+
+    def all_before(self, schedule: Schedule) -> dict[Action, list[Action]]:
+        """Return, for each compute action, what must be over before it begins; a receive is when its message is there.
+
+        Args:
+            schedule: with messages. They count whether ``links`` has them or not.
+        """
+        before: dict[Action, list[Action]] = {}
+        for rank, actions in schedule.items():
+            for action in actions:
+                if action.kind in COMPUTE:
+                    before[action] = self.computed_before(action, rank)
+                    if action.kind is not Kind.FORWARD:
+                        halves = action.kind is Kind.BACKWARD_WEIGHT
+                        before[action].append(action.as_kind(Kind.BACKWARD_INPUT if halves else Kind.FORWARD))
+        for actions in schedule.values():
+            for receive in actions:
+                if receive.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+                    for user in users_or_makers(receive):
+                        if user in before:
+                            before[user].append(receive)
+        return before
+
+    def _makers(self, action: Action) -> list[int]:
+        """Stages whose outputs F needs, or whose gradients B and I need."""
+        if action.kind is Kind.FORWARD:
+            return self._sources.get(action.stage, [])
+        return self._targets_back.get(action.stage, []) if action.kind in BEGINS_BACKWARD else []
+
+    def _on(self, rank: int, stage: int, action: Action) -> bool:
+        """Whether ``stage`` of the action's replica is on ``rank`` of its group."""
+        return self._placement.rank_beside(rank, stage, action.replica) == rank

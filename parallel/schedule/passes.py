@@ -14,16 +14,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
+from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Kind, Schedule
+from parallel.schedule.dependencies import Dependencies, Links, users_or_makers
 from parallel.schedule.placement import Placement
-from parallel.schedule.progress import SENDS, other_end
-from parallel.schedule.step_cost import StageCost
-
-Links = Mapping[tuple[int, int], bool]
-"""(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""
-
-BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""Actions that need the gradients of a stage's outputs and give those of its inputs."""
+from parallel.schedule.step_cost import StageCost, seconds_by_kind
 
 
 def lower(
@@ -69,15 +63,15 @@ def _with_offload(actions: list[Action], costs: Sequence[StageCost] | None) -> I
     behind: dict[int, list[Action]] = defaultdict(list)
     begun: dict[tuple[int, int | None, int], int] = {}
     for n in computing:
-        place = (actions[n].stage, actions[n].microbatch, actions[n].replica)
-        if actions[n].kind is Kind.FORWARD:
-            begun[place] = n
-        elif (start := begun.pop(place, None)) is not None:
+        action = actions[n]
+        if action.kind is Kind.FORWARD:
+            begun[action.key] = n
+        elif (start := begun.pop(action.key, None)) is not None:
             between = computing[order[start] + 1 : order[n]]
-            first = _prefetched([actions[k] for k in between], place[0], costs)
+            first = _prefetched([actions[k] for k in between], action.stage, costs)
             if first is not None:
-                behind[_end_of_sends(actions, start)].append(Action(Kind.OFFLOAD, *place))
-                ahead[between[first]].append(Action(Kind.PREFETCH, *place))
+                behind[_end_of_sends(actions, start)].append(action.as_kind(Kind.OFFLOAD))
+                ahead[between[first]].append(action.as_kind(Kind.PREFETCH))
     for n, action in enumerate(actions):
         yield from ahead[n]
         yield action
@@ -92,7 +86,7 @@ def _prefetched(between: Sequence[Action], stage: int, costs: Sequence[StageCost
     own = costs[stage]
     # Copies out have begun with the forward pass, those back go on beside the backward pass.
     out_s, back_s = max(0.0, own.out_s - own.forward_s), max(0.0, own.back_s - own.backward_s)
-    seconds = [_seconds(action, costs[action.stage]) for action in between]
+    seconds = [seconds_by_kind(costs[action.stage])[action.kind] for action in between]
     if sum(seconds) < out_s + back_s:
         return None
     first, room = len(between) - 1, seconds[-1]
@@ -100,14 +94,6 @@ def _prefetched(between: Sequence[Action], stage: int, costs: Sequence[StageCost
         first -= 1
         room += seconds[first]
     return first
-
-
-def _seconds(action: Action, cost: StageCost) -> float:
-    if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
-        return cost.forward_s
-    return {Kind.BACKWARD_INPUT: cost.backward_input_s, Kind.BACKWARD_WEIGHT: cost.backward_weight_s}.get(
-        action.kind, cost.backward_s
-    )
 
 
 def add_recompute(schedule: Schedule) -> Schedule:
@@ -118,10 +104,8 @@ def add_recompute(schedule: Schedule) -> Schedule:
 def _with_recompute(actions: list[Action]) -> Iterator[Action]:
     previous = None
     for action in actions:
-        if action.kind in BEGINS_BACKWARD:
-            place = (action.stage, action.microbatch, action.replica)
-            if previous != Action(Kind.FORWARD, *place):
-                yield Action(Kind.RECOMPUTE, *place)
+        if action.kind in BEGINS_BACKWARD and previous != action.as_kind(Kind.FORWARD):
+            yield action.as_kind(Kind.RECOMPUTE)
         yield action
         previous = action
 
@@ -134,12 +118,13 @@ def add_communication(schedule: Schedule, placement: Placement, links: Links) ->
     never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
     """
     positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
-    sends = {action: sends_after(action, placement, links) for action in positions}
+    between = Dependencies(placement, links)
+    sends = {action: between.sends_after(action, rank) for rank, actions in schedule.items() for action in actions}
     channels: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in schedule.items():
         for action in actions:
             for send in sends[action]:
-                channels[rank, peer_rank(send, placement, rank)].append(other_end(send))
+                channels[rank, peer_rank(send, placement, rank)].append(send.other_end)
 
     receives: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
     for (_, target), channel in sorted(channels.items()):
@@ -155,51 +140,27 @@ def add_communication(schedule: Schedule, placement: Placement, links: Links) ->
     }
 
 
-def sends_after(action: Action, placement: Placement, links: Links) -> list[Action]:
-    """What ``action`` makes for stages on other ranks, the nearest stage first: it is the one that waits for it."""
-    if action.kind is Kind.FORWARD:
-        kind, peers = Kind.SEND_FORWARD, sorted(target for source, target in links if source == action.stage)
-    elif action.kind in BEGINS_BACKWARD:
-        sources = (source for (source, target), back in links.items() if target == action.stage and back)
-        kind, peers = Kind.SEND_BACKWARD, sorted(sources, reverse=True)
-    else:
-        return []
-    # Groups are alike, so whether two stages share a rank can be asked of the first.
-    here = placement.rank_of(action.stage, action.replica)
-    return [
-        Action(kind, action.stage, action.microbatch, action.replica, peer)
-        for peer in peers
-        if placement.rank_of(peer, action.replica) != here
-    ]
-
-
 def peer_rank(action: Action, placement: Placement, rank: int) -> int:
     """The rank at the other end of a send or receive of ``rank``."""
     assert action.peer is not None
-    return placement.rank_of(action.peer, action.replica, placement.group_of(rank))
+    return placement.rank_beside(rank, action.peer, action.replica)
 
 
 def _announced(channel: list[Action], positions: Mapping[Action, int]) -> list[int]:
     """Positions of the compute actions before which the receives of a channel are announced, in ascending order."""
-    found = []
+    announced = []
     latest = len(positions)
     for receive in reversed(channel):
-        latest = min(latest, max(0, _needed_by(receive, positions) - 1))
-        found.append(latest)
-    found.reverse()
+        needed_at = next(positions[user] for user in users_or_makers(receive) if user in positions)
+        latest = min(latest, max(0, needed_at - 1))
+        announced.append(latest)
+    announced.reverse()
     earliest = 0
     for n, receive in enumerate(channel):
         if receive.kind is Kind.RECEIVE_BACKWARD:
-            forward = Action(Kind.FORWARD, receive.stage, receive.microbatch, receive.replica)
-            earliest = max(earliest, positions[forward] + 1)
-        found[n] = max(found[n], earliest)
-    return found
-
-
-def _needed_by(receive: Action, positions: Mapping[Action, int]) -> int:
-    kinds = (Kind.FORWARD,) if receive.kind is Kind.RECEIVE_FORWARD else BEGINS_BACKWARD
-    actions = (Action(kind, receive.stage, receive.microbatch, receive.replica) for kind in kinds)
-    return next(positions[action] for action in actions if action in positions)
+            earliest = max(earliest, positions[receive.as_kind(Kind.FORWARD)] + 1)
+        announced[n] = max(announced[n], earliest)
+    return announced
 
 
 def add_reduction(schedule: Schedule, placement: Placement, *, at_end: bool = False) -> Schedule:

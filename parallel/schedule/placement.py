@@ -38,6 +38,10 @@ class Placement:
     def group_of(self, rank: int) -> int:
         return rank // self.depth
 
+    def rank_beside(self, rank: int, stage: int, replica: int) -> int:
+        """The rank that computes ``stage`` of ``replica`` in the group of ``rank``."""
+        return self.rank_of(stage, replica, self.group_of(rank))
+
     def held_by(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(stage, replica) of all that ``rank`` computes, replica 0 first."""
         group = self.group_of(rank)

@@ -7,25 +7,11 @@ it waits for has happened, so what stops here stops on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from parallel.schedule.action import Action, Kind, Schedule
+from parallel.schedule.action import SENDS, Action, Kind, Schedule
+from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.placement import Placement
-
-OTHER_END = {
-    Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD,
-    Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD,
-    Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
-    Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD,
-}
-SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-
-
-def other_end(message: Action) -> Action:
-    """The receive of a send, the send of a receive."""
-    assert message.peer is not None
-    return Action(OTHER_END[message.kind], message.peer, message.microbatch, message.replica, message.stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +39,11 @@ class Progress:
         lowered: values come to other ranks by the messages in the schedule; otherwise as soon as they are computed.
     """
 
-    def __init__(
-        self, schedule: Schedule, placement: Placement, links: Mapping[tuple[int, int], bool], *, lowered: bool
-    ) -> None:
+    def __init__(self, schedule: Schedule, placement: Placement, links: Links, *, lowered: bool) -> None:
         self._schedule = schedule
-        self._placement = placement
+        self._between = Dependencies(placement, links)
         self._lowered = lowered
-        self._rank_of = {action: rank for rank, actions in schedule.items() for action in actions}
-        self._sources: dict[int, list[int]] = {}
-        self._consumers: dict[int, list[int]] = {}
-        for (source, target), differentiable in links.items():
-            self._sources.setdefault(target, []).append(source)
-            if differentiable:
-                self._consumers.setdefault(source, []).append(target)
+        self._actions = {action for actions in schedule.values() for action in actions}
 
     def buffered_stops(self) -> list[Stop]:
         """Ranks that do not come to their end when sends and receives return at once and computations wait for the
@@ -82,10 +60,10 @@ class Progress:
         reached: set[Action] = set()
         position = dict.fromkeys(self._schedule, 0)
 
-        def missing(action: Action) -> tuple[Action, ...]:
+        def missing(action: Action, rank: int) -> tuple[Action, ...]:
             if action.kind in SENDS:
-                return (other_end(action),) if rendezvous and other_end(action) not in reached else ()
-            return tuple(needed for needed in self._needed(action) if needed not in done)
+                return (action.other_end,) if rendezvous and action.other_end not in reached else ()
+            return tuple(needed for needed in self._needed(action, rank) if needed not in done)
 
         moved = True
         while moved:
@@ -95,39 +73,21 @@ class Progress:
                     action = actions[position[rank]]
                     moved = moved or action not in reached
                     reached.add(action)
-                    if missing(action):
+                    if missing(action, rank):
                         break
                     done.add(action)
                     position[rank] += 1
                     moved = True
         return [
-            Stop(rank, n, self._schedule[rank][n], missing(self._schedule[rank][n]))
+            Stop(rank, n, self._schedule[rank][n], missing(self._schedule[rank][n], rank))
             for rank, n in sorted(position.items())
             if n < len(self._schedule[rank])
         ]
 
-    def _needed(self, action: Action) -> list[Action]:
+    def _needed(self, action: Action, rank: int) -> list[Action]:
         """What a computation waits for of other stages; what it needs of its own stands before it on its rank."""
-        if action.kind is Kind.FORWARD:
-            return [self._value(action, source) for source in self._sources.get(action.stage, [])]
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            return [self._gradient(action, consumer) for consumer in self._consumers.get(action.stage, [])]
-        return []
-
-    def _value(self, forward: Action, source: int) -> Action:
-        """What brings the output of stage ``source`` to ``forward``."""
-        if self._by_message(forward, source):
-            return replace(forward, kind=Kind.SEND_FORWARD, stage=source, peer=forward.stage)
-        return replace(forward, stage=source)
-
-    def _gradient(self, backward: Action, consumer: int) -> Action:
-        """What brings the gradients that stage ``consumer`` made to ``backward``."""
-        if self._by_message(backward, consumer):
-            return replace(backward, kind=Kind.SEND_BACKWARD, stage=consumer, peer=backward.stage)
-        whole = replace(backward, kind=Kind.BACKWARD, stage=consumer)
-        return whole if whole in self._rank_of else replace(whole, kind=Kind.BACKWARD_INPUT)
-
-    def _by_message(self, action: Action, stage: int) -> bool:
-        rank = self._rank_of[action]
-        group = self._placement.group_of(rank)
-        return self._lowered and self._placement.rank_of(stage, action.replica, group) != rank
+        computed = self._between.computed_before(action, rank if self._lowered else None)
+        needed = [each if each in self._actions else each.as_kind(Kind.BACKWARD_INPUT) for each in computed]
+        if self._lowered:
+            needed += [receive.other_end for receive in self._between.receives_before(action, rank)]
+        return needed

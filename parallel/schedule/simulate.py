@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from parallel.schedule.action import PER_PEER, Action, Kind, Schedule
-from parallel.schedule.dependencies import dependencies, with_messages
+from parallel.schedule.action import PER_PEER, SENDS, Action, Kind, Schedule
+from parallel.schedule.dependencies import Dependencies
 from parallel.schedule.passes import peer_rank
 from parallel.schedule.placement import Placement
-from parallel.schedule.progress import SENDS, other_end
 from parallel.schedule.step_cost import LinkCost, StageCost, peak_bytes, seconds_by_kind
 from parallel.schedule.timeline import Span, Timeline
 
@@ -75,8 +74,9 @@ class Run:
         self.reduce_s, self.overhead_s, self.weight = reduce_s, overhead_s, weight
         self.seconds = [seconds_by_kind(cost) for cost in costs]
         back = {pair: cost.backward_s is not None for pair, cost in links.items()}
-        self.actions = with_messages(schedule, placement, back)
-        self.needs = dependencies(self.actions, placement, back)
+        between = Dependencies(placement, back)
+        self.actions = between.with_messages(schedule)
+        self.needs = between.all_before(self.actions)
         self.at = dict.fromkeys(schedule, 0)  # rank -> position of its next action
         self.clock = dict.fromkeys(schedule, 0.0)
         self.spans: dict[int, list[Span]] = {rank: [] for rank in schedule}
@@ -120,7 +120,7 @@ class Run:
             self._offload(rank, action)
         elif action.kind is Kind.PREFETCH:
             start = max(now, self.copied[rank, action.kind])
-            end = start + self.costs[action.stage].back_s * self.weight[_i(action)]
+            end = start + self.costs[action.stage].back_s * self.weight[action.i]
             self.copied[rank, action.kind] = self.begun[action] = end
             self.spans[rank].append(Span(action, start, end))
         elif action.kind is Kind.REDUCE:
@@ -137,16 +137,17 @@ class Run:
             return False
         end = start + self.compute_s(action)
         if action.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            back = Action(Kind.PREFETCH, action.stage, action.microbatch, action.replica)
-            end = max(end, self.begun.get(back, 0.0))  # the last of it may come while the first is used
+            end = max(
+                end, self.begun.get(action.as_kind(Kind.PREFETCH), 0.0)
+            )  # the last of it may come while the first is used
         self.computed(rank, action, start, end)
         return True
 
     def _offload(self, rank: int, action: Action) -> None:
         """Wait until what was kept is on the host; copies begin with the forward pass."""
-        forward = Action(Kind.FORWARD, action.stage, action.microbatch, action.replica)
+        forward = action.as_kind(Kind.FORWARD)
         start = max(self.begun[forward], self.copied[rank, action.kind])
-        end = max(start + self.costs[action.stage].out_s * self.weight[_i(action)], self.done[forward])
+        end = max(start + self.costs[action.stage].out_s * self.weight[action.i], self.done[forward])
         self.copied[rank, action.kind] = end
         self.clock[rank] = max(self.clock[rank], end)
         self.spans[rank].append(Span(action, start, end))
@@ -166,17 +167,17 @@ class Run:
         self.clock[rank] = self.done[action] = end
         self.begun.setdefault(action, start)
         if action.kind is Kind.BACKWARD_INPUT:  # as good as B for the stages that need its gradients
-            self.done[Action(Kind.BACKWARD, action.stage, action.microbatch, action.replica)] = end
+            self.done[action.as_kind(Kind.BACKWARD)] = end
         self.spans[rank].append(Span(action, start, end))
 
     def compute_s(self, action: Action) -> float:
         """What ``action`` takes on a device of its own."""
-        return self.overhead_s + self.seconds[action.stage][action.kind] * self.weight[_i(action)]
+        return self.overhead_s + self.seconds[action.stage][action.kind] * self.weight[action.i]
 
     def _carry(self, channel: tuple[int, int]) -> None:
         """Let the messages of a channel arrive, as far as their receives are announced."""
         queue = self.under_way[channel]
-        while queue and (receive := other_end(queue[0][1])) in self.announced:
+        while queue and (receive := queue[0][1].other_end) in self.announced:
             sent, send = queue.popleft()
             start = max(sent, self.announced[receive], self.channel_free[channel])
             end = start + self._travel_s(send)
@@ -190,7 +191,7 @@ class Run:
             seconds: float | None = self.links[pair].forward_s if pair in self.links else 0.0
         else:
             seconds = self.links[pair[::-1]].backward_s if pair[::-1] in self.links else 0.0
-        return (seconds or 0.0) * self.weight[_i(send)]
+        return (seconds or 0.0) * self.weight[send.i]
 
     def _sum(self, stage: int) -> None:
         """Sum the gradients of ``stage``, and of what waits behind it, once it is the next sum of all its holders."""
@@ -223,8 +224,3 @@ class Run:
         if faults:
             rule = "put every action behind those it waits for, sends and REDUCEs in one order at all their ends"
             raise ValueError("\n  ".join([f"the schedule cannot finish: {rule}", *faults]))
-
-
-def _i(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

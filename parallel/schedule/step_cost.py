@@ -56,19 +56,13 @@ def seconds_by_kind(cost: StageCost) -> dict[Kind, float]:
 def peak_bytes(actions: Sequence[Action], costs: Sequence[StageCost], weight: Mapping[int, float]) -> int:
     """Most bytes of activations that a rank keeps at any time."""
     ends = (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
-    places = {kind: {(a.stage, a.microbatch, a.replica) for a in actions if a.kind is kind} for kind in ends}
+    keys = {kind: {a.key for a in actions if a.kind is kind} for kind in ends}
     now = peak = 0.0
     for action in actions:
-        place = (action.stage, action.microbatch, action.replica)
-        recomputed, split = place in places[Kind.RECOMPUTE], place in places[Kind.BACKWARD_WEIGHT]
+        recomputed, split = (action.key in keys[kind] for kind in ends)
         if action.kind is (Kind.RECOMPUTE if recomputed else Kind.FORWARD):
-            now += costs[action.stage].activation_bytes * weight[_i(action)]
+            now += costs[action.stage].activation_bytes * weight[action.i]
             peak = max(peak, now)
         elif action.kind is (Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD):
-            now -= costs[action.stage].activation_bytes * weight[_i(action)]
+            now -= costs[action.stage].activation_bytes * weight[action.i]
     return round(peak)
-
-
-def _i(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

@@ -1,4 +1,5 @@
-"""Schedules as text: grids for errors and logs, CSV files as in the papers, and the error that marks the faulty cell.
+"""Schedules as text: grids for errors and logs, CSV files as in the papers, the error that marks the faulty cell, and
+the message of a rank that failed at one.
 
 One row a rank, one cell an action. Column n holds the n-th action of every rank: position in the list, not time.
 Reading and writing files is left to the caller; what a schedule says is judged by ``check``.
@@ -10,7 +11,7 @@ import csv
 import io
 from dataclasses import dataclass
 
-from parallel.schedule.action import Action, Schedule
+from parallel.schedule.action import Action, Kind, Schedule
 
 CUT = "..."
 """Stands for the cells left out at either end of a row."""
@@ -127,3 +128,66 @@ class ScheduleError(ValueError):
         if len(faults) > SHOWN:
             lines.append(f"  and {len(faults) - SHOWN} more")
         super().__init__("\n".join([*lines, format_grid(schedule, mark, AROUND)]))
+
+
+AROUND = 4
+"""Cells of the grid shown on each side of the failing one."""
+
+_DOES = {
+    Kind.FORWARD: "forward pass of microbatch {i} through stage {k}{replica}",
+    Kind.BACKWARD: "backward pass of microbatch {i} through stage {k}{replica}",
+    Kind.BACKWARD_INPUT: "backward pass of microbatch {i} through stage {k}{replica}, gradients of its inputs",
+    Kind.BACKWARD_WEIGHT: "backward pass of microbatch {i} through stage {k}{replica}, gradients of its parameters",
+    Kind.RECOMPUTE: "second forward pass of microbatch {i} through stage {k}{replica}, to recompute what it saves",
+    Kind.OFFLOAD: "moving what microbatch {i} keeps of stage {k}{replica} to the host",
+    Kind.PREFETCH: "bringing back from the host what microbatch {i} keeps of stage {k}{replica}",
+    Kind.SEND_FORWARD: "sending what stage {k}{replica} made of microbatch {i} to stage {peer}",
+    Kind.RECEIVE_FORWARD: "receiving what stage {peer} made of microbatch {i} for stage {k}{replica}",
+    Kind.SEND_BACKWARD: "sending gradients of microbatch {i} from stage {k}{replica} back to stage {peer}",
+    Kind.RECEIVE_BACKWARD: "receiving gradients of microbatch {i} from stage {peer} for stage {k}{replica}",
+    Kind.REDUCE: "summing the gradients of stage {k}{replica} over the ranks that hold a copy of it",
+}
+
+
+def describe_action(action: Action, replicas: bool = False) -> str:
+    """``action`` in words.
+
+    Args:
+        replicas: name the replica even when it is the first.
+    """
+    replica = f" of replica {action.replica}" if replicas or action.replica else ""
+    return _DOES[action.kind].format(i=action.microbatch, k=action.stage, replica=replica, peer=action.peer)
+
+
+def describe_fault(
+    schedule: Schedule | None,
+    rank: int,
+    position: int | None,
+    step: int,
+    shapes: str,
+    reason: str,
+    advice: str = "",
+) -> str:
+    """The one message of a run in which ``rank`` failed.
+
+    Args:
+        schedule: what the ranks do in a step; None where a step is not made of actions (data parallelism).
+        position: of the action in ``schedule[rank]``; None or -1 when the rank was at none.
+        step: from 0, told from 1 as in the run's other output; -1 before the first.
+        shapes: of the action's tensors, such as "inputs (2, 256, 64, 64) float32"; may be empty.
+        reason: what follows "rank 2", such as "was killed (signal 9)".
+        advice: what the user can do about it.
+
+    Returns:
+        Lines: what happened and where; ``advice``; the grid around the failing cell.
+    """
+    where = f"at step {step + 1}" if step >= 0 else "before the first step"
+    head = f"rank {rank} {reason} {where}"
+    if schedule is None or position is None or position < 0:
+        if schedule is not None and step >= 0:
+            head += ", between actions"
+        return "\n".join(filter(None, (head, advice)))
+    action = schedule[rank][position]
+    replicas = any(other.replica for actions in schedule.values() for other in actions)
+    head += f" in {action}: {describe_action(action, replicas)}" + (f", {shapes}" if shapes else "")
+    return "\n".join(filter(None, (head, advice, format_grid(schedule, mark=(rank, position), around=AROUND))))

@@ -35,7 +35,6 @@ class Facts:
         saved: (number, bytes) of each piece of memory that autograd keeps of it, parameters and buffers not counted.
         ops: what it computed.
         gives: (number, bytes) of each piece of memory that its value lies in, parameters and buffers not counted.
-        form: shape and type of its value; None where that is not one tensor.
     """
 
     output_bytes: int
@@ -46,7 +45,6 @@ class Facts:
     saved: tuple[tuple[int, int], ...]
     ops: tuple[Op, ...]
     gives: tuple[tuple[int, int], ...]
-    form: tuple[tuple[int, ...], torch.dtype] | None
 
 
 def fake_run(
@@ -133,7 +131,6 @@ class _Interpreter(fx.Interpreter):
             saved=tuple(self._watch.saved.items()),
             ops=tuple(self._watch.ops),
             gives=tuple(sorted(set(filter(None, map(self._watch.numbered, tensors))))),
-            form=(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None,
         )
         return value
 

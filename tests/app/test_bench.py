@@ -17,7 +17,6 @@ from app import bench
 from app.benchmark import trial as trials
 from app.benchmark.case import Case, cases_of, parse_strategy
 from app.benchmark.command import BenchCommand
-from app.benchmark.knobs import KNOBS
 from app.benchmark.row import compare, row_of
 from app.benchmark.trial import Trial, run_trial
 from app.settings.run import DataSettings
@@ -198,9 +197,6 @@ def test_losses_on_other_numbers_of_ranks_may_differ_by_more() -> None:
         ({"memory": "2 GB"}, "--memory takes a size"),
         ({"microbatches": 9}, "--microbatches must be 1 to --batch 8"),
         ({"ranks": (1,), "strategies": ("ddp",)}, "nothing to measure"),
-        ({"sweep": ("speed",)}, "--sweep: a sweep knows read-ahead"),
-        ({"sweep": ("read-threads=2",)}, "--sweep: read-threads is varied over two values or more"),
-        ({"checkpoint_every": -1}, "--checkpoint-every must be at least 0"),
     ],
 )
 def test_wrong_settings_are_told(settings: dict[str, Any], fault: str) -> None:
@@ -275,31 +271,6 @@ def test_a_row_of_killed_runs_says_so() -> None:
     found = rows(ddp=killed, gpipe=[trial(1.0)])
     assert found["ddp"]["claim"] == "killed by signal 9"
     assert found["gpipe"]["claim"] == "1 images/s where ddp was killed"
-
-
-def test_a_sweep_varies_all_knobs_or_those_named() -> None:
-    slides = DataSettings(Path("slides"))
-    assert BenchCommand(slides).knobs() == ()
-    assert [knob.name for knob in BenchCommand(slides, sweep=(), checkpoint_every=2).knobs()] == [
-        knob.name for knob in KNOBS
-    ]
-    without = BenchCommand(slides, sweep=("checkpoint-write", "read-threads=1,2,4")).knobs()
-    assert [(knob.name, knob.off, knob.on) for knob in without] == [("read-threads", "1", ("2", "4"))]
-
-
-@pytest.mark.process
-def test_a_sweep_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) -> None:
-    out = tmp_path / "sweep"
-    asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
-    asked += ["--ranks", "1", "--strategies", "single", "--repeats", "1", "--twin-steps", "0", "--out", str(out)]
-    done = bench_run(*asked, "--sweep", "device-prefetch")
-    assert done.returncode == 0, done.stderr
-    assert "measure twice or more" in done.stdout
-    found = json.loads((out / "bench.json").read_text())
-    (sweep,) = found["sweeps"]
-    assert [row["label"] for row in sweep["rows"]] == ["nothing on", "device-prefetch 1"]
-    assert all(row["images_per_second"] > 0 for row in sweep["rows"])
-    assert found["rows"] == []
 
 
 @pytest.mark.process

@@ -103,7 +103,6 @@ def test_what_is_saved_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixtu
         ((*V100, "--precision", "bf16"), "bfloat16"),
         (("--link", "nvlink2"), "--device-spec"),
         (("--network", "ndr-infiniband"), "--network is about a machine described by --device-spec"),
-        ((*V100, "--costs", "measured"), "--costs measured"),
     ],
 )
 def test_wrong_input_is_named(asked: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,11 +140,3 @@ def test_links_and_sums_of_this_machine_are_those_measured_on_it(capsys: pytest.
 def test_one_rank_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("app.planning.machine.load_or_measure_links")
     assert this_machine(1, device="cpu").cluster.sums is None
-
-
-@pytest.mark.usefixtures("known_speeds")
-def test_this_machine_with_layers_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("--model", "resnet18", "--tile", "64", "--ranks", "2", "--costs", "measured")) == 0
-    printed = capsys.readouterr()
-    assert "measured at 64 px" in printed.out
-    assert "2 ranks of" in printed.out

@@ -89,7 +89,7 @@ def test_a_tensor_that_comes_back_wrong_is_found(
 @pytest.mark.process
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
     for more in (
-        ("torch-1f1b", "--batch", "8", "--communicator", "gloo"),
+        ("1f1b", "--batch", "8", "--communicator", "gloo"),
         ("fsdp", "--dtype", "float32", "--microbatches", "3"),
     ):
         ranks = tmp_path / more[0]
@@ -109,10 +109,6 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
         (("--parallel", "gpipe", "--ranks", "2", "--cuts", "nowhere"), "nowhere"),
         (("--ranks", "2"), "name the strategy to verify"),
         (("--parallel", "fsdp", "--ranks", "2", "--communicator", "threads"), "fsdp talks over torch.distributed"),
-        (
-            ("--parallel", "torch-gpipe", "--ranks", "2", "--communicator", "threads"),
-            "--parallel torch-gpipe talks over torch.distributed: leave --communicator threads out",
-        ),
         (
             ("--recompute", "optimal"),
             "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got",

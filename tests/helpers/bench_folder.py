@@ -22,8 +22,7 @@ MODELS = {"resnet50": (2.0, 0.9), "unet & <friends>": (0.6, 2.2)}
 """Images/s of one rank at 512 px, GiB of such a tile. The second name would break a page that does not escape it."""
 
 SPLIT = {
-    "torch-gpipe": 0.78,
-    "torch-1f1b": 0.80,
+    "gpipe": 0.80,
     "1f1b": 0.97,
     "master": 0.9,
     "master + recompute": 0.7,

@@ -9,8 +9,7 @@ import pytest
 
 from app.launch.rank_fault import say_first
 from parallel.schedule.action import Action, Schedule
-from parallel.schedule.fault import describe_action, describe_fault
-from parallel.schedule.text import format_grid
+from parallel.schedule.text import describe_action, describe_fault, format_grid
 
 
 def parse(*ranks: str) -> Schedule:

@@ -249,10 +249,10 @@ def test_a_file_that_is_no_benchmark_is_named(tmp_path: Path, content: str | Non
         write_page(tmp_path)
 
 
-def test_knobs_tell_rows_apart_and_a_planners_choice_is_told(tmp_path: Path) -> None:
-    rows = [row("ddp"), row("ddp", knobs={"--prefetch": "4"}), row("auto", chosen="1f1b")]
+def test_a_planners_choice_is_told(tmp_path: Path) -> None:
+    rows = [row("ddp"), row("auto", chosen="1f1b")]
     names = [told(line).split(" 2")[0] for line in bars(write_rows(tmp_path, rows))]
-    assert names == ["ddp", "ddp, prefetch 4", "auto (1f1b)"]
+    assert names == ["ddp", "auto (1f1b)"]
 
 
 def test_a_scaling_row_stands_back_behind_the_plain_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
-from app.settings.strategy_names import TORCH_PIPELINES, WHOLE, Parallel, Planned
+from app.settings.strategy_names import WHOLE, Parallel
 from parallel.schedule.registry import SCHEDULES
 
 LAUNCHERS = {
@@ -43,13 +43,12 @@ def test_launchers_are_recognised(launcher: str, monkeypatch: pytest.MonkeyPatch
     assert StrategySettings(ranks=1).world == 4
 
 
-@pytest.mark.parametrize(("name", "instead"), [("fsdp", "ddp"), ("torch-gpipe", "gpipe"), ("torch-1f1b", "1f1b")])
-def test_what_is_torchs_own_does_not_talk_over_mpi(name: Any, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_torchs_own_does_not_talk_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in LAUNCHERS["mpich"].items():
         monkeypatch.setenv(variable, value)
-    (fault,) = strategy_faults(StrategySettings(parallel=name))
-    assert f"--parallel {name} is torch's own and talks over torch.distributed, not MPI" in fault
-    assert f"start them with torchrun or --ranks, or use --parallel {instead}" in fault
+    (fault,) = strategy_faults(StrategySettings(parallel="fsdp"))
+    assert "--parallel fsdp is torch's own and talks over torch.distributed, not MPI" in fault
+    assert "start them with torchrun or --ranks, or use --parallel ddp" in fault
 
 
 def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +58,7 @@ def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_schedule_can_be_asked_for() -> None:
-    assert set(get_args(Planned)) == {"auto", *WHOLE, *SCHEDULES}
-    assert set(get_args(Parallel)) == {*get_args(Planned), *TORCH_PIPELINES}
-    assert set(TORCH_PIPELINES.values()) <= set(SCHEDULES)
+    assert set(get_args(Parallel)) == {"auto", *WHOLE, *SCHEDULES}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,6 @@ def test_every_schedule_can_be_asked_for() -> None:
         ({"parallel": "fsdp", "ranks": 3}, ("fsdp", 1, 3, 3)),
         ({"parallel": "mp-basic", "ranks": 2}, ("mp-basic", 2, 1, 1)),
         ({"parallel": "gpipe", "ranks": 2}, ("gpipe", 2, 1, 4)),
-        ({"parallel": "torch-gpipe", "ranks": 2}, ("torch-gpipe", 2, 1, 4)),
         ({"parallel": "gpipe", "ranks": 4, "stages": 2}, ("gpipe", 2, 2, 8)),
         ({"parallel": "1f1b", "ranks": 3, "batch": 5}, ("1f1b", 3, 1, 5)),
         ({"parallel": "mast", "ranks": 8, "stages": 4}, ("mast", 4, 2, 4)),
@@ -114,39 +110,6 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             {"parallel": "ddp", "ranks": 2, "stages": 2, "cuts": "fc"},
             ["--stages is about a model split into stages; --parallel ddp does not split it", "--cuts is about"],
         ),
-        ({"parallel": "torch-1f1b"}, ["--parallel torch-1f1b splits the model over 2 ranks or more; got --ranks 1"]),
-        (
-            {"parallel": "torch-gpipe", "ranks": 4, "stages": 2, "batch": 6, "microbatches": 4},
-            [
-                "--parallel torch-gpipe is one pipeline over all ranks; got --stages 2 for 4 ranks: leave --stages "
-                "out, or use --parallel gpipe, which makes groups of ranks",
-                "--parallel torch-gpipe takes microbatches of one size, as torch's pipelines fix the shapes of what "
-                "they send; got --batch 6 in --microbatches 4: use one of 1, 2, 3, 6, another --batch, or use",
-            ],
-        ),
-        (
-            {"parallel": "torch-1f1b", "ranks": 4, "microbatches": 2},
-            ["torch-1f1b needs as many microbatches as stages; got --microbatches 2 for 4 stages"],
-        ),
-        (
-            {
-                "parallel": "torch-1f1b",
-                "ranks": 2,
-                "recompute": "stage",
-                "offload": "pinned",
-                "offload_state": "optimizer",
-                "shard_optimizer": "pair",
-                "compile": True,
-            },
-            [
-                "--shard-optimizer pair needs two copies of the model",
-                "--recompute stage is not for --parallel torch-1f1b, which is torch's pipeline as it is: leave it out, "
-                "or use --parallel 1f1b",
-                "--offload pinned is not for --parallel torch-1f1b",
-                "--offload-state optimizer is not for --parallel torch-1f1b",
-                "--compile is not for --parallel torch-1f1b",
-            ],
-        ),
         ({"ranks": 4, "stages": 3}, ["--stages must be 2 or more and divide the number of ranks, 4; got 3"]),
         ({"batch": 4, "microbatches": 5}, ["--microbatches must be 1 to --batch 4; got 5"]),
         ({"memory": "16G"}, ["--memory takes a size such as 512MiB or 16GiB; got '16G'"]),
@@ -180,10 +143,10 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             ],
         ),
         (
-            {"offload": "pinned", "offload_ahead": "1MiB", "offload_host": "1GiB"},
+            {"offload_ahead": "1MiB", "offload_host": "1GiB"},
             [
-                "--offload-ahead is about --offload overlap; got --offload pinned",
-                "--offload-host is about --offload overlap; got --offload pinned",
+                "--offload-ahead is about --offload overlap; got --offload none",
+                "--offload-host is about --offload overlap; got --offload none",
             ],
         ),
         (

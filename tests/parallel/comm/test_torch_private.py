@@ -19,7 +19,7 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from parallel.comm.in_time import in_time
+from parallel.comm.deadline import call_with_timeout
 
 pytestmark = pytest.mark.process
 
@@ -119,7 +119,9 @@ def test_a_stranger_cannot_have_a_run_unpickle_anything(run: psutil.Process, tmp
     stores = 0
     for _, port in listeners(run):
         with contextlib.suppress(RuntimeError, TimeoutError):
-            store = in_time(functools.partial(TCPStore, "127.0.0.1", port, wait_for_workers=False, timeout=SECOND), 2)
+            store = call_with_timeout(
+                functools.partial(TCPStore, "127.0.0.1", port, wait_for_workers=False, timeout=SECOND), 2
+            )
             stores += 1
             for key in store.list_keys():
                 store.set(key, order)

@@ -26,7 +26,7 @@ RULES = [
     ActivationPolicy("3"),
     ActivationPolicy(offload="overlap", smallest=0),
     ActivationPolicy("block", offload="overlap", smallest=0, ahead=60),
-    ActivationPolicy("2", offload="naive"),
+    ActivationPolicy("2", offload="overlap"),
 ]
 
 

@@ -9,11 +9,9 @@ from parallel.memory.policy import ActivationPolicy
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, steps_of, strategy_for
 from tests.helpers.small_nets import NETS
 
-SIMPLE = ("naive", "pinned", "nonblocking", "pinned-nonblocking")
 OFFLOAD = ActivationPolicy(offload="overlap", smallest=0)
 AHEAD = ActivationPolicy(offload="overlap", smallest=512, ahead=20_000)
 KEEPINGS = {
-    **{mode: ActivationPolicy(offload=mode) for mode in SIMPLE},
     "overlap": OFFLOAD,
     "overlap, ahead": AHEAD,
     "overlap, little room": ActivationPolicy(offload="overlap", smallest=0, host_bytes=40_000),
@@ -22,7 +20,6 @@ KEEPINGS = {
     "block and overlap": ActivationPolicy(recompute="block", offload="overlap", smallest=0),
     "3 layers and overlap, ahead": ActivationPolicy(recompute="3", offload="overlap", smallest=0, ahead=20_000),
     "stage and overlap": ActivationPolicy(recompute="stage", offload="overlap", smallest=0),
-    "block and naive": ActivationPolicy(recompute="block", offload="naive"),
 }
 
 

@@ -35,7 +35,7 @@ KEEPINGS = {
     "parameters, block": ActivationPolicy(parameters=True, recompute="block"),
     "parameters, stage": ActivationPolicy(parameters=True, recompute="stage"),
     "all": ActivationPolicy(parameters=True, recompute="2", offload="overlap", smallest=0),
-    "naive": ActivationPolicy(parameters=True, offload="naive"),
+    "overlap": ActivationPolicy(parameters=True, offload="overlap", smallest=0),
 }
 
 

@@ -1,4 +1,4 @@
-"""Measured layers: each has a time, the model stays as it is, and smaller tiles stand in for larger ones."""
+"""Measured layers: each has a time, and the model stays as it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel.profile.measure_layers import _drawn_on, measure
+from parallel.profile.measure_layers import measure
 from parallel.trace.trace import trace
 from tests.helpers.small_nets import FourierNet, SkipNet, TwoOutputs
 
@@ -50,27 +50,8 @@ def test_the_model_stays_as_it_is() -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_smaller_tiles_stand_in_for_a_large_one() -> None:
-    torch.manual_seed(0)
-    shape = (1, 3, 2048, 1024)
-    traced = trace(SkipNet(), shape)
-    costs = measure(traced, shape, CPU, scale=1 / 16, repeats=1)
-    assert costs.source == "measured at 64 x 32 px and 128 x 64 px, scaled to 2048 x 1024 px"
-    assert len(costs.layers) == len(traced.graph.layers)
-    assert all(cost.forward_s >= 0 and cost.backward_s >= 0 for cost in costs.layers)
-
-
-def test_times_are_drawn_on_in_a_straight_line() -> None:
-    assert _drawn_on([100, 400, 1600], 2.0, 5.0) == pytest.approx(17.0)  # 1 fixed, 1 for each 100 px
-    assert _drawn_on([100, 400, 1600], 5.0, 5.0) == pytest.approx(5.0)  # does not depend on the tile
-    assert _drawn_on([100, 400, 1600], 6.0, 5.0) == pytest.approx(5.0)  # a disturbed reading
-    assert _drawn_on([100, 400, 1600], 0.1, 4.0) == pytest.approx(16.0)  # never more than in proportion
-
-
-def test_a_model_without_weights_and_a_wrong_scale_are_refused() -> None:
+def test_a_model_without_weights_is_refused() -> None:
     with torch.device("meta"):
         empty = SkipNet()
     with pytest.raises(ValueError, match="got a model on the meta device"):
         measure(trace(empty, SHAPE), SHAPE, CPU)
-    with pytest.raises(ValueError, match="at most 1; got 2"):
-        measure(trace(SkipNet(), SHAPE), SHAPE, CPU, scale=2)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from parallel.schedule.action import COMPUTE, Action
-from parallel.schedule.chrome_trace import chrome_trace
 from parallel.schedule.passes import lower
 from parallel.schedule.registry import build_schedule, placement_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.step_cost import LinkCost, StageCost
-from parallel.schedule.timeline import Span, Timeline
+from parallel.schedule.timeline import Span, Timeline, chrome_trace
 
 
 @pytest.fixture(scope="module")

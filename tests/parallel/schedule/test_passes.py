@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.schedule.action import COMPUTE, PER_PEER, Action, Kind, Schedule
+from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
 from parallel.schedule.check import check
-from parallel.schedule.passes import BEGINS_BACKWARD, Links, add_communication, add_recompute, add_reduction, lower
+from parallel.schedule.dependencies import Links
+from parallel.schedule.passes import add_communication, add_recompute, add_reduction, lower
 from parallel.schedule.placement import Placement
-from parallel.schedule.progress import SENDS, other_end
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.text import from_csv
 
@@ -165,7 +165,7 @@ def test_every_link_between_ranks_has_its_messages(mesh: tuple[Schedule, Placeme
                     send = replace(action, kind=Kind.SEND_BACKWARD, peer=source)
                 else:
                     continue
-                expected += [str(send), str(other_end(send))]
+                expected += [str(send), str(send.other_end)]
     assert got == sorted(expected)
 
 
@@ -179,7 +179,7 @@ def test_channels_are_first_in_first_out(mesh: tuple[Schedule, Placement, Links]
                 assert action.peer is not None
                 peer = placement.rank_of(action.peer, action.replica, placement.group_of(rank))
                 if action.kind in SENDS:
-                    sent[rank, peer].append(other_end(action))
+                    sent[rank, peer].append(action.other_end)
                 else:
                     received[peer, rank].append(action)
     assert sent == received

@@ -8,7 +8,7 @@ from parallel.schedule.action import Action
 from parallel.schedule.check import check
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
-from parallel.schedule.progress import Progress, other_end
+from parallel.schedule.progress import Progress
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.text import ScheduleError, from_csv
 
@@ -22,8 +22,8 @@ NAIVE_1F1B = (
 
 def test_other_end_of_a_message() -> None:
     for send, receive in (("1:2SEND_F3>4", "1:4RECV_F3<2"), ("4SEND_B3>2", "2RECV_B3<4")):
-        assert other_end(Action.parse(send)) == Action.parse(receive)
-        assert other_end(Action.parse(receive)) == Action.parse(send)
+        assert Action.parse(send).other_end == Action.parse(receive)
+        assert Action.parse(receive).other_end == Action.parse(send)
 
 
 def test_naive_1f1b_runs_with_buffers_and_stops_with_blocking_sends() -> None:
