@@ -13,7 +13,8 @@ from typing import Literal
 from app.pages.bench_file import Bench, Result
 from app.pages.bench_groups import RowGroup, apart, by_model, range_text
 from app.pages.bench_panels import times_baseline
-from app.pages.html import Card, Table, format_bytes, format_duration, format_value
+from app.pages.html import Card, Table, format_duration, format_value
+from parallel.units import bytes_text
 
 Verdict = Literal["faster", "level", "slower", "only", "baseline", "unheld", "none"]
 """Of a group, the best of the others against the baseline. faster, slower: ranges apart; level: not apart, or only one
@@ -82,7 +83,7 @@ def sentence(group: RowGroup, limit: int | None) -> str:
     if best is None or baseline is None:
         if kind == "baseline" and baseline is not None:
             return f"{baseline.strategy} runs at {_speed(baseline)}; no other strategy ran."
-        within = f" in {format_bytes(limit)} a rank" if limit is not None else ""
+        within = f" in {bytes_text(limit)} a rank" if limit is not None else ""
         unfit = ", ".join(one.strategy for one in group.unfit)
         lost = f"{unfit} {'does' if len(group.unfit) == 1 else 'do'} not fit{within}; " if unfit else ""
         if best is None:

@@ -58,6 +58,6 @@ def render(bench: Bench) -> str:
     )
 
 
-def _commands(bench: Bench) -> str:
-    again = f"# this page alone, from bench.json\npython -m app.report {shlex.quote(bench.folder.resolve().name)}"
-    return f"{bench.command}\n{again}" if bench.command else again
+def _commands(bench: Bench) -> list[str]:
+    again = f"python -m app.report {shlex.quote(bench.folder.resolve().name)}"
+    return [*filter(None, [bench.command]), "# this page alone, from bench.json", again]

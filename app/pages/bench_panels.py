@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from app.pages.bars import Bar, BarBlock, BarFigure, BarPart, Key
 from app.pages.bench_file import PARTS, WORDS, Result
 from app.pages.bench_groups import RowGroup, range_text
-from app.pages.html import format_bytes, format_duration, format_value
+from app.pages.html import format_duration, format_value
+from parallel.units import bytes_text
 
 FAMILIES = {
     "whole": (0, "model whole on each rank: one process, or data parallel"),
@@ -68,7 +69,7 @@ def memory_panels(found: Sequence[RowGroup], limit: int | None) -> list[BarFigur
         most = max(max(one.counted or one.resident, default=0) for one in results)
         line = limit if limit is not None and limit <= FAR * most else None
         if limit is not None and line is None:
-            what += f"; the limit, {format_bytes(limit)}, is far beyond these bars"
+            what += f"; the limit, {bytes_text(limit)}, is far beyond these bars"
         blocks = [
             BarBlock(group.ranks_text, group.batch_text, tuple(_memory_bars(group, counted)), line) for group in of_tile
         ]
@@ -79,7 +80,7 @@ def memory_panels(found: Sequence[RowGroup], limit: int | None) -> list[BarFigur
 def memory_keys(found: Iterable[RowGroup], limit: int | None) -> list[Key]:
     """What the bars of ``memory_panels`` look like."""
     keys = _families(found)
-    return keys if limit is None else [*keys, Key(f"limit of a rank, {format_bytes(limit)}", "limit")]
+    return keys if limit is None else [*keys, Key(f"limit of a rank, {bytes_text(limit)}", "limit")]
 
 
 def time_panels(found: Sequence[RowGroup]) -> list[BarFigure]:
@@ -158,12 +159,12 @@ def _memory_bars(group: RowGroup, counted: bool) -> Iterator[Bar]:
             shown = sizes if len(sizes) <= MANY_RANKS else (max(sizes), min(sizes))
             notes = []
             if len(sizes) > 1:
-                least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+                least, most = bytes_text(min(sizes)), bytes_text(max(sizes))
                 notes.append("each rank" if least == most else f"least {least}")
             if counted and not one.counted:
                 notes.append("resident")
             bars = tuple((BarPart(size, FAMILIES[one.family][0]),) for size in shown)
-            yield Bar(name_of(one), format_bytes(max(sizes)), bars, " · ".join(notes))
+            yield Bar(name_of(one), bytes_text(max(sizes)), bars, " · ".join(notes))
         elif one.ran:
             yield Bar(name_of(one), reason=("not known", "its memory was not recorded"))
     yield from _ended(group, reasons=False)

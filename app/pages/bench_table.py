@@ -12,7 +12,8 @@ from typing import NamedTuple
 from app.pages.bench_file import Bench, Result
 from app.pages.bench_groups import range_text
 from app.pages.bench_panels import name_of
-from app.pages.html import format_bytes, format_value
+from app.pages.html import format_value
+from parallel.units import bytes_text
 
 COLUMNS = (
     "strategy",
@@ -80,4 +81,4 @@ def _share(value: float | None) -> str:
 
 
 def _most(sizes: Sequence[float]) -> str:
-    return format_bytes(max(sizes)) if sizes else ""
+    return bytes_text(max(sizes)) if sizes else ""

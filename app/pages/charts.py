@@ -19,7 +19,6 @@ from app.pages.html import format_value
 
 if TYPE_CHECKING:  # half a second, and only needed to draw
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
 
 WIDTH, HEIGHT = 480.0, 270.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 24.0, 40.0
@@ -45,10 +44,8 @@ SMALLEST = 1e-290
 Values = NDArray[np.float64]
 
 STYLES: dict[str, dict[str, Any]] = {
-    "line": {"linewidth": 2.0},
     "faint": {"linewidth": 1.2, "alpha": 0.4},
-    "dashed": {"linewidth": 2.0, "linestyle": (0, (3.5, 2.5))},
-    "dots": {"linewidth": 2.0},
+    "dashed": {"linestyle": (0, (3.5, 2.5))},
     "ideal": {"linewidth": 1.5, "linestyle": (0, (4.5, 3.5))},
 }
 
@@ -132,24 +129,24 @@ def line_chart(
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    top = TOP + LINE * max(0, len(events) - 1)
     with style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": "megatile"}]):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, frameon=False)
-        box = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - BOTTOM - top) / HEIGHT)
-        axes = figure.add_axes(box)
+        high = HEIGHT - BOTTOM - TOP - LINE * max(0, len(events) - 1)
+        axes = figure.add_axes((LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, high / HEIGHT))
         axes.patch.set_visible(False)
         axes.spines[["left", "top", "right"]].set_visible(False)
-        x, y = (np.concatenate([getattr(line, side)[line.finite] for line in shown]) for side in "xy")
-        _x_axis(axes, x, sizes)
-        _y_axis(axes, y, from_zero, log)
+        axes.spines["bottom"].set_color(INKS["soft"])
+        values = np.concatenate([np.column_stack([line.x, line.y])[line.finite] for line in shown])
+        _x_axis(axes, values[:, 0], sizes)
+        _y_axis(axes, values[:, 1], from_zero, log)
         figure.text(1 - RIGHT / WIDTH, 6 / HEIGHT, x_label, ha="right")
         # The last one highest: no line then crosses the words of one that begins to the left of it.
         for row, event in enumerate(sorted(events, key=lambda event: -event.x)):
-            _draw_event(axes, event, TOP - 9 + LINE * row)
+            _draw_event(axes, event, HEIGHT - TOP + 9 - LINE * row)
         for line in shown:
             _draw(axes, line, x_label)
         if mark is not None:
-            _mark(axes, shown[-1], mark, np.column_stack([x, y]))
+            _mark(axes, shown[-1], mark, values)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     said = [f"{title}, {y_label}, over {x_label}", *map(_spoken, shown), *(event.text for event in events)]
@@ -159,31 +156,33 @@ def line_chart(
 def _x_axis(axes: Axes, x: Values, sizes: Collection[float]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    low, high = (float(end([*x, *sizes])) for end in (min, max))
+    every = sorted({*x, *sizes})
+    low, high = every[0], every[-1]
     if sizes:
         low, high = (low / 2, high * 2) if low == high else (low, high)
         room = (high / low) ** 0.06  # so that the first and last marks keep clear of the frame
         axes.set_xscale("log")
         axes.set_xlim(low / room, high * room)
-        _ticks(axes.xaxis, sorted({*x, *sizes}))
+        labels, free_from = [], 0.0  # numbers that there is room for
+        for size in every:
+            at, half = axes.transData.transform((size, 1.0))[0], LETTER * len(format_value(size)) / 2
+            labels.append(format_value(size) if at - half >= free_from else "")
+            free_from = at + half + 4 if labels[-1] else free_from
+        axes.set_xticks(every, labels)
+        axes.minorticks_off()
     else:
         low, high = (low - 1, high + 1) if low == high else (low, high)
-        axes.set_xlim(low, high)
         ticks = MaxNLocator(5, steps=[1, 2, 5, 10], integer=True).tick_values(low, high)
-        _ticks(axes.xaxis, [tick for tick in ticks if low <= tick <= high])
+        axes.set_xticks(ticks, map(format_value, ticks))
+        axes.set_xlim(low, high)
     axes.tick_params(axis="x", length=4, color=INKS["soft"], pad=4)
-    axes.spines["bottom"].set(color=INKS["soft"], linewidth=1)
 
 
 def _y_axis(axes: Axes, y: Values, from_zero: bool, log: bool) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     low, high = (0.0 if abs(end) < SMALLEST else float(end) for end in (y.min(), y.max()))
-    if from_zero:
-        low = min(low, 0.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high)) and not log:
-        spread = abs(low) or 1.0
-        low, high = low if from_zero else low - spread / 2, high + spread / 2
+    low = min(low, 0.0) if from_zero else low
     if log or (low > 0 and high / low > LOG_RATIO):
         axes.set_yscale("log")
         subs = (1.0, 2.0, 5.0) if high / low < LOG_RATIO else (1.0,)
@@ -191,67 +190,58 @@ def _y_axis(axes: Axes, y: Values, from_zero: bool, log: bool) -> None:
         first = int(np.searchsorted(ticks, low * (1 + 1e-9), "right")) - 1
         ticks = ticks[first : max(int(np.searchsorted(ticks, high * (1 - 1e-9))), first + 1) + 1]
     else:
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            spread = abs(low) or 1.0
+            low, high = low if from_zero else low - spread / 2, high + spread / 2
         ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
+    axes.set_yticks(ticks, map(format_value, ticks))
+    axes.minorticks_off()
     axes.set_ylim(ticks[0], ticks[-1])  # out to the next tick, so that the line keeps clear of the frame
-    _ticks(axes.yaxis, ticks)
     axes.tick_params(axis="y", length=0, pad=8)
     axes.grid(axis="y", color=INKS["line"], linewidth=1, clip_on=False)
 
 
-def _ticks(axis: Axis, ticks: Sequence[float]) -> None:
-    """Ticks with their numbers; on an x axis those that there is room for."""
-    labels, free_from = [], -np.inf
-    for tick in ticks:
-        x, _ = axis.axes.transData.transform((tick, 1.0))
-        text = format_value(tick)
-        free = axis is axis.axes.yaxis or x - LETTER * len(text) / 2 >= free_from
-        labels.append(text if free else "")
-        free_from = x + LETTER * len(text) / 2 + 4 if free else free_from
-    axis.set_ticks(list(ticks), labels)
-    axis.minorticks_off()
-
-
 def _draw(axes: Axes, line: Series, x_label: str) -> None:
     colour = INKS["soft" if line.kind == "ideal" else f"c{line.colour}"]
-    axes.plot(line.x, line.y, color=colour, clip_on=False, gid=f"series {line.kind}", **STYLES[line.kind])
+    look = {"linewidth": 2.0, **STYLES.get(line.kind, {})}
+    axes.plot(line.x, line.y, color=colour, clip_on=False, gid=f"series {line.kind}", **look)
     # A single value has no line; validations are few, and each deserves its mark.
     known = np.pad(line.finite, 1)
-    marked = known[1:-1] if line.kind == "dots" and len(line.x) <= 60 else known[1:-1] & ~known[:-2] & ~known[2:]
+    marked = line.finite if line.kind == "dots" and len(line.x) <= 60 else line.finite & ~known[:-2] & ~known[2:]
     for x, y in zip(line.x[marked], line.y[marked], strict=True):
         note = f"note {line.name}: {format_value(y)} ({x_label}: {format_value(x)})"
-        (dot,) = axes.plot(x, y, color=colour, marker=line.marker or "o", markersize=8, clip_on=False, gid=note)
+        (dot,) = axes.plot(x, y, line.marker or "o", color=colour, markersize=8, clip_on=False, gid=note)
         dot.set(markeredgecolor=INKS["card"], markeredgewidth=1)
 
 
 def _draw_event(axes: Axes, event: Event, text_y: float) -> None:
-    x, bottom = axes.transData.transform((event.x, axes.get_ylim()[0]))
+    x = axes.transData.transform((event.x, 1.0))[0]
     half = min(LETTER * len(event.text) / 2, WIDTH / 2)
-    middle = min(max(x, half), WIDTH - half)
-    up = (HEIGHT - text_y - 4 - BOTTOM) / (axes.bbox.y1 - bottom)
-    axes.axvline(event.x, 0, up, color=INKS["bad"], linewidth=1.5, linestyle=(0, (2, 2)), clip_on=False)
-    assert axes.figure is not None
-    axes.figure.text(middle / WIDTH, 1 - text_y / HEIGHT, event.text, ha="center", gid="event")
+    top = (text_y - 4 - BOTTOM) / axes.bbox.height
+    axes.axvline(event.x, 0, top, color=INKS["bad"], linewidth=1.5, linestyle=(0, (2, 2)), clip_on=False)
+    place = (min(max(x, half), WIDTH - half), text_y)
+    axes.annotate(event.text, place, xycoords="figure points", ha="center", gid="event", annotation_clip=False)
 
 
-def _mark(axes: Axes, line: Series, mark: Literal["min", "max"], points: Values) -> None:
-    """A ring around the extreme value of a series, its label where fewer of all ``points`` lie under it."""
+def _mark(axes: Axes, line: Series, mark: Literal["min", "max"], values: Values) -> None:
+    """A ring around the extreme value of a series, its label where fewer of all ``values`` lie under it."""
     at = int((np.nanargmin if mark == "min" else np.nanargmax)(np.where(line.finite, line.y, np.nan)))
+    (ring,) = axes.plot(line.x[at], line.y[at], "o", color=INKS[f"c{line.colour}"], markersize=8, clip_on=False)
+    ring.set(markerfacecolor=INKS["card"], markeredgewidth=2)
     text = f"{mark} {format_value(float(line.y[at]))}"
-    placed = axes.transData.transform(points)
-    x, y = axes.transData.transform((line.x[at], line.y[at]))
     half = 4.0 * len(text)
+    x, y = axes.transData.transform((line.x[at], line.y[at]))
     middle = min(max(x, LEFT + half), WIDTH - RIGHT - half)
+    placed = axes.transData.transform(values)
     beside = placed[np.abs(placed[:, 0] - middle) < half, 1]
     above, below = (np.count_nonzero(np.abs(beside - y - off) < 9) for off in (14, -14))
     upward = (above <= below and y + 20 < HEIGHT) or y - 20 < BOTTOM
-    (ring,) = axes.plot(line.x[at], line.y[at], "o", color=INKS[f"c{line.colour}"], markersize=8, clip_on=False)
-    ring.set(markerfacecolor=INKS["card"], markeredgewidth=2)
-    offset = (middle - x, 9 if upward else -18)
-    axes.annotate(text, (line.x[at], line.y[at]), offset, textcoords="offset points", ha="center", gid="value")
+    place = (middle, y + (9 if upward else -18))
+    axes.annotate(text, place, xycoords="figure points", ha="center", gid="value", annotation_clip=False)
 
 
 def _inside(svg: str) -> str:
-    """What stands in matplotlib's SVG, for the inside of one on a page."""
+    """What stands in matplotlib's SVG, without ids, fonts and styles that would reach beyond it."""
     svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="note ([^"]*)">', r"<g><title>\1</title>", svg)
@@ -259,10 +249,9 @@ def _inside(svg: str) -> str:
     svg = re.sub(r'(?<=<g) id="[^"]*"', "", svg)
     svg = re.sub(r'<text style="[^"]*text-anchor: (\w+)[^"]*"(.*?) transform="[^"]*"', r'<text text-anchor="\1"\2', svg)
     svg = re.sub(r' (d|x|y)="[^"]*"', lambda places: re.sub(r"(\.\d)\d+", r"\1", places[0]), svg)
-    svg = re.sub(r">\s+<", "><", svg).replace("xlink:href", "href")
     for name, ink in INKS.items():
         svg = svg.replace(ink, f"var(--{name})")
-    return svg.strip()
+    return re.sub(r">\s+<", "><", svg).replace("xlink:href", "href").strip()
 
 
 def _spoken(line: Series) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-UNIT_STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
+from parallel.units import bytes_text
 
 TEMPLATES = Environment(
     loader=PackageLoader("app.pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -65,13 +65,6 @@ def format_value(value: float, digits: int = 4) -> str:
     return text.replace("-", "−")
 
 
-def format_bytes(count: float) -> str:
-    """``1.5 GiB``."""
-    power = min(len(UNIT_STEPS) - 1, int(math.log(max(count, 1), 1024)))
-    amount = count / 1024**power
-    return f"{amount:.0f} {UNIT_STEPS[power]}" if amount >= 999.5 else f"{amount:.3g} {UNIT_STEPS[power]}"
-
-
 def format_duration(seconds: float) -> str:
     """``1 h 02 min``, ``3 min 05 s`` or ``4.2 s``."""
     if seconds < 60:
@@ -93,7 +86,7 @@ def format_setting(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {format_setting(str(key), one)}" for key, one in value.items())
     if isinstance(value, int | float):
-        for end, form in (("_bytes", format_bytes), ("_s", format_duration), ("_fraction", _percent)):
+        for end, form in (("_bytes", bytes_text), ("_s", format_duration), ("_fraction", _percent)):
             if name.endswith(end):
                 return form(value)
         return str(value) if isinstance(value, int) else format_value(value)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from app.pages.curves import SCORES, curves, score_name
-from app.pages.html import Card, Table, flattened, format_bytes, format_setting, format_value, rendered, save
+from app.pages.html import Card, Table, flattened, format_setting, format_value, rendered, save
 from app.pages.overlays import overlays
 from app.pages.results import class_table, slide_table, split_table
 from app.pages.run_files import RunFiles, read_run
+from parallel.units import bytes_text
 
 FIGURES = {
     "parameters": ("Parameters of the model", ""),
@@ -73,11 +74,11 @@ def render(files: RunFiles) -> str:
         slide_notes=slide_notes,
         splits=split_table(files.splits, summary.get("classes") or []),
         pictures=overlays(files.overlays),
-        tissue=len(files.overlays),
+        overlays=len(files.overlays),
         failed=_failed(files),
         figures=_figures(files),
         scores=_scores(files),
-        command=_command(files),
+        commands=_commands(files),
         settings=flattened(files.config),
         environment=flattened(files.environment),
         log=files.log_end,
@@ -118,7 +119,7 @@ def _cards(files: RunFiles) -> list[Card]:
         waiting = format_setting("data_wait_fraction", summary["data_wait_fraction"])
         cards.append(Card("Data wait", waiting.removesuffix(" %"), "%", "of the step time"))
     if summary.get("peak_memory_bytes"):
-        value, unit = format_bytes(max(summary["peak_memory_bytes"])).split(" ")
+        value, unit = bytes_text(max(summary["peak_memory_bytes"])).split(" ")
         cards.append(Card("Peak memory", value, unit, "largest rank"))
     return cards
 
@@ -161,7 +162,7 @@ def _failed(files: RunFiles) -> Table:
     return Table(names, [[row.get(name, "") for name in names] for row in files.failed])
 
 
-def _command(files: RunFiles) -> str:
+def _commands(files: RunFiles) -> list[str]:
     """How to make this run once more, and how to go on with one that was broken off."""
     out = str(files.config.get("out") or files.folder.name)
     launcher = (files.environment.get("launcher") or {}).get("started_by")
@@ -169,7 +170,7 @@ def _command(files: RunFiles) -> str:
     start = f"torchrun --nproc-per-node {ranks}" if launcher == "torchrun" else "python"
     begin = f"{start} -m app.train --config {shlex.quote(out + '/config.yaml')}"
     fresh = " --no-resume" if files.config.get("resume") else ""
-    lines = [f"{begin} --out {shlex.quote(out + '-again')}{fresh}"]
-    if files.summary.get("status") != "completed":
-        lines = ["# go on from the last checkpoint", f"{begin} --resume", "# or start anew", *lines]
-    return "\n".join(lines)
+    anew = f"{begin} --out {shlex.quote(out + '-again')}{fresh}"
+    if files.summary.get("status") == "completed":
+        return [anew]
+    return ["# go on from the last checkpoint", f"{begin} --resume", "# or start anew", anew]

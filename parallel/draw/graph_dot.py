@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterator
 
 from parallel.draw.graph_style import HUES
-from parallel.draw.model_view import ModelView
+from parallel.draw.model_view import ModelView, StageSum
 from parallel.draw.outline import Link, Part
-from parallel.draw.stage_sums import StageSum
 from parallel.units import bytes_text, seconds_text
 
 

@@ -16,10 +16,9 @@ from parallel.draw.graph_layout import lay_out
 from parallel.draw.graph_places import BOX_HEIGHT, Band, Box, Layout
 from parallel.draw.graph_strokes import wire_strokes
 from parallel.draw.graph_style import HUES, style, svg_text
-from parallel.draw.model_view import ModelView
+from parallel.draw.model_view import CutSum, ModelView, StageSum
 from parallel.draw.outline import Outline, Part
 from parallel.draw.schedule_svg import FONT
-from parallel.draw.stage_sums import CutSum, StageSum
 from parallel.draw.text_width import fitted, text_width
 from parallel.graph.layers import INPUT, OUTPUT
 from parallel.units import bytes_text, seconds_text

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from parallel.draw.model_view import ModelView
+from parallel.draw.model_view import CutSum, ModelView, StageSum
 from parallel.draw.outline import Outline
-from parallel.draw.stage_sums import CutSum, StageSum
 from parallel.units import bytes_text, flops_text, seconds_text
 
 NAME, KIND, INPUTS = 36, 44, 22

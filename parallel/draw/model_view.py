@@ -1,4 +1,4 @@
-"""What is to be drawn of a model: its graph, how coarse, split where, with which times.
+"""What is to be drawn of a model: its graph, how coarse, split where, with which times; and sums over its stages.
 
 Picture, table, JSON and DOT are each made from one such value.
 """
@@ -10,10 +10,39 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel.draw.coarsen import coarsen
-from parallel.draw.outline import Level, Outline
-from parallel.draw.stage_sums import CutSum, StageSum, cut_sums, stage_sums
+from parallel.draw.outline import Level, Outline, saved_bytes, seconds_of
+from parallel.graph.articulation import values_across
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class StageSum:
+    """Layers ``start`` to ``stop`` (not included); fields as those of ``Part``."""
+
+    stage: int
+    start: int
+    stop: int
+    flops: int
+    param_bytes: int
+    saved_bytes: int
+    forward_s: float | None
+    backward_s: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Forward and backward; None where neither is known."""
+        known = [seconds for seconds in (self.forward_s, self.backward_s) if seconds is not None]
+        return sum(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class CutSum:
+    """What crosses the cut before ``graph.layers[position]``: the values, and their bytes for the traced shapes."""
+
+    position: int
+    values: tuple[str, ...]
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -56,9 +85,26 @@ class ModelView:
     @cached_property
     def stage_sums(self) -> tuple[StageSum, ...]:
         """What each stage holds."""
-        return stage_sums(self.stages, self.forward_s, self.backward_s)
+        starts = self.stages.starts
+        ends = (*starts[1:], len(self.graph.layers))
+        return tuple(map(self._stage_sum, range(len(starts)), starts, ends))
+
+    def _stage_sum(self, stage: int, start: int, stop: int) -> StageSum:
+        layers = self.graph.layers[start:stop]
+        return StageSum(
+            stage=stage,
+            start=start,
+            stop=stop,
+            flops=sum(layer.flops for layer in layers),
+            param_bytes=sum(layer.param_bytes for layer in layers),
+            saved_bytes=saved_bytes(self.graph, range(start, stop)),
+            forward_s=seconds_of(self.forward_s, start, stop),
+            backward_s=seconds_of(self.backward_s, start, stop),
+        )
 
     @cached_property
     def cut_sums(self) -> tuple[CutSum, ...]:
-        """What crosses each cut."""
-        return cut_sums(self.stages)
+        """What crosses each cut. A value that several later stages use crosses each of the cuts before them."""
+        crossing = [(position, values_across(self.graph, position)) for position in self.stages.starts[1:]]
+        sizes = self.graph.by_name
+        return tuple(CutSum(at, values, sum(sizes[name].output_bytes for name in values)) for at, values in crossing)
