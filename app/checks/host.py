@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from app.launch.machine import memory_bytes
-from app.pages.html import format_bytes
 from app.settings.console import Finding
 from app.training.run_info import find_program, output_of, package_version
+from parallel.units import bytes_text
 
 WRITE_BYTES = 64_000_000
 """Written to the run folder for a look at its speed: about a checkpoint of ResNet-18."""
@@ -72,7 +72,7 @@ def check_devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
     cpu = environment["cpu"]
     yield Finding("ok", "cpu", f"{cpu['model']}, {cpu['cores']} of {cpu['cores_of_machine']} cores usable")
     for index, gpu in enumerate(environment["gpus"]):
-        told = f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, bf16 {'yes' if gpu['bf16'] else 'no'}"
+        told = f"{gpu['name']}, {bytes_text(gpu['memory_bytes'])}, bf16 {'yes' if gpu['bf16'] else 'no'}"
         versions = f"driver {environment['driver'] or 'unknown'}, CUDA {environment['cuda']}"
         try:
             ones = torch.ones(1, 1, 8, 8, device=f"cuda:{index}")
@@ -97,12 +97,12 @@ def check_devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
 
 def check_memory() -> Iterator[Finding]:
     total, free = memory_bytes()
-    yield Finding("ok", "memory", f"{format_bytes(total)}, {format_bytes(free)} free")
+    yield Finding("ok", "memory", f"{bytes_text(total)}, {bytes_text(free)} free")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = os.statvfs(shared)
         shared_bytes, left = size.f_blocks * size.f_frsize, size.f_bavail * size.f_frsize
-        told = f"{format_bytes(shared_bytes)}, {format_bytes(left)} free"
+        told = f"{bytes_text(shared_bytes)}, {bytes_text(left)} free"
         enough = left >= LEAST_SHARED_BYTES
         advice = "" if enough else "; several GPUs need more: docker run --shm-size=8g"
         yield Finding("ok" if enough else "warning", "shared memory", told + advice)
@@ -166,5 +166,5 @@ def check_run_folder(out: Path) -> Iterator[Finding]:
     yield Finding(
         "ok" if enough else "warning",
         "free space",
-        format_bytes(free) + ("" if enough else f"; checkpoints of a large model need {LEAST_FREE_BYTES / 1e9:.0f} GB"),
+        bytes_text(free) + ("" if enough else f"; checkpoints of a large model need {LEAST_FREE_BYTES / 1e9:.0f} GB"),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from app.pages.bench_file import Result
-from app.pages.charts import format_value
+from app.pages.html import format_value
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a benchmark found, in sentences that can be checked against its table, and four figures.
 
-Takes the groups of comparable rows; gives HTML. "Faster" is said only of ranges of repeats that do not overlap; a
+Takes the groups of comparable rows; gives words. "Faster" is said only of ranges of repeats that do not overlap; a
 strategy whose loss is not the reference's takes no part.
 """
 
@@ -8,27 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Literal
 
 from app.pages.bench_file import Bench, Result
 from app.pages.bench_groups import RowGroup, apart, by_model, range_text
 from app.pages.bench_panels import times_baseline
-from app.pages.charts import format_value
-from app.pages.html import card, format_bytes, format_duration, table
+from app.pages.html import Card, Table, format_duration, format_value
+from parallel.units import bytes_text
 
 Verdict = Literal["faster", "level", "slower", "only", "baseline", "unheld", "none"]
 """Of a group, the best of the others against the baseline. faster, slower: ranges apart; level: not apart, or only one
 repeat; only: the baseline ran out of memory and another ran; baseline: no other ran; unheld: nothing to be held
 against; none: nothing ran."""
-
-
-def headline(bench: Bench, found: Sequence[RowGroup]) -> str:
-    """Title, main finding and, for each model, a sentence per tile side and number of ranks."""
-    told = [bench.created[:16].replace("T", " "), *dict.fromkeys(one.model for one in bench.results)]
-    line = f'<p class="soft">{escape(" · ".join(part for part in told if part))}</p>'
-    notice = f'<div class="card notice">{escape(odd)}</div>' if (odd := _odd_losses(bench)) else ""
-    return f'<header><h1>Strategies compared</h1>{line}<p class="lead">{escape(lead(found))}</p>{notice}</header>'
 
 
 def lead(found: Sequence[RowGroup]) -> str:
@@ -57,16 +48,16 @@ def lead(found: Sequence[RowGroup]) -> str:
     return " ".join(parts) or (alone if counts["baseline"] else unheld)
 
 
-def findings(found: Sequence[RowGroup], limit: int | None) -> list[str]:
-    """For each model a table of sentences and the limits of data parallelism, as HTML."""
-    parts = []
-    models = by_model(found)
-    for model, of_model in models.items():
-        rows = [(f"{group.tile_px} px", str(group.ranks), sentence(group, limit)) for group in of_model]
-        limits = "".join(f"<p>{escape(line)}</p>" for line in data_parallel_limits(of_model))
-        name = f"<h3>{escape(model)}</h3>" if len(models) > 1 else ""
-        parts.append(f'<div class="findings">{name}{table(("tile side", "ranks", "found"), rows)}{limits}</div>')
-    return parts
+def findings(found: Sequence[RowGroup], limit: int | None) -> dict[str, tuple[Table, list[str]]]:
+    """Return for each model a table of sentences, one per tile side and ranks, and the limits of data parallelism."""
+    headers = ("tile side", "ranks", "found")
+    return {
+        model: (
+            Table(headers, [(f"{group.tile_px} px", str(group.ranks), sentence(group, limit)) for group in of_model]),
+            list(data_parallel_limits(of_model)),
+        )
+        for model, of_model in by_model(found).items()
+    }
 
 
 def verdict(group: RowGroup) -> tuple[Verdict, Result | None]:
@@ -92,7 +83,7 @@ def sentence(group: RowGroup, limit: int | None) -> str:
     if best is None or baseline is None:
         if kind == "baseline" and baseline is not None:
             return f"{baseline.strategy} runs at {_speed(baseline)}; no other strategy ran."
-        within = f" in {format_bytes(limit)} a rank" if limit is not None else ""
+        within = f" in {bytes_text(limit)} a rank" if limit is not None else ""
         unfit = ", ".join(one.strategy for one in group.unfit)
         lost = f"{unfit} {'does' if len(group.unfit) == 1 else 'do'} not fit{within}; " if unfit else ""
         if best is None:
@@ -126,7 +117,7 @@ def data_parallel_limits(found: Sequence[RowGroup]) -> Iterator[str]:
             yield f"Of the tiles tried, on {_count(ranks, 'rank')}: {', '.join(parts)}."
 
 
-def figures(bench: Bench, found: Sequence[RowGroup]) -> list[str]:
+def figures(bench: Bench, found: Sequence[RowGroup]) -> list[Card]:
     """Cards: best ratio, what fits alone, rows by their end, duration."""
     cards = []
     ratios = [
@@ -140,7 +131,7 @@ def figures(bench: Bench, found: Sequence[RowGroup]) -> list[str]:
         times, best, group = max(ratios, key=lambda found: found[0])
         name = group.baseline.strategy if group.baseline else ""
         note = f"{best.strategy}, {group.model}, {group.tile_px} px, {group.ranks_text}"
-        cards.append(card("Best against the baseline", format_value(times, 3), f"× {name}", note))
+        cards.append(Card("Best against the baseline", format_value(times, 3), f"× {name}", note))
     alone = [
         (group.tile_px, best)
         for group in found
@@ -150,23 +141,21 @@ def figures(bench: Bench, found: Sequence[RowGroup]) -> list[str]:
     if alone:
         tile, best = max(alone, key=lambda found: found[0])
         note = f"{best.strategy}, {best.model}, {format_value(best.speed, 3)} images/s"
-        cards.append(card("Largest tile beyond data parallelism", str(tile), "px", note))
+        cards.append(Card("Largest tile beyond data parallelism", str(tile), "px", note))
     ends = Counter("measured" if one.ran else one.end for one in bench.results)
     rest = ", ".join(f"{count} {end}" for end, count in ends.items() if end != "measured")
     if bench.results:
         cards.append(
-            card("Rows measured", str(ends["measured"]), f"of {len(bench.results)}", rest or "all of them ran")
+            Card("Rows measured", str(ends["measured"]), f"of {len(bench.results)}", rest or "all of them ran")
         )
     if bench.wall_s is not None:
-        cards.append(card("The whole benchmark took", format_duration(bench.wall_s)))
+        cards.append(Card("The whole benchmark took", format_duration(bench.wall_s)))
     return cards
 
 
-def _odd_losses(bench: Bench) -> str:
-    odd = [f"{one.strategy} ({one.model}, {one.tile_px} px)" for one in bench.results if one.loss_matches is False]
-    if not odd:
-        return ""
-    return "The loss is not the reference's, so the work was not the same and no claim is made: " + ", ".join(odd)
+def odd_losses(bench: Bench) -> list[str]:
+    """Return the rows whose loss is not the reference's."""
+    return [f"{one.strategy} ({one.model}, {one.tile_px} px)" for one in bench.results if one.loss_matches is False]
 
 
 def _speed(one: Result) -> str:

@@ -7,30 +7,16 @@ sentences; bars of speed, memory and time; lines over tile side and ranks; timel
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
-from app.pages import bars, lines
-from app.pages import bench_table as full_table
-from app.pages import bench_timelines as timelines
 from app.pages.bench_file import Bench, read_bench
 from app.pages.bench_groups import by_model, groups
-from app.pages.bench_headline import figures, findings, headline
+from app.pages.bench_headline import figures, findings, lead, odd_losses
 from app.pages.bench_panels import memory_keys, memory_panels, speed_keys, speed_panels, time_keys, time_panels
 from app.pages.bench_sizes import over_ranks, over_tiles
-from app.pages.html import document, facts_in_two, flattened, save, section
-
-STYLE = """
-.lead { font-size: 18px; line-height: 1.45; margin: 14px 0 4px; max-width: 860px; }
-.findings { margin: 18px 0; } .findings:first-of-type { margin-top: 0; } .findings td:nth-child(-n + 2) {
-  white-space: nowrap; font-variant-numeric: tabular-nums; }
-.model { margin: 22px 0 10px; } .model:first-of-type { margin-top: 0; }
-.grid.panels { grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); align-items: start; }
-@media (max-width: 600px) { .lead { font-size: 16px; } }
-@media print { .grid.panels { display: block; } .grid.panels figure { margin-bottom: 12px; break-inside: auto; }
-  .bars ol { break-inside: avoid; } .chart svg text { font-size: 13.5px; } }
-"""
+from app.pages.bench_table import COLUMNS, full_table
+from app.pages.bench_timelines import timelines
+from app.pages.html import flattened, rendered, save
 
 
 def write_page(folder: Path) -> Path:
@@ -44,51 +30,34 @@ def write_page(folder: Path) -> Path:
 
 
 def render(bench: Bench) -> str:
-    """The page."""
-    found = groups(bench.results)
-    looks = {strategy: number for number, strategy in enumerate(dict.fromkeys(one.strategy for one in bench.results))}
+    """Return the page."""
+    found, limit = groups(bench.results), bench.limit_bytes
     models = by_model(found)
-    speeds = {model: speed_panels(of_model) for model, of_model in models.items()}
-    sizes = {model: over_tiles(of_model, looks) for model, of_model in models.items()}
-    memory = {model: memory_panels(of_model, bench.limit_bytes) for model, of_model in models.items()}
-    times = {model: time_panels(of_model) for model, of_model in models.items()}
-    scaling = {model: over_ranks([o for o in bench.results if o.model == model], looks) for model in models}
-    cards = figures(bench, found)
-    parts = [
-        headline(bench, found),
-        f'<section class="grid cards">{"".join(cards)}</section>' if cards else "",
-        section("What was found", *findings(found, bench.limit_bytes)),
-        section("Images per second", *_keyed(speed_keys(found), _of_models(speeds, "panels"))),
-        section("Where data parallelism stops fitting", *_of_models(sizes, "charts")),
-        section("Memory of each rank", *_keyed(memory_keys(found, bench.limit_bytes), _of_models(memory, "panels"))),
-        section("Where the time goes", *_keyed(time_keys(), _of_models(times, "panels"))),
-        section("Over the number of ranks", *_of_models(scaling, "charts")),
-        section("What each rank does in a step", timelines.timelines(found, bench.folder)),
-        section("All rows", full_table.full_table(bench)),
-        section("Run it again", f"<pre>{escape(_commands(bench))}</pre>"),
-        section("Settings", facts_in_two(flattened(bench.settings))),
-        section("Environment", facts_in_two(flattened(bench.environment))),
-    ]
-    style = STYLE + bars.STYLE + lines.STYLE + timelines.STYLE + full_table.STYLE
-    return document("Strategies compared · MegaTile", "\n".join(part for part in parts if part), style)
+    looks = {strategy: number for number, strategy in enumerate(dict.fromkeys(one.strategy for one in bench.results))}
+    shown, folded = timelines(found, bench.folder)
+    what = (bench.created[:16].replace("T", " "), *dict.fromkeys(one.model for one in bench.results))
+    return rendered(
+        "bench.html.j2",
+        what=[word for word in what if word],
+        lead=lead(found),
+        odd_losses=odd_losses(bench),
+        cards=figures(bench, found),
+        models=findings(found, limit),
+        speed=(speed_keys(found), {model: speed_panels(rows) for model, rows in models.items()}),
+        memory=(memory_keys(found, limit), {model: memory_panels(rows, limit) for model, rows in models.items()}),
+        time=(time_keys(), {model: time_panels(rows) for model, rows in models.items()}),
+        over_tiles={model: over_tiles(rows, looks) for model, rows in models.items()},
+        over_ranks={model: over_ranks([o for o in bench.results if o.model == model], looks) for model in models},
+        shown=shown,
+        folded=folded,
+        columns=COLUMNS,
+        rows=full_table(bench),
+        commands=_commands(bench),
+        settings=flattened(bench.settings),
+        environment=flattened(bench.environment),
+    )
 
 
-def _of_models(drawn: dict[str, list[str]], kind: str) -> Sequence[str]:
-    """The figures of each model in a grid, under the model's name where there are several."""
-    shown = {model: parts for model, parts in drawn.items() if parts}
-    named = len(drawn) > 1
-    return [
-        (f'<h3 class="model">{escape(model)}</h3>' if named else "")
-        + f'<div class="grid {kind}">{"".join(parts)}</div>'
-        for model, parts in shown.items()
-    ]
-
-
-def _keyed(keys: Sequence[bars.Key], figures: Sequence[str]) -> Sequence[str]:
-    """Figures under their legend; nothing without figures."""
-    return [bars.legend(keys), *figures] if figures else []
-
-
-def _commands(bench: Bench) -> str:
-    again = f"# this page alone, from bench.json\npython -m app.report {shlex.quote(bench.folder.resolve().name)}"
-    return f"{bench.command}\n{again}" if bench.command else again
+def _commands(bench: Bench) -> list[str]:
+    again = f"python -m app.report {shlex.quote(bench.folder.resolve().name)}"
+    return [*filter(None, [bench.command]), "# this page alone, from bench.json", again]

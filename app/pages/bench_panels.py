@@ -10,11 +10,11 @@ import itertools
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from app.pages.bars import Bar, BarBlock, BarPart, Key, bar_figure
+from app.pages.bars import Bar, BarBlock, BarFigure, BarPart, Key
 from app.pages.bench_file import PARTS, WORDS, Result
 from app.pages.bench_groups import RowGroup, range_text
-from app.pages.charts import format_value
-from app.pages.html import format_bytes, format_duration
+from app.pages.html import format_duration, format_value
+from parallel.units import bytes_text
 
 FAMILIES = {
     "whole": (0, "model whole on each rank: one process, or data parallel"),
@@ -40,12 +40,10 @@ SHORT = 110
 """Characters of a reason beside the bars; the whole of it is in the table."""
 
 
-def speed_panels(found: Sequence[RowGroup]) -> list[str]:
+def speed_panels(found: Sequence[RowGroup]) -> list[BarFigure]:
     """Images per second, with the range of the repeats and the data-parallel baseline as a line."""
     return [
-        bar_figure(
-            f"{tile} px tiles", f"images per second, {_repeats(of_tile)}", [_speed_block(one) for one in of_tile]
-        )
+        BarFigure(f"{tile} px tiles", f"images per second, {_repeats(of_tile)}", [_speed_block(one) for one in of_tile])
         for tile, of_tile in _by_tile(found)
     ]
 
@@ -59,7 +57,7 @@ def speed_keys(found: Iterable[RowGroup]) -> list[Key]:
     return [*keys, Key("data-parallel baseline", "line")] if any(group.baseline for group in groups) else keys
 
 
-def memory_panels(found: Sequence[RowGroup], limit: int | None) -> list[str]:
+def memory_panels(found: Sequence[RowGroup], limit: int | None) -> list[BarFigure]:
     """The most memory of each rank, one bar a rank, with the limit as a line; nothing where no row has any."""
     figures = []
     for tile, of_tile in _by_tile(found):
@@ -71,21 +69,21 @@ def memory_panels(found: Sequence[RowGroup], limit: int | None) -> list[str]:
         most = max(max(one.counted or one.resident, default=0) for one in results)
         line = limit if limit is not None and limit <= FAR * most else None
         if limit is not None and line is None:
-            what += f"; the limit, {format_bytes(limit)}, is far beyond these bars"
+            what += f"; the limit, {bytes_text(limit)}, is far beyond these bars"
         blocks = [
             BarBlock(group.ranks_text, group.batch_text, tuple(_memory_bars(group, counted)), line) for group in of_tile
         ]
-        figures.append(bar_figure(f"{tile} px tiles", what, blocks, line_look="limit"))
+        figures.append(BarFigure(f"{tile} px tiles", what, blocks, line_look="limit"))
     return figures
 
 
 def memory_keys(found: Iterable[RowGroup], limit: int | None) -> list[Key]:
     """What the bars of ``memory_panels`` look like."""
     keys = _families(found)
-    return keys if limit is None else [*keys, Key(f"limit of a rank, {format_bytes(limit)}", "limit")]
+    return keys if limit is None else [*keys, Key(f"limit of a rank, {bytes_text(limit)}", "limit")]
 
 
-def time_panels(found: Sequence[RowGroup]) -> list[str]:
+def time_panels(found: Sequence[RowGroup]) -> list[BarFigure]:
     """A median step, cut into what its time goes into; nothing for tiles of which it is not known."""
     figures = []
     for tile, of_tile in _by_tile(found):
@@ -93,9 +91,9 @@ def time_panels(found: Sequence[RowGroup]) -> list[str]:
             BarBlock(group.ranks_text, group.batch_text, tuple(_time_bar(one) for one in group.results if one.time))
             for group in of_tile
         ]
-        known = [block for block in blocks if block.bars]
-        figures.append(bar_figure(f"{tile} px tiles", "seconds of a median step", known))
-    return [figure for figure in figures if figure]
+        if known := [block for block in blocks if block.bars]:
+            figures.append(BarFigure(f"{tile} px tiles", "seconds of a median step", known))
+    return figures
 
 
 def time_keys() -> list[Key]:
@@ -114,7 +112,7 @@ def _speed_block(group: RowGroup) -> BarBlock:
 
 
 def _speed_bar(one: Result, group: RowGroup) -> Bar:
-    name = _name(one)
+    name = name_of(one)
     if not group.batch_text and one.global_batch is not None:
         name += f", {one.global_batch} tiles a step"
     notes = [] if one is group.baseline else [times_text(one, group)]
@@ -131,13 +129,13 @@ def _speed_bar(one: Result, group: RowGroup) -> Bar:
 
 def _ended(group: RowGroup, *, reasons: bool) -> Iterator[Bar]:
     """A line for all that ran out of memory, and one for each other row that did not run."""
-    unfit = [_name(one) for one in group.results if one.status == "out-of-memory"]
+    unfit = [name_of(one) for one in group.results if one.status == "out-of-memory"]
     if unfit:
         yield Bar("", reason=(WORDS["out-of-memory"], ", ".join(unfit)))
     for one in group.results:
         if not one.ran and one.status != "out-of-memory":
             why = textwrap.shorten(one.reason, SHORT, placeholder=" …") if reasons else ""
-            yield Bar(_name(one), reason=(one.end, why))
+            yield Bar(name_of(one), reason=(one.end, why))
 
 
 def times_text(one: Result, group: RowGroup) -> str:
@@ -161,14 +159,14 @@ def _memory_bars(group: RowGroup, counted: bool) -> Iterator[Bar]:
             shown = sizes if len(sizes) <= MANY_RANKS else (max(sizes), min(sizes))
             notes = []
             if len(sizes) > 1:
-                least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+                least, most = bytes_text(min(sizes)), bytes_text(max(sizes))
                 notes.append("each rank" if least == most else f"least {least}")
             if counted and not one.counted:
                 notes.append("resident")
             bars = tuple((BarPart(size, FAMILIES[one.family][0]),) for size in shown)
-            yield Bar(_name(one), format_bytes(max(sizes)), bars, " · ".join(notes))
+            yield Bar(name_of(one), bytes_text(max(sizes)), bars, " · ".join(notes))
         elif one.ran:
-            yield Bar(_name(one), reason=("not known", "its memory was not recorded"))
+            yield Bar(name_of(one), reason=("not known", "its memory was not recorded"))
     yield from _ended(group, reasons=False)
 
 
@@ -176,7 +174,7 @@ def _time_bar(one: Result) -> Bar:
     whole = sum(one.time.values())
     shares = [f"{part} {100 * seconds / whole:.0f} %" for part, seconds in one.time.items()] if whole else []
     parts = tuple(BarPart(seconds, PART_COLOURS[part]) for part, seconds in one.time.items())
-    return Bar(_name(one), format_duration(whole), (parts,), below=", ".join(shares))
+    return Bar(name_of(one), format_duration(whole), (parts,), below=", ".join(shares))
 
 
 def _by_tile(found: Iterable[RowGroup]) -> Iterator[tuple[int, list[RowGroup]]]:
@@ -194,5 +192,6 @@ def _repeats(found: Iterable[RowGroup]) -> str:
     return f"median of {max(counts)} repeats" if counts and max(counts) > 1 else "one repeat"
 
 
-def _name(one: Result) -> str:
+def name_of(one: Result) -> str:
+    """Return its strategy, and what a planner made of it."""
     return one.strategy + (f" ({one.chosen})" if one.chosen else "")

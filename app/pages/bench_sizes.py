@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from app.pages.bench_file import Result
 from app.pages.bench_groups import RowGroup
-from app.pages.lines import Event, Line, lines_figure
+from app.pages.charts import COLOURS, MARKERS, Chart, Event, Series, line_chart
 
 
-def over_tiles(found: Sequence[RowGroup], looks: dict[str, int]) -> list[str]:
+def over_tiles(found: Sequence[RowGroup], looks: dict[str, int]) -> list[Chart]:
     """Two figures per number of ranks that ran on two tile sides or more: images/s, and megapixels/s.
 
     Args:
@@ -32,27 +34,34 @@ def over_tiles(found: Sequence[RowGroup], looks: dict[str, int]) -> list[str]:
             (f"Pixels over tile side, {name}", "megapixels per second", 1e-6, False),
         ):
             lines = [
-                Line(
+                _line(
                     strategy,
-                    tuple(
+                    [
                         (one.tile_px, one.speed * (scale * one.tile_px**2 if scale else 1.0))
                         for group in of_ranks
                         for one in group.ran
                         if one.strategy == strategy and one.speed > 0
-                    ),
+                    ],
                     look,
                 )
                 for strategy, look in looks.items()
             ]
-            if all(len(line.points) < 2 for line in lines):
+            if all(len(line.x) < 2 for line in lines):
                 continue  # the bars say as much
             figures.append(
-                lines_figure(title, unit, lines, x_label="tile side, px", sizes=sizes, events=events, log=log)
+                line_chart(
+                    *(lines, title, unit),
+                    x_label="tile side, px",
+                    sizes=sizes,
+                    events=events,
+                    from_zero=not log,
+                    log=log,
+                )
             )
-    return [figure for figure in figures if figure]
+    return figures
 
 
-def over_ranks(results: Sequence[Result], looks: dict[str, int]) -> list[str]:
+def over_ranks(results: Sequence[Result], looks: dict[str, int]) -> list[Chart]:
     """A figure per kind of scaling and tile side that was measured on two numbers of ranks or more.
 
     Args:
@@ -71,10 +80,9 @@ def over_ranks(results: Sequence[Result], looks: dict[str, int]) -> list[str]:
         lines = [_over_ranks(strategy, look, ran) for strategy, look in looks.items() if strategy != "single"]
         if "ddp" not in looks:
             lines.append(_over_ranks("single", looks.get("single", 0), ran))
-        lines = [_ideal(ran), *(line for line in lines if line.points)]
         sizes = [one.ranks for one in rows]
         unit = f"images per second; {what}" if what else "images per second"
-        figures.append(lines_figure(title, unit, lines, x_label="ranks", sizes=sizes))
+        figures.append(line_chart([_ideal(ran), *lines], title, unit, x_label="ranks", sizes=sizes, from_zero=True))
     return figures
 
 
@@ -90,16 +98,21 @@ def _limits(found: Sequence[RowGroup]) -> list[Event]:
     return [Event(tile, f"from {tile} px out of memory: {', '.join(names)}") for tile, names in at.items()]
 
 
-def _over_ranks(strategy: str, look: int, ran: Sequence[Result]) -> Line:
+def _over_ranks(strategy: str, look: int, ran: Sequence[Result]) -> Series:
     """``single`` is what ``ddp`` is on one rank."""
     names = ("single", "ddp") if strategy == "ddp" else (strategy,)
-    points = sorted((one.ranks, one.speed) for one in ran if one.strategy in names)
-    return Line(strategy, tuple((float(ranks), speed) for ranks, speed in points), look)
+    return _line(strategy, sorted((one.ranks, one.speed) for one in ran if one.strategy in names), look)
 
 
-def _ideal(ran: Sequence[Result]) -> Line:
+def _ideal(ran: Sequence[Result]) -> Series:
     """From the fastest row on the fewest ranks, in proportion to the ranks."""
     fewest, most = min(one.ranks for one in ran), max(one.ranks for one in ran)
     start = max((one for one in ran if one.ranks == fewest), key=lambda one: one.speed)
-    points = ((float(fewest), start.speed), (float(most), start.speed * most / fewest))
-    return Line(f"in proportion to the ranks, from {start.strategy}", points, 0, ideal=True)
+    x = np.array([fewest, most], np.float64)
+    return Series(f"in proportion to the ranks, from {start.strategy}", x, start.speed * x / fewest, 0, "ideal")
+
+
+def _line(strategy: str, points: Sequence[tuple[float, float]], look: int) -> Series:
+    """A line whose colour and marks are those of its strategy on all charts."""
+    x, y = np.array(points, np.float64).reshape(-1, 2).T
+    return Series(strategy, x, y, look % COLOURS, "dots", tuple(MARKERS)[look % len(MARKERS)])

@@ -5,24 +5,15 @@ Takes rows in the order of the file; gives a table per model, tile side and numb
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from html import escape
+from typing import NamedTuple
 
 from app.pages.bench_file import Bench, Result
 from app.pages.bench_groups import range_text
-from app.pages.charts import format_value
-from app.pages.html import format_bytes
-
-STYLE = """
-.full { font-size: 13px; } .full th, .full td { padding: 5px 7px; }
-.full thead th { white-space: normal; vertical-align: bottom; line-height: 1.25; }
-.full td.claim { min-width: 190px; line-height: 1.35; }
-.full tbody.group th { background: var(--ground); font-weight: 600; }
-@media (max-width: 600px) { .full { min-width: 860px; } .full tbody:not(.group) th, .full thead th:first-child {
-  position: sticky; left: 0; background: var(--card); max-width: 120px; } }
-@media print { .full { font-size: 9.5px; } .full th, .full td { padding: 3px 4px; } .full td.claim { min-width: 100px; }
-  .full tbody { break-inside: avoid; } .table:has(.full) { overflow: visible; } }
-"""
+from app.pages.bench_panels import name_of
+from app.pages.html import format_value
+from parallel.units import bytes_text
 
 COLUMNS = (
     "strategy",
@@ -40,20 +31,18 @@ COLUMNS = (
 )
 
 
-def full_table(bench: Bench) -> str:
-    """The table; empty without rows."""
-    if not bench.results:
-        return ""
-    head = "".join(f"<th{_kind(i)}>{escape(name)}</th>" for i, name in enumerate(COLUMNS))
-    body: list[str] = []
-    before = ""
-    for one in bench.results:
-        title = _title(one)
-        if title != before:
-            body.append(f'<tbody class="group"><tr><th colspan="{len(COLUMNS)}">{escape(title)}</th></tr></tbody>')
-            before = title
-        body.append(f"<tbody>{_row(one)}</tbody>")
-    return f'<div class="table"><table class="full"><thead><tr>{head}</tr></thead>{"".join(body)}</table></div>'
+class FullRow(NamedTuple):
+    """A row: its cells and the claim, or ``ended``: a word and a reason why there are none."""
+
+    name: str
+    ended: tuple[str, str] | None
+    cells: Sequence[str]
+    claim: str
+
+
+def full_table(bench: Bench) -> list[tuple[str, list[FullRow]]]:
+    """Return the rows that follow each other under one title."""
+    return [(title, [_row(one) for one in alike]) for title, alike in itertools.groupby(bench.results, _title)]
 
 
 def _title(one: Result) -> str:
@@ -67,12 +56,7 @@ def _title(one: Result) -> str:
     return " · ".join(parts)
 
 
-def _row(one: Result) -> str:
-    name = f"<th>{escape(one.strategy + (f' ({one.chosen})' if one.chosen else ''))}</th>"
-    if not one.ran:
-        word, why = one.end, one.reason
-        told = f'<b class="bad">{escape(word)}</b>{escape(": " + why if why else "")}'
-        return f'<tr>{name}<td colspan="{len(COLUMNS) - 1}">{told}</td></tr>'
+def _row(one: Result) -> FullRow:
     cells = (
         _speed(one.images_per_second),
         range_text(one),
@@ -85,12 +69,7 @@ def _row(one: Result) -> str:
         _most(one.sent),
         {True: "same", False: "differs!", None: ""}[one.loss_matches],
     )
-    figures = "".join(f"<td{_kind(i)}>{escape(text)}</td>" for i, text in enumerate(cells, 1))
-    return f'<tr>{name}{figures}<td class="claim">{escape(one.claim)}</td></tr>'
-
-
-def _kind(column: int) -> str:
-    return ' class="n"' if 0 < column < len(COLUMNS) - 2 else ""
+    return FullRow(name_of(one), None if one.ran else (one.end, one.reason), cells, one.claim)
 
 
 def _speed(value: float | None) -> str:
@@ -102,4 +81,4 @@ def _share(value: float | None) -> str:
 
 
 def _most(sizes: Sequence[float]) -> str:
-    return format_bytes(max(sizes)) if sizes else ""
+    return bytes_text(max(sizes)) if sizes else ""

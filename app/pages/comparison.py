@@ -6,21 +6,19 @@ and their curves of loss and scores over each other. What all runs share is left
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from app.pages.charts import Series, Values, format_value, line_chart
+from app.pages.charts import COLOURS, Chart, Series, line_chart
 from app.pages.curves import SETTLING_STEPS, SMOOTH_FRACTION, rolling_mean, score_name
-from app.pages.html import document, flattened, format_setting, save, section, table
+from app.pages.html import Table, flattened, format_setting, format_value, rendered, save
 from app.pages.run_files import Columns, RunFiles, read_run
 
 MOST = 12
 """Runs that six colours, solid and dashed, tell apart."""
-
-COLOURS = 6
 
 FIGURES = {
     "status": "Ended",
@@ -42,11 +40,6 @@ FIGURES = {
 """Figures of ``summary.json`` by their key, in the order shown; scores come after them."""
 
 SMOOTHED = f"mean of {SMOOTH_FRACTION:.0%} of the steps"
-
-STYLE = """
-.compared th:first-child { min-width: 130px; } .compared td, .compared thead th { overflow-wrap: anywhere;
-  min-width: 96px; white-space: normal; font-variant-numeric: tabular-nums; }
-"""
 
 
 def write_comparison(runs: Sequence[Path], out: Path) -> Path:
@@ -77,33 +70,26 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def render(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """The page."""
-    charts = "".join(_curves(runs, names))
-    parts = [
-        f'<header><h1>{len(runs)} runs compared</h1><p class="soft">Of what all of them share, each run\'s own report '
-        "tells.</p></header>",
-        section("Settings that differ", _beside(names, _differing([run.config for run in runs], ("out", "resume")))),
-        section("Figures", _beside(names, _figures(runs))),
-        section("Curves", f'<div class="grid charts">{charts}</div>' if charts else ""),
-        section("Environment that differs", _beside(names, _differing([run.environment for run in runs], ()))),
-    ]
-    return document("Runs compared · MegaTile", "\n".join(part for part in parts if part), STYLE)
+    """Return the page."""
+    headers = ("", *names)
+    return rendered(
+        "comparison.html.j2",
+        runs=len(runs),
+        settings=Table(headers, _differing([run.config for run in runs], ("out", "resume"))),
+        figures=Table(headers, _figures(runs)),
+        charts=_curves(runs, names),
+        environment=Table(headers, _differing([run.environment for run in runs], ())),
+    )
 
 
-def _beside(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    made = table(("", *names), [(name, *cells) for name, cells in rows])
-    return made.replace('<div class="table">', '<div class="table compared">', 1)
-
-
-def _figures(runs: Sequence[RunFiles]) -> list[tuple[str, Sequence[str]]]:
-    rows = [(name, [_told(key, run.summary.get(key)) for run in runs]) for key, name in FIGURES.items()]
-    scores = dict.fromkeys(key for run in runs for key in run.summary.get("metrics") or {})
-    for key in scores:
-        found = [(run.summary.get("metrics") or {}).get(key) for run in runs]
-        rows.append((score_name(key), [_told("", value) for value in found]))
+def _figures(runs: Sequence[RunFiles]) -> list[list[str]]:
+    rows = [[name, *(_told(key, run.summary.get(key)) for run in runs)] for key, name in FIGURES.items()]
+    scores = [run.summary.get("metrics") or {} for run in runs]
+    for key in dict.fromkeys(key for run in scores for key in run):
+        rows.append([score_name(key), *(_told("", run.get(key)) for run in scores)])
     best = [run.summary.get("best") or {} for run in runs]
-    rows.append(("Best checkpoint, at step", [_told("", one.get("step")) for one in best]))
-    return [(name, cells) for name, cells in rows if any(cell != "–" for cell in cells)]
+    rows.append(["Best checkpoint, at step", *(_told("", run.get("step")) for run in best)])
+    return [row for row in rows if any(cell != "–" for cell in row[1:])]
 
 
 def _told(key: str, value: Any) -> str:
@@ -112,52 +98,36 @@ def _told(key: str, value: Any) -> str:
     return format_setting("bubble_fraction" if key == "bubble" else key, value)
 
 
-def _differing(values: Sequence[Mapping[str, Any]], ignored: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+def _differing(values: Sequence[Mapping[str, Any]], ignored: Sequence[str]) -> list[list[str]]:
     """Rows of those values that are not the same in all runs; a value that a run does not have is a dash."""
-    flat = [dict(flattened(one)) for one in values]
-    names = dict.fromkeys(name for one in flat for name in one if name not in ignored)
-    rows = [(name, [one.get(name, "–") for one in flat]) for name in names]
-    return [(name, cells) for name, cells in rows if len(set(cells)) > 1]
+    flat = [dict(flattened(run)) for run in values]
+    names = dict.fromkeys(name for run in flat for name in run if name not in ignored)
+    rows = [[name, *(run.get(name, "–") for run in flat)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
-    """Loss, each score, and speed; only those that any run has."""
+def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Chart]:
+    """Loss, each score, and speed without the first steps, which would hide all later ones; those that any run has."""
     scores = dict.fromkeys(key for run in runs for key in run.validation if key != "step")
+    metrics, validations = [run.metrics for run in runs], [run.validation for run in runs]
+    settled = [{k: v[SETTLING_STEPS:] if len(v) > SETTLING_STEPS else v for k, v in run.items()} for run in metrics]
     charts = [
-        _chart(runs, names, "Training loss", f"per tile, {SMOOTHED}", lambda run: run.metrics, "loss"),
-        *(_chart(runs, names, score_name(key), "validation", lambda run: run.validation, key) for key in scores),
-        _chart(runs, names, "Throughput", f"images/s, {SMOOTHED}", _settled, "images_per_second", from_zero=True),
+        line_chart(_series(metrics, names, "loss"), "Training loss", f"per tile, {SMOOTHED}"),
+        *(line_chart(_series(validations, names, key), score_name(key), "validation") for key in scores),
+        line_chart(_series(settled, names, "images_per_second"), "Throughput", f"images/s, {SMOOTHED}", from_zero=True),
     ]
-    return [chart for chart in charts if chart]
+    return [chart for chart in charts if chart.series]
 
 
-def _chart(
-    runs: Sequence[RunFiles],
-    names: Sequence[str],
-    title: str,
-    unit: str,
-    columns: Callable[[RunFiles], Columns],
-    key: str,
-    *,
-    from_zero: bool = False,
-) -> str:
-    series = []
-    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        found = columns(run)
-        if "step" in found and key in found and np.isfinite(found[key]).any():
-            series.append(_series(name, found["step"], found[key], number))
-    return line_chart(series, title=title, y_label=unit, from_zero=from_zero) if series else ""
-
-
-def _series(name: str, step: Values, value: Values, number: int) -> Series:
+def _series(columns: Sequence[Columns], names: Sequence[str], key: str) -> list[Series]:
     """Values that there are, joined: a validation stands every so many steps. Of many, the mean of each with its
     neighbours: noise of several runs over each other cannot be read."""
-    known = np.isfinite(value)
-    return Series(
-        name, step[known], rolling_mean(value[known])[0], number % COLOURS, "line" if number < COLOURS else "dashed"
-    )
-
-
-def _settled(run: RunFiles) -> Columns:
-    """Speed without the first steps, which would hide all later ones."""
-    return {name: v[SETTLING_STEPS:] if len(v) > SETTLING_STEPS else v for name, v in run.metrics.items()}
+    series = []
+    for number, (run, name) in enumerate(zip(columns, names, strict=True)):
+        value = run.get(key, np.array([]))
+        known = np.isfinite(value)
+        if "step" in run and known.any():
+            kind: Literal["line", "dashed"] = "line" if number < COLOURS else "dashed"
+            mean, _ = rolling_mean(value[known])
+            series.append(Series(name, run["step"][known], mean, number % COLOURS, kind))
+    return series

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.pages.charts import Series, Values, line_chart
+from app.pages.charts import Chart, Series, Values, line_chart
 from app.pages.run_files import Columns
 
 SCORES = {
@@ -28,8 +28,8 @@ SETTLING_STEPS = 2
 """First steps that the speed curves leave out, as the speed figures do: they would hide all later ones."""
 
 
-def curves(metrics: Columns, validation: Columns) -> list[str]:
-    """The charts that ``metrics.csv`` and ``validation.csv`` have values for."""
+def curves(metrics: Columns, validation: Columns) -> list[Chart]:
+    """Return the charts that ``metrics.csv`` and ``validation.csv`` have values for."""
     charts = []
     if _has(metrics, "step", "loss"):
         drawn = _smoothed("training", metrics["step"], metrics["loss"], 0)

@@ -1,13 +1,12 @@
 """Pictures of tissue and tiles for a report: a dozen small ones of all that the run folder has.
 
-Takes paths of PNG files; gives HTML with the pictures in it.
+Takes paths of PNG files; gives small JPEG pictures as text that a page can hold.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,11 @@ OVERLAY_PX = 320
 """Pictures of tissue on the page, and their longer side: twelve of them stay under half a megabyte."""
 
 
-def overlays(paths: Sequence[Path]) -> str:
-    """Small pictures of some of ``paths``, evenly chosen; empty without any."""
-    figures = []
+def overlays(paths: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return names and base64 JPEGs of some of ``paths``, evenly chosen, without those that cannot be decoded."""
     shown = min(OVERLAYS, len(paths))
-    for path in (paths[i * len(paths) // shown] for i in range(shown)):
-        encoded = _thumbnail(path)
-        if encoded:
-            figures.append(
-                f'<figure><img alt="tissue of {escape(path.stem, quote=True)}" src="data:image/jpeg;base64,{encoded}"/>'
-                f"<figcaption>{escape(path.stem)}</figcaption></figure>"
-            )
-    if not figures:
-        return ""
-    note = f"Tissue and tiles of {len(figures)} of {len(paths)} slides; all are in the folder tissue."
-    return f'<p class="soft">{note}</p><div class="grid pictures">{"".join(figures)}</div>'
+    chosen = [paths[i * len(paths) // shown] for i in range(shown)]
+    return [(path.stem, jpeg) for path in chosen if (jpeg := _thumbnail(path))]
 
 
 def _thumbnail(path: Path) -> str:

@@ -1,7 +1,7 @@
 """The tables of a run's predictions: how each class and each slide came out.
 
 Takes the rows of ``predictions.csv`` (slide, split, tiles; classification: label, prediction, score_<class>;
-segmentation: dice_<class>) and of ``splits.csv``; gives HTML tables, empty where there is nothing to say.
+segmentation: dice_<class>) and of ``splits.csv``; gives tables, without rows where there is nothing to say.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from app.pages.html import table
+from app.pages.html import Table
 from app.pages.run_files import Rows
 
 SLIDES_SHOWN = 100
@@ -21,10 +21,8 @@ CLASSES_SHOWN = 10
 """With more classes the table of confusions no longer fits a page."""
 
 
-def class_table(predictions: Rows) -> str:
-    """One row per class: slides, and what became of them."""
-    if not predictions:
-        return ""
+def class_table(predictions: Rows) -> Table:
+    """Return one row per class: slides, and what became of them."""
     dice = _columns(predictions, "dice_")
     if dice:
         values = {name: _numbers(predictions, name) for name in dice}
@@ -36,7 +34,7 @@ def class_table(predictions: Rows) -> str:
             )
             for name, found in values.items()
         ]
-        return table(("class", "slides", "mean Dice", "median", "lowest", "highest"), rows, range(1, 6))
+        return Table(("class", "slides", "mean Dice", "median", "lowest", "highest"), rows, range(1, 6))
     labelled = [row for row in predictions if row.get("label") and not _unscored(row)]
     classes = sorted({row["label"] for row in labelled} | {row.get("prediction", "") for row in labelled})
     counts = Counter((row["label"], row.get("prediction", "")) for row in labelled)
@@ -48,11 +46,11 @@ def class_table(predictions: Rows) -> str:
         share = f"{100 * right / total:.0f} %" if total else "–"
         rows.append((truth, str(total), str(right), share, *(str(counts[truth, other]) for other in shown)))
     headers = ("class", "slides", "right", "sensitivity", *(f"said {other}" for other in shown))
-    return table(headers, rows, range(1, len(headers)))
+    return Table(headers, rows, range(1, len(headers)))
 
 
-def slide_table(predictions: Rows) -> str:
-    """One row per slide, the worst first."""
+def slide_table(predictions: Rows) -> tuple[Table, list[str]]:
+    """Return one row per slide, the worst first, and what is to be said of those left out."""
     dice, scores = _columns(predictions, "dice_"), _columns(predictions, "score_")
     if dice:
         ordered = sorted(predictions, key=lambda row: min(_numbers((row,), *dice), default=2.0))
@@ -76,14 +74,14 @@ def slide_table(predictions: Rows) -> str:
         ]
         numeric = range(5, len(headers))
     unscored = sum(map(_unscored, predictions))
-    left_out = f'<p class="soft">{unscored} without a score: no tile could be read, see failed_slides.csv.</p>'
-    note = f'<p class="soft">The {SLIDES_SHOWN} worst of {len(rows)} slides; all are in predictions.csv.</p>'
-    notes = (note if len(rows) > SLIDES_SHOWN else "") + (left_out if unscored else "")
-    return table(headers, rows[:SLIDES_SHOWN], numeric) + notes
+    notes = [f"The {SLIDES_SHOWN} worst of {len(rows)} slides; all are in predictions.csv."]
+    notes = notes if len(rows) > SLIDES_SHOWN else []
+    notes += [f"{unscored} without a score: no tile could be read, see failed_slides.csv."] if unscored else []
+    return Table(headers, rows[:SLIDES_SHOWN], numeric), notes
 
 
-def split_table(splits: Rows, classes: Sequence[str]) -> str:
-    """Slides and patients of each split, and its slides of each class where slides have a label.
+def split_table(splits: Rows, classes: Sequence[str]) -> Table:
+    """Return slides and patients of each split, and its slides of each class where slides have a label.
 
     Args:
         splits: slide, patient, label (index into ``classes``), split.
@@ -99,7 +97,7 @@ def split_table(splits: Rows, classes: Sequence[str]) -> str:
             patients = len({row.get("patient", "") for row in inside})
             rows.append((split, str(len(inside)), str(patients), *(str(counts[label]) for label in labels)))
     headers = ("split", "slides", "patients", *(names.get(label, label) for label in labels))
-    return table(headers, rows, range(1, len(headers)))
+    return Table(headers, rows, range(1, len(headers)))
 
 
 def _columns(rows: Rows, start: str) -> list[str]:

@@ -7,28 +7,15 @@ overlays, settings, environment, and how to run it again.
 from __future__ import annotations
 
 import shlex
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from app.pages.charts import format_value
 from app.pages.curves import SCORES, curves, score_name
-from app.pages.html import (
-    card,
-    document,
-    facts,
-    facts_in_two,
-    flattened,
-    format_bytes,
-    format_setting,
-    pair,
-    save,
-    section,
-    table,
-)
+from app.pages.html import Card, Table, flattened, format_setting, format_value, rendered, save
 from app.pages.overlays import overlays
 from app.pages.results import class_table, slide_table, split_table
 from app.pages.run_files import RunFiles, read_run
+from parallel.units import bytes_text
 
 FIGURES = {
     "parameters": ("Parameters of the model", ""),
@@ -68,56 +55,50 @@ def write_report(run: Path) -> Path:
 
 
 def render(files: RunFiles) -> str:
-    """The page."""
-    name = files.folder.resolve().name
-    parts = [
-        _headline(files, name),
-        _card_row(_cards(files)),
-        section("Curves", _grid(curves(files.metrics, files.validation))),
-        section("One step, by rank", f'<div class="timeline">{files.schedule}</div>' if files.schedule else ""),
-        section("Classes and slides", class_table(files.predictions), slide_table(files.predictions)),
-        section("Data", split_table(files.splits, files.summary.get("classes") or []), overlays(files.overlays)),
-        section("Failed slides", _failed(files)),
-        section("Figures", pair(_figures(files), _score_facts(files))),
-        section("Run it again", f"<pre>{escape(_command(files))}</pre>"),
-        section("Settings", facts_in_two(flattened(files.config))),
-        section("Environment", facts_in_two(flattened(files.environment))),
-        section("End of the log", f"<pre>{escape(chr(10).join(files.log_end))}</pre>" if files.log_end else ""),
-    ]
-    return document(f"{name} · MegaTile", "\n".join(part for part in parts if part))
-
-
-def _grid(charts: list[str]) -> str:
-    """Charts beside each other; five as two large ones above three."""
-    five = " five" if len(charts) == 5 else ""
-    return f'<div class="grid charts{five}">{"".join(charts)}</div>' if charts else ""
-
-
-def _card_row(cards: list[str]) -> str:
-    return f'<section class="grid cards">{"".join(cards)}</section>' if cards else ""
-
-
-def _headline(files: RunFiles, name: str) -> str:
-    summary = files.summary
+    """Return the page."""
+    summary, name = files.summary, files.folder.resolve().name
     status = summary.get("status", "no summary: running, or ended without a word")
-    look = {"completed": "good", "interrupted": "fair"}.get(status, "bad" if status == "failed" else "fair")
-    ranks = summary.get("ranks", 1)
-    told = [
+    slides, slide_notes = slide_table(files.predictions)
+    return rendered(
+        "run.html.j2",
+        name=name,
+        status=status,
+        look={"completed": "good", "failed": "bad"}.get(status, "fair"),
+        what=_what(files),
+        error=summary.get("error"),
+        cards=_cards(files),
+        charts=curves(files.metrics, files.validation),
+        schedule=files.schedule,
+        classes=class_table(files.predictions),
+        slides=slides,
+        slide_notes=slide_notes,
+        splits=split_table(files.splits, summary.get("classes") or []),
+        pictures=overlays(files.overlays),
+        overlays=len(files.overlays),
+        failed=_failed(files),
+        figures=_figures(files),
+        scores=_scores(files),
+        commands=_commands(files),
+        settings=flattened(files.config),
+        environment=flattened(files.environment),
+        log=files.log_end,
+    )
+
+
+def _what(files: RunFiles) -> list[str]:
+    """Model, task, tiles and strategy, as far as they are known."""
+    summary, ranks = files.summary, files.summary.get("ranks", 1)
+    known = [
         summary.get("model", files.config.get("model")),
         {"classify": "classification", "segment": "segmentation"}.get(summary.get("task", ""), summary.get("task")),
         f"{summary['tile_px']} px tiles" if summary.get("tile_px") else None,
         f"{format_value(summary['mpp'])} µm/px" if summary.get("mpp") else None,
         f"{summary['strategy']} on {ranks} {'rank' if ranks == 1 else 'ranks'}" if summary.get("strategy") else None,
     ]
-    line = escape(" · ".join(str(one) for one in told if one))
-    error = f'<div class="card notice">{escape(str(summary["error"]))}</div>' if summary.get("error") else ""
-    return (
-        f'<header><div class="top"><h1>{escape(name)}</h1><span class="status {look}">{escape(status)}</span></div>'
-        f'<p class="soft">{line}</p>{error}</header>'
-    )
+    return [str(word) for word in known if word]
 
 
-def _cards(files: RunFiles) -> list[str]:
+def _cards(files: RunFiles) -> list[Card]:
     summary, best = files.summary, files.summary.get("best") or {}
     scores = {key: value for key, value in (summary.get("metrics") or {}).items() if value is not None}
     cards = []
@@ -127,23 +108,23 @@ def _cards(files: RunFiles) -> list[str]:
             name, note = name.replace("balanced ", ""), "balanced; last validation"
         if best.get("metric") == key and best.get("value") is not None:
             note = f"best {format_value(best['value'])} at step {best.get('step')}"
-        cards.append(card(name, format_value(scores[key]), note=note))
+        cards.append(Card(name, format_value(scores[key]), note=note))
     if not scores and summary.get("final_loss") is not None:
-        cards.append(card("Training loss", format_value(summary["final_loss"]), note="last step; not validated"))
+        cards.append(Card("Training loss", format_value(summary["final_loss"]), note="last step; not validated"))
     if summary.get("images_per_second") is not None:
         fed = summary.get("images_per_second_no_data")
         note = f"{format_value(fed, 3)} fed from memory" if fed is not None else "data loading included"
-        cards.append(card("Speed", format_value(summary["images_per_second"], 3), "images/s", note))
+        cards.append(Card("Speed", format_value(summary["images_per_second"], 3), "images/s", note))
     if summary.get("data_wait_fraction") is not None:
         waiting = format_setting("data_wait_fraction", summary["data_wait_fraction"])
-        cards.append(card("Data wait", waiting.removesuffix(" %"), "%", "of the step time"))
+        cards.append(Card("Data wait", waiting.removesuffix(" %"), "%", "of the step time"))
     if summary.get("peak_memory_bytes"):
-        value, unit = format_bytes(max(summary["peak_memory_bytes"])).split(" ")
-        cards.append(card("Peak memory", value, unit, "largest rank"))
+        value, unit = bytes_text(max(summary["peak_memory_bytes"])).split(" ")
+        cards.append(Card("Peak memory", value, unit, "largest rank"))
     return cards
 
 
-def _figures(files: RunFiles) -> str:
+def _figures(files: RunFiles) -> list[tuple[str, str]]:
     known = dict(files.summary)
     for key, part, whole in (
         ("replaced", "tiles_replaced", "images"),
@@ -153,11 +134,11 @@ def _figures(files: RunFiles) -> str:
             known[key] = f"{known[part]} of {known.get(whole)}"
     if known.get("pixels_per_second") is not None:
         known["megapixels_per_second"] = known["pixels_per_second"] / 1e6
-    return facts(
+    return [
         (name, (format_value(value) if _counted(key, value) else format_setting(key, value)) + unit)
         for key, (name, unit) in FIGURES.items()
         if (value := known.get(key)) is not None
-    )
+    ]
 
 
 def _counted(key: str, value: Any) -> bool:
@@ -165,23 +146,23 @@ def _counted(key: str, value: Any) -> bool:
     return isinstance(value, int) and not key.endswith("_bytes")
 
 
-def _score_facts(files: RunFiles) -> str:
+def _scores(files: RunFiles) -> list[tuple[str, str]]:
     metrics, best = files.summary.get("metrics") or {}, files.summary.get("best") or {}
-    found = [(score_name(key), "undefined" if v is None else format_value(v)) for key, v in metrics.items()]
+    scores = [(score_name(key), "undefined" if v is None else format_value(v)) for key, v in metrics.items()]
     if best:
         value = format_setting("", best.get("value"))
-        found.append(("Best checkpoint", f"step {best.get('step')}: {score_name(str(best.get('metric')))} {value}"))
+        scores.append(("Best checkpoint", f"step {best.get('step')}: {score_name(str(best.get('metric')))} {value}"))
     if files.summary.get("checkpoint"):
-        found.append(("Checkpoint", str(files.summary["checkpoint"])))
-    return facts(found)
+        scores.append(("Checkpoint", str(files.summary["checkpoint"])))
+    return scores
 
 
-def _failed(files: RunFiles) -> str:
-    rows = [[row.get(name, "") for name in ("slide", "step", "error")] for row in files.failed]
-    return table(("slide", "step", "error"), rows)
+def _failed(files: RunFiles) -> Table:
+    names = ("slide", "step", "error")
+    return Table(names, [[row.get(name, "") for name in names] for row in files.failed])
 
 
-def _command(files: RunFiles) -> str:
+def _commands(files: RunFiles) -> list[str]:
     """How to make this run once more, and how to go on with one that was broken off."""
     out = str(files.config.get("out") or files.folder.name)
     launcher = (files.environment.get("launcher") or {}).get("started_by")
@@ -189,7 +170,7 @@ def _command(files: RunFiles) -> str:
     start = f"torchrun --nproc-per-node {ranks}" if launcher == "torchrun" else "python"
     begin = f"{start} -m app.train --config {shlex.quote(out + '/config.yaml')}"
     fresh = " --no-resume" if files.config.get("resume") else ""
-    lines = [f"{begin} --out {shlex.quote(out + '-again')}{fresh}"]
-    if files.summary.get("status") != "completed":
-        lines = ["# go on from the last checkpoint", f"{begin} --resume", "# or start anew", *lines]
-    return "\n".join(lines)
+    anew = f"{begin} --out {shlex.quote(out + '-again')}{fresh}"
+    if files.summary.get("status") == "completed":
+        return [anew]
+    return ["# go on from the last checkpoint", f"{begin} --resume", "# or start anew", anew]

@@ -65,7 +65,7 @@ class PlanCommand:
     graph: Literal["op", "layer", "block", "module"] = "block"
     """How finely the model is drawn in --out."""
     out: Path | None = None
-    """Folder for plan.json, candidates.json, schedule.svg, schedule.csv, graph.svg, graph.json and graph.txt."""
+    """Folder for plan.json, candidates.json, schedule.svg, schedule.csv, and graph.svg, .dot, .json and .txt."""
 
     @property
     def tiles(self) -> int:

@@ -6,9 +6,8 @@ Takes the command; runs the planner. A row for each strategy, its best candidate
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from app.planning.table import print_largest, print_rows
 from app.planning.workload import Workload
 from app.settings.cli import FAILED, OK
 from app.settings.sizes import bytes_of
+from parallel.draw.graph_dot import graph_dot
 from parallel.draw.graph_json import graph_json
 from parallel.draw.graph_picture import graph_svg
 from parallel.draw.graph_text import graph_text
+from parallel.draw.model_view import ModelView
 from parallel.draw.schedule_svg import schedule_svg
-from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Partition
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
 from parallel.plan.limit import too_small
 from parallel.plan.plan import Plan, PlanRow, best_of
@@ -172,28 +171,19 @@ def _write(
             title = f"{best.strategy}: {command.model}, {command.tile} px, simulated"
             (out / "schedule.svg").write_text(schedule_svg(timeline, title=title))
             (out / "schedule.csv").write_text(to_csv(schedule_of(best.strategy)[0]))
-    forward = [cost.forward_s for cost in costs.layers]
-    backward = [cost.backward_s for cost in costs.layers]
-    drawn = functools.partial(_drawn, command, graph, partition, forward, backward)
-    (out / "graph.svg").write_text(drawn(graph_svg))
-    (out / "graph.txt").write_text(drawn(graph_text))
-    (out / "graph.json").write_text(json.dumps(drawn(graph_json), indent=1))
-    print(f"\nwritten to {out}: " + ", ".join(sorted(path.name for path in out.iterdir())))
-
-
-def _drawn(
-    command: PlanCommand,
-    graph: LayerGraph,
-    partition: Partition | None,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    draw: Callable[..., Any],
-) -> Any:
-    """The model's graph as text, data or picture, as ``draw`` makes it."""
-    title = f"{command.model}, one tile of {command.tile} px"
-    return draw(
-        graph, level=command.graph, partition=partition, forward_s=forward_s, backward_s=backward_s, title=title
+    view = ModelView(
+        graph,
+        level=command.graph,
+        partition=partition,
+        forward_s=[cost.forward_s for cost in costs.layers],
+        backward_s=[cost.backward_s for cost in costs.layers],
+        title=f"{command.model}, one tile of {command.tile} px",
     )
+    (out / "graph.svg").write_text(graph_svg(view))
+    (out / "graph.dot").write_text(graph_dot(view))
+    (out / "graph.txt").write_text(graph_text(view))
+    (out / "graph.json").write_text(json.dumps(graph_json(view), indent=1))
+    print(f"\nwritten to {out}: " + ", ".join(sorted(path.name for path in out.iterdir())))
 
 
 def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:

@@ -16,40 +16,17 @@ The schema, version 1; bytes and flops are for the traced shapes of one microbat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from parallel.draw.coarsen import coarsen
-from parallel.draw.outline import Level
-from parallel.draw.stage_sums import cut_sums, stage_sums
-from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Partition
+from parallel.draw.model_view import ModelView
 
 VERSION = 1
 
 
-def graph_json(
-    graph: LayerGraph,
-    *,
-    level: Level = "block",
-    partition: Partition | None = None,
-    forward_s: Sequence[float] | None = None,
-    backward_s: Sequence[float] | None = None,
-    title: str = "",
-) -> dict[str, Any]:
-    """The model as data, in the schema above. Without a partition there is one stage and no cut.
-
-    Args:
-        level: as of ``coarsen``.
-        forward_s: seconds of each layer; ``backward_s`` likewise.
-
-    Raises:
-        ValueError: as ``coarsen``.
-    """
-    partition = partition or Partition(graph, (0,))
-    outline = coarsen(graph, level, cuts=partition.starts, forward_s=forward_s, backward_s=backward_s)
-    stage_of = [partition.stage_of(graph.layers[part.start].name) for part in outline.parts]
+def graph_json(view: ModelView) -> dict[str, Any]:
+    """Return the model as data, in the schema above. Without a partition there is one stage and no cut."""
+    graph, outline, partition, stage_of = view.graph, view.outline, view.stages, view.stage_of
     nodes = []
     for number, part in enumerate(outline.parts):
         node = {"id": number, **asdict(part), "stage": stage_of[number]}
@@ -57,8 +34,8 @@ def graph_json(
         nodes.append(node)
     return {
         "version": VERSION,
-        "level": level,
-        "title": title,
+        "level": view.level,
+        "title": view.title,
         "nodes": nodes,
         "edges": [{**asdict(link), "values": list(link.values)} for link in outline.links],
         "groups": [asdict(group) for group in outline.groups],
@@ -69,7 +46,7 @@ def graph_json(
                 "values": list(cut.values),
                 "bytes": cut.bytes,
             }
-            for cut in cut_sums(partition)
+            for cut in view.cut_sums
         ],
         "stages": [
             {
@@ -87,6 +64,6 @@ def graph_json(
                     if source == total.stage
                 ],
             }
-            for total in stage_sums(partition, forward_s, backward_s)
+            for total in view.stage_sums
         ],
     }

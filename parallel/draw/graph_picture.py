@@ -12,17 +12,15 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
 
-from parallel.draw.coarsen import coarsen
 from parallel.draw.graph_layout import lay_out
 from parallel.draw.graph_places import BOX_HEIGHT, Band, Box, Layout
 from parallel.draw.graph_strokes import wire_strokes
 from parallel.draw.graph_style import HUES, style, svg_text
-from parallel.draw.outline import Level, Outline, Part
+from parallel.draw.model_view import CutSum, ModelView, StageSum
+from parallel.draw.outline import Outline, Part
 from parallel.draw.schedule_svg import FONT
-from parallel.draw.stage_sums import CutSum, StageSum, cut_sums, stage_sums
 from parallel.draw.text_width import fitted, text_width
-from parallel.graph.layers import INPUT, OUTPUT, LayerGraph
-from parallel.graph.partition import Partition
+from parallel.graph.layers import INPUT, OUTPUT
 from parallel.units import bytes_text, seconds_text
 
 MARGIN, HEAD = 24.0, 84.0
@@ -35,50 +33,30 @@ ROWS, SHAPE = 16, 1.5
 """Rows before the picture is folded, and width by height that a larger one is folded to."""
 
 
-def graph_svg(
-    graph: LayerGraph,
-    *,
-    level: Level = "block",
-    partition: Partition | None = None,
-    forward_s: Sequence[float] | None = None,
-    backward_s: Sequence[float] | None = None,
-    title: str = "",
-) -> str:
-    """The text of an SVG file.
-
-    Args:
-        level: as of ``coarsen``.
-        partition: whose stages are coloured and whose cuts are drawn; parts are split where a cut falls inside.
-        forward_s: seconds of each layer; ``backward_s`` likewise.
-
-    Raises:
-        ValueError: as ``coarsen``.
-    """
-    whole = partition or Partition(graph, (0,))
-    outline = coarsen(graph, level, cuts=whole.starts, forward_s=forward_s, backward_s=backward_s)
-    stages = [whole.stage_of(graph.layers[part.start].name) for part in outline.parts]
+def graph_svg(view: ModelView) -> str:
+    """Return the text of an SVG file."""
+    outline, stages = view.outline, view.stage_of
     box_width = _box_width(outline)
-    margin = (STAGE_WORDS if partition else 0.0) + (GROUP_WORDS if outline.groups else 0.0)
+    margin = (STAGE_WORDS if view.partition else 0.0) + (GROUP_WORDS if outline.groups else 0.0)
     rows = max(ROWS, round(math.sqrt(len(outline.parts) * (1.6 * box_width + margin) / (BOX_HEIGHT + 26) / SHAPE)))
     layout = lay_out(outline, stages, box_width=box_width, margin=margin, top=HEAD, column_rows=rows)
-    sums = stage_sums(whole, forward_s, backward_s)
 
-    parts = [*_bands(layout, sums, cut_sums(whole))] if partition else []
+    parts = [*_bands(layout, view.stage_sums, view.cut_sums)] if view.partition else []
     parts += wire_strokes(layout, outline, stages)
     parts += _boxes(layout, outline, stages)
     parts += _groups(layout, outline)
-    legend, legend_width = _legend(outline, sums, bool(partition))
-    width = max(layout.width, legend_width, text_width(title, 19)) + 2 * MARGIN
+    legend, legend_width = _legend(outline, view.stage_sums, bool(view.partition))
+    width = max(layout.width, legend_width, text_width(view.title, 19)) + 2 * MARGIN
     height = layout.height + 2 * MARGIN
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" font-family="{FONT}">',
-            f"<title>{escape(title)}</title>",
+            f"<title>{escape(view.title)}</title>",
             f"<style>{style()}</style>",
             f'<rect class="paper edge" width="{width:g}" height="{height:g}" rx="10"/>',
             f'<g transform="translate({MARGIN:g} {MARGIN:g})">',
-            svg_text(0, 18, title, 19, bold=True),
+            svg_text(0, 18, view.title, 19, bold=True),
             *legend,
             *filter(None, parts),
             "</g>",

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from parallel.draw.coarsen import coarsen
-from parallel.draw.outline import Level, Outline
-from parallel.draw.stage_sums import CutSum, StageSum, cut_sums, stage_sums
-from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Partition
+from parallel.draw.model_view import CutSum, ModelView, StageSum
+from parallel.draw.outline import Outline
 from parallel.units import bytes_text, flops_text, seconds_text
 
 NAME, KIND, INPUTS = 36, 44, 22
 """Most characters of these columns; names lose their beginning, the others their end."""
 
 
-def graph_text(
-    graph: LayerGraph,
-    *,
-    level: Level = "block",
-    partition: Partition | None = None,
-    forward_s: Sequence[float] | None = None,
-    backward_s: Sequence[float] | None = None,
-    title: str = "",
-) -> str:
-    """A table of the model: what each part is, takes and gives, its sizes, its time and its stage.
-
-    Args:
-        level: as of ``coarsen``.
-        partition: whose cuts are ruled.
-        forward_s: seconds of each layer; ``backward_s`` likewise.
-
-    Raises:
-        ValueError: as ``coarsen``.
-    """
-    partition = partition or Partition(graph, (0,))
-    outline = coarsen(graph, level, cuts=partition.starts, forward_s=forward_s, backward_s=backward_s)
-    sums = stage_sums(partition, forward_s, backward_s)
-    cuts = {cut.position: cut for cut in cut_sums(partition)}
+def graph_text(view: ModelView) -> str:
+    """Return a table of the model: what each part is, takes and gives, its sizes, its time and its stage."""
+    outline, sums = view.outline, view.stage_sums
+    cuts = {cut.position: cut for cut in view.cut_sums}
     rows = _rows(outline)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
     whole = sum(widths) + 2 * (len(widths) - 1)
 
-    text = [title, ""] if title else []
+    text = [view.title, ""] if view.title else []
     text += [lines[0], "─" * whole]
     stage = 0
     for number, part in enumerate(outline.parts):

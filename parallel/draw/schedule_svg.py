@@ -97,14 +97,14 @@ def schedule_svg(timeline: Timeline, *, title: str, compare: Timeline | None = N
 
 
 def _rows(timeline: Timeline, top: float, scale: float) -> Iterator[str]:
-    left, width = MARGIN + LABELS, timeline.makespan_s * scale
+    left, width, start_s = MARGIN + LABELS, timeline.makespan_s * scale, timeline.start_s
     for row, rank in enumerate(sorted(timeline.spans)):
         y = top + row * (ROW + GAP)
         yield _text(MARGIN, y + ROW / 2 + 5, f"rank {rank}", size=14)
         yield f'<rect x="{left:g}" y="{y:g}" width="{width:.2f}" height="{ROW:g}" fill="{IDLE}"/>'
         chunks = _chunks(timeline, rank)
         for span in timeline.compute(rank):
-            x = left + (span.start_s - timeline.start_s) * scale
+            x = left + (span.start_s - start_s) * scale
             yield from _box(span, x, y, span.duration_s * scale, chunks[span.action.replica, span.action.stage])
 
 

@@ -12,6 +12,7 @@ import torch
 
 from models.registry import build_model
 from parallel.draw.graph_picture import graph_svg
+from parallel.draw.model_view import ModelView
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import partition_at
 from parallel.trace.trace import trace
@@ -46,13 +47,14 @@ def picture(file: str) -> str:
     name, called, cuts = PICTURES[file]
     graph = traced(name)
     forward_s = [layer.flops / NOMINAL_FLOPS + 3 * layer.output_bytes / NOMINAL_BANDWIDTH for layer in graph.layers]
-    return graph_svg(
+    view = ModelView(
         graph,
         partition=partition_at(graph, cuts),
         forward_s=forward_s,
         backward_s=[2 * seconds for seconds in forward_s],
         title=f"{called}: one tile of 512 px, {len(cuts) + 1} stages, at 10 TFLOP/s",
     )
+    return graph_svg(view)
 
 
 if __name__ == "__main__":

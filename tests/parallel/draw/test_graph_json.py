@@ -7,6 +7,7 @@ import json
 import pytest
 
 from parallel.draw.graph_json import graph_json
+from parallel.draw.model_view import ModelView
 from parallel.graph.partition import partition_at
 from tests.helpers.graph_pictures import traced
 
@@ -16,7 +17,7 @@ def test_nodes_edges_and_stages_agree(level: str) -> None:
     graph = traced("unet")
     partition = partition_at(graph, ["down_2", "decoder_2_convs_0_0"])
     seconds = [1e-3] * len(graph.layers)
-    data = graph_json(graph, level=level, partition=partition, forward_s=seconds, title="t")  # type: ignore[arg-type]
+    data = graph_json(ModelView(graph, level=level, partition=partition, forward_s=seconds, title="t"))  # type: ignore[arg-type]
     assert json.loads(json.dumps(data)) == data
     assert (data["version"], data["level"], data["title"]) == (1, level, "t")
     nodes, stages = data["nodes"], data["stages"]
@@ -47,7 +48,7 @@ def test_nodes_edges_and_stages_agree(level: str) -> None:
 
 
 def test_without_a_partition_there_is_one_stage() -> None:
-    data = graph_json(traced("torchvision:resnet50"))
+    data = graph_json(ModelView(traced("torchvision:resnet50")))
     assert data["cuts"] == []
     assert [(stage["first"], stage["last"], stage["sends"]) for stage in data["stages"]] == [(0, 19, [])]
     assert data["groups"][0] == {"first": 2, "last": 4, "label": "3 × Bottleneck"}

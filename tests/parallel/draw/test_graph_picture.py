@@ -14,6 +14,7 @@ from parallel.draw.coarsen import coarsen
 from parallel.draw.graph_layout import lay_out
 from parallel.draw.graph_picture import graph_svg
 from parallel.draw.graph_places import BOX_HEIGHT, Layout, Wire
+from parallel.draw.model_view import ModelView
 from parallel.draw.outline import Level, Outline
 from parallel.draw.text_width import text_width
 from parallel.graph.articulation import bytes_across
@@ -137,7 +138,9 @@ def test_everything_is_said() -> None:
     graph = traced("unet")
     partition = partition_at(graph, ["down_1", "decoder_1_up"])
     seconds = [1e-3] * len(graph.layers)
-    svg = graph_svg(graph, partition=partition, forward_s=seconds, backward_s=seconds, title="U-Net <512 px> & cuts")
+    svg = graph_svg(
+        ModelView(graph, partition=partition, forward_s=seconds, backward_s=seconds, title="U-Net <512 px> & cuts")
+    )
     root = ET.fromstring(svg)
     said = [text.text or "" for text in root.iter(f"{SVG}text")]
     assert said[0] == "U-Net <512 px> & cuts"
@@ -160,7 +163,7 @@ def test_bars_are_shares_of_the_longest() -> None:
     graph = traced("unet")
     seconds = [0.0] * len(graph.layers)
     seconds[graph.position["encoder_0_0_0"]], seconds[graph.position["head"]] = 0.004, 0.001
-    root = ET.fromstring(graph_svg(graph, forward_s=seconds))
+    root = ET.fromstring(graph_svg(ModelView(graph, forward_s=seconds)))
     bars = [r for r in root.iter(f"{SVG}rect") if r.get("height") == "3" and r.get("class") != "track"]
     whole = next(float(r.get("width", 0)) for r in root.iter(f"{SVG}rect") if r.get("class") == "track")
     assert [float(bar.get("width", 0)) for bar in bars] == pytest.approx([whole, whole / 4], abs=0.1)
@@ -170,7 +173,9 @@ def test_bars_are_shares_of_the_longest() -> None:
 def test_words_stay_in_their_boxes(model: str) -> None:
     graph = traced(model)
     seconds = [1e-4] * len(graph.layers)
-    root = ET.fromstring(graph_svg(graph, level="layer", partition=Partition(graph, (0,)), forward_s=seconds))
+    root = ET.fromstring(
+        graph_svg(ModelView(graph, level="layer", partition=Partition(graph, (0,)), forward_s=seconds))
+    )
     for group in (group for group in root.iter(f"{SVG}g") if group.get("class") == "part"):
         box = next(group.iter(f"{SVG}rect"))
         left, width = float(box.get("x", 0)), float(box.get("width", 0))
@@ -186,7 +191,7 @@ def test_words_stay_in_their_boxes(model: str) -> None:
 
 
 def test_light_and_dark_have_the_same_rules() -> None:
-    style = ET.fromstring(graph_svg(traced("unet"))).findtext(f"{SVG}style") or ""
+    style = ET.fromstring(graph_svg(ModelView(traced("unet")))).findtext(f"{SVG}style") or ""
     light, dark = style.split("@media (prefers-color-scheme:dark)")
     names = [re.findall(r"\.(\w+)\{", sheet) for sheet in (light, dark)]
     assert names[0] == names[1]
@@ -194,7 +199,7 @@ def test_light_and_dark_have_the_same_rules() -> None:
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
-    svg = graph_svg(traced("unet"), title="x")
+    svg = graph_svg(ModelView(traced("unet"), title="x"))
     assert "href" not in svg
     assert svg.count("http") == 1  # the name of the format
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallel.draw.graph_text import graph_text
+from parallel.draw.model_view import ModelView
 from parallel.draw.text_width import fitted, text_width
 from parallel.graph.partition import partition_at
 from parallel.units import bytes_text, flops_text, seconds_text
@@ -14,7 +15,9 @@ from tests.helpers.graph_pictures import traced
 def test_table_of_a_cut_unet() -> None:
     graph = traced("unet")
     seconds = [0.001] * len(graph.layers)
-    text = graph_text(graph, partition=partition_at(graph, ["down_2", "decoder.2"]), forward_s=seconds, title="U-Net")
+    text = graph_text(
+        ModelView(graph, partition=partition_at(graph, ["down_2", "decoder.2"]), forward_s=seconds, title="U-Net")
+    )
     lines = text.splitlines()
     assert lines[0] == "U-Net"
     assert lines[2].split() == ["#", "part", "kind", "takes", "gives", "params", "saved", "flops", "forward"]
@@ -33,12 +36,12 @@ def test_table_of_a_cut_unet() -> None:
 
 def test_table_of_a_whole_model() -> None:
     graph = traced("torchvision:densenet121")
-    lines = graph_text(graph, level="block").splitlines()
+    lines = graph_text(ModelView(graph, level="block")).splitlines()
     assert "cut" not in "".join(lines)
     assert lines[-1].startswith("all: params 26.5 MiB, saved ")
     last = next(line for line in lines if "denseblock1.denselayer6" in line)
     assert " 1-6 " in last
-    assert len(graph_text(graph, level="layer").splitlines()) == len(graph.layers) + 4
+    assert len(graph_text(ModelView(graph, level="layer")).splitlines()) == len(graph.layers) + 4
 
 
 @pytest.mark.parametrize(
