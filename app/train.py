@@ -22,6 +22,7 @@ from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.settings.strategy_faults import strategy_faults
 from app.training.dataset import Dataset, prepare
+from app.training.progress import IndexProgress
 from app.training.run_folder import RunFolder
 from app.training.run_info import describe_environment
 from pipelines.catalog.failures import FailedSlides
@@ -210,7 +211,8 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     folder.open(config, again=before > 0)
     folder.log_to_file()
     folder.write_json("env.json", describe_environment())
-    dataset = prepare(config, folder, _say)
+    with IndexProgress(_say) as progress:
+        dataset = prepare(config, folder, progress)
     if config.strategy.undecided or config.strategy.runs_undecided:
         plan_run(config, len(dataset.classes), dataset.task == "segment", folder.path, _say)
         folder.keep_microbatches(decided(config.strategy, folder.path, "cpu").m)
@@ -230,16 +232,12 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, be
         starter = find_starter()
         folder.keep_attempts(Attempts(before + 1, starter.agent, starter.job))
     placement.communicator.barrier()
-    return prepare(config, folder, _say_nothing) if dataset is None else dataset
+    return prepare(config, folder, lambda told: None) if dataset is None else dataset  # it was told when it was made
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
     logging.getLogger("app.train").info(line)
-
-
-def _say_nothing(line: str) -> None:
-    """What is found again has been said before."""
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from app.launch.restart import Attempts
 from app.settings.cli import RunError
 from app.settings.fields import flat, in_blocks, out_of_blocks
 from app.settings.run import RunConfig
+from app.training.progress import LOG_FORMAT
 from pipelines.catalog.csv_cells import write_rows
 
 FREE_TO_CHANGE = frozenset(
@@ -174,8 +175,8 @@ class RunFolder:
 
     def log_to_file(self) -> None:
         """Send everything logged to ``run.log``, and warnings to the user too."""
-        handler = logging.FileHandler(self.path / "run.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler = logging.FileHandler(self.path / "run.log", errors="backslashreplace")
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
         root = logging.getLogger()
         root.addHandler(handler)
         shown = logging.StreamHandler()

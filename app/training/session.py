@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,9 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region
 from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed, allocate_pinned
-from pipelines.stream.iterator import TileIterator
+from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD, OnFault
 from pipelines.stream.stream import TileStream
 
@@ -54,7 +55,7 @@ class Session:
 
     Attributes:
         stream: training tiles of this rank.
-        feed: turns uint8 tiles into the model's input on the device.
+        pixels, validation_pixels: turn uint8 tiles into the model's input on the device.
         reading, validation_reading: what this rank reads of each global batch.
         ranges: tiles of the global batch in each microbatch, over all ranks.
         parameters: of the whole model, in numbers.
@@ -71,8 +72,8 @@ class Session:
     engine: TrainingEngine
     loss: nn.Module
     stream: TileStream
-    feed: DeviceFeed
-    validation_feed: DeviceFeed
+    pixels: PixelMaker
+    validation_pixels: PixelMaker
     pool: SlidePool
     reading: RankReading
     validation_reading: RankReading
@@ -122,24 +123,35 @@ class Session:
 
     def train_rows_of(self, samples: Sequence[int]) -> list[int]:
         """Rows of the dataset's tiles that training samples are drawn from, on whatever rank."""
-        order = self.stream.order
-        return [int(self.train_rows[order.epoch(i // order.length)[i % order.length]]) for i in samples]
+        rows: list[int] = self.train_rows[self.stream.source.rows_of(np.asarray(samples, np.int64))].tolist()
+        return rows
+
+    def feed(
+        self,
+        source: Iterator[Batch],
+        ready: Callable[[], bool],
+        beside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> DeviceFeed:
+        """Return training batches of ``source`` as the model takes them; the arguments are those of ``DeviceFeed``."""
+        return DeviceFeed(source, ready, self.pixels, prefetch=self.config.stream.device_prefetch, beside=beside)
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[Iterator[Outputs]]:
         """The share of this rank's group of the validation tiles, each exactly once over all groups."""
         stream = _tiles(self.config, self.dataset, self.validation_rows, epochs=1)
         stream = stream.read(self.pool, _told("left out of the scores", "validate", self.failed), replaces=False)
-        with iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement)) as batches:
-            yield self._outputs(batches)
+        prefetch = self.config.stream.device_prefetch
+        with (
+            iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement)) as tiles,
+            DeviceFeed(tiles, tiles.ready, self.validation_pixels, prefetch=prefetch) as feed,
+        ):
+            yield self._outputs(feed)
 
-    def _outputs(self, batches: TileIterator) -> Iterator[Outputs]:
-        reading = self.validation_reading
-        for batch in batches:
-            reading.settle(batches, batch)
-            sizes = sizes_of_part(batch, max(reading.sizes))
+    def _outputs(self, feed: DeviceFeed) -> Iterator[Outputs]:
+        for batch in feed:
+            sizes = sizes_of_part(batch, max(self.validation_reading.sizes))
             start = 0
-            for microbatch in microbatches_of(self.validation_feed, batch, sizes):
+            for microbatch in microbatches_of(feed, batch, sizes):
                 end = start + microbatch.shape[0]
                 yield Outputs(microbatch, batch.samples[start:end], batch.rows[start:end] != UNREAD)
                 start = end
@@ -192,13 +204,7 @@ def build_session(
         autocast=placement.autocast,
         guardian=guardian,
     )
-    feed = functools.partial(
-        DeviceFeed,
-        placement.device,
-        seed=config.seed,
-        channels_last=channels_last,
-        prefetch=config.stream.device_prefetch,
-    )
+    pixels = functools.partial(PixelMaker, placement.device, seed=config.seed, channels_last=channels_last)
     pool = dataset.pool(config.stream.open_slides + 2)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)
     reading = functools.partial(
@@ -213,8 +219,8 @@ def build_session(
         engine,
         loss,
         _read_ahead(config, training_reading.sharded(stream), placement),
-        feed(config.augmentation),
-        feed(AugmentSettings(augment="none")),
+        pixels(config.augmentation),
+        pixels(AugmentSettings(augment="none")),
         pool,
         training_reading,
         reading([engine.predict_wants] * len(engine.share)),
