@@ -40,8 +40,8 @@ class Layer:
         saved: (number, bytes) of each piece of memory that autograd keeps of it for backward, parameters and buffers
             not counted; layers that keep the same memory name the same number.
         ops: what its forward pass computes.
-        gives: (number, bytes) of each piece of memory that its value lies in, numbered as in ``saved``; with none, the
-            value is taken to lie in memory of its own.
+        output_storages: (number, bytes) of each storage that its value lies in, numbered as in ``saved``; with none,
+            the value is taken to lie in memory of its own.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Layer:
     scope: str = ""
     saved: tuple[tuple[int, int], ...] = ()
     ops: tuple[Op, ...] = ()
-    gives: tuple[tuple[int, int], ...] = ()
+    output_storages: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def _scaled(layer: Layer, tiles: int) -> Layer:
         flops=layer.flops * tiles,
         saved=tuple(saved),
         ops=tuple(_scaled_op(op, _parameter_bytes(op, layer), tiles) for op in layer.ops),
-        gives=tuple((number, size * tiles) for number, size in layer.gives),
+        output_storages=tuple((number, size * tiles) for number, size in layer.output_storages),
     )
 
 

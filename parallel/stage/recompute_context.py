@@ -24,7 +24,7 @@ def surroundings(
     updated: UpdatedBuffers,
 ) -> contextlib.AbstractContextManager[None]:
     """Those of a pass that is about to begin; entered once, later."""
-    start = get_random_state(device) if segment.draws else None
+    start = get_random_state(device) if segment.uses_rng else None
     values = updated.values()
 
     @contextlib.contextmanager
