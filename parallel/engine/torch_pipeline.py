@@ -105,7 +105,7 @@ class TorchPipelineEngine(Engine):
             targets = self._feed.targets(i) if last else None
             with self._computing(position, action):
                 outputs = stage.forward(i, shape[0], values, random, targets=targets)
-            stage.forget()  # torch keeps what its backward passes need
+            stage.reset()  # torch keeps what its backward passes need
             if self._random_to is not None:
                 self._send_random(outputs[RANDOM_STATE], self._random_to)
             self._tell_next(position)

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.profile.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
-from parallel.stage.in_flight import can_need_grad
+from parallel.stage.microbatch_state import can_need_grad
 from parallel.trace.trace import Traced
 
 
