@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.draw.outline import saved_bytes, seconds_of
-from parallel.graph.articulation import values_across
 from parallel.graph.partition import Partition
+from parallel.graph.single_value_cuts import values_across
 
 
 @dataclass(frozen=True, slots=True)

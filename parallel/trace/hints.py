@@ -1,4 +1,4 @@
-"""What the values of a model are while it is traced: shapes, types and structure, without data.
+"""Hints of the values of a model while it is traced: shapes, types and structure, without data.
 
 Takes nodes as a tracer records them; gives a ``Hint`` for each, its value for the traced number of tiles, and where it
 is asked for the value for another. What is the same in both does not depend on how many tiles a microbatch has, and

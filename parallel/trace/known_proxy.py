@@ -1,4 +1,4 @@
-"""What stands for a value while a model is traced: it says of itself what the value would say.
+"""Proxies for values while a model is traced: each says of itself what the value would say.
 
 A ``KnownProxy`` is an instance of ``Tensor`` where the value is one, has the attributes and the length that the value
 has, and where Python decides by a size, decides as the value would; what was decided is noted in the graph, as a node

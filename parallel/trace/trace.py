@@ -1,4 +1,4 @@
-"""From a model to its layers: ``trace`` follows a module's forward as deep as symbolic tracing goes.
+"""The layers of a model: ``trace`` follows a module's forward as deep as symbolic tracing goes.
 
 Takes any ``nn.Module`` that maps one tensor to anything, and the shape of a microbatch; gives ``Traced``: the
 ``LayerGraph`` that splitting works on, and the fx graphs of training and evaluation that stages are cut from. Modules

@@ -1,4 +1,4 @@
-"""Whether a traced graph computes what its model computes: operation by operation, before a run uses it.
+"""A check that a traced graph computes what its model computes: operation by operation, before a run uses it.
 
 Takes a model with its graphs and the shape of a microbatch; gives the first place where they part. Both are run in
 training and in evaluation, without data where that can be: what is compared is every operation of torch with its

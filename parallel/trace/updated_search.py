@@ -1,4 +1,4 @@
-"""Which buffers a model's forward pass updates in training, outside layers whose running statistics are kept elsewhere.
+"""A search for buffers that a model's forward pass updates in training, other than the running statistics of norms.
 
 Takes a model and the shape of a microbatch; gives the buffers by path: spectral norm's vectors, a user's running
 averages and counters, and codebooks kept as parameters without gradient. Such a buffer sees every microbatch once and
