@@ -2,7 +2,7 @@
 
 Takes what ``trace`` gave and the shape of a microbatch; gives ``Costs``. At most one layer's memory for training is
 needed besides the values still to be used, so that models can be measured whose training does not fit. Where even that
-is too much, two smaller tiles are measured, and the time of each layer is drawn on in a straight line over the px.
+is too much, two smaller tiles are measured, and the time of each layer is extrapolated in a straight line over the px.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(
     channels_last: bool = True,
     repeats: int = 3,
 ) -> Costs:
-    """Seconds of every layer. Weights, buffers and random state stay as they are.
+    """Return the seconds of every layer. Weights, buffers and random state stay as they are.
 
     Args:
         traced: a model whose weights are on ``device``, in the memory layout of training.
@@ -67,12 +67,12 @@ def measure(
     sizes = [_scaled(shape, scale * SECOND), _scaled(shape, scale)]
     small, large = ([tuple(map(statistics.median, runs)) for runs in read(size)] for size in sizes)
     px = [float(math.prod(size[2:])) for size in (*sizes, shape)]
-    drawn_on = tuple(
-        LayerCost(*(_drawn_on(px, at_small, at_large) for at_small, at_large in zip(first, second, strict=True)))
+    layers = tuple(
+        LayerCost(*(_extrapolated(px, at_small, at_large) for at_small, at_large in zip(first, second, strict=True)))
         for first, second in zip(small, large, strict=True)
     )
     source = f"measured at {_side(sizes[0])} and {_side(sizes[1])}, scaled to {_side(shape)}"
-    return Costs(drawn_on, source, _bend(px, small, large))
+    return Costs(layers, source, _bend(px, small, large))
 
 
 def _scaled(shape: tuple[int, ...], scale: float) -> tuple[int, ...]:
@@ -80,8 +80,8 @@ def _scaled(shape: tuple[int, ...], scale: float) -> tuple[int, ...]:
     return (*shape[:2], *sides)
 
 
-def _drawn_on(px: Sequence[float], small: float, large: float) -> float:
-    """Seconds at ``px[2]`` from those at ``px[0]`` and ``px[1]``: a fixed part, and one in proportion."""
+def _extrapolated(px: Sequence[float], small: float, large: float) -> float:
+    """Return seconds at ``px[2]`` from those at ``px[0]`` and ``px[1]``: a fixed part, and one in proportion."""
     if px[1] == px[0]:
         return large * px[2] / px[1]
     rate = min(max((large - small) / (px[1] - px[0]), 0.0), large / px[1])
@@ -89,14 +89,14 @@ def _drawn_on(px: Sequence[float], small: float, large: float) -> float:
 
 
 def _spread(readings: Sequence[Runs]) -> float | None:
-    """How far the middle run of a layer is from its fastest, in the middle over the layers."""
+    """Return how far the middle run of a layer is from its fastest, in the middle over the layers."""
     sums = [[sum(run) for run in zip(runs.forward, runs.backward, strict=True)] for runs in readings]
     spreads = [float(np.median(runs)) / min(runs) - 1 for runs in sums if min(runs) > 0]
     return float(np.median(spreads)) if spreads else None
 
 
 def _bend(px: Sequence[float], small: Sequence[Sequence[float]], large: Sequence[Sequence[float]]) -> float | None:
-    """How far the larger tile is from the smaller one in proportion to px, in the middle over the layers."""
+    """Return how far the larger tile is from the smaller one in proportion to px, in the middle over the layers."""
     pairs = [(sum(first[:2]), sum(second[:2])) for first, second in zip(small, large, strict=True)]
     bends = [abs(second / (first * px[1] / px[0]) - 1) for first, second in pairs if first > 0]
     return float(np.median(bends)) if bends else None

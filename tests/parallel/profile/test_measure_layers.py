@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel.profile.measure_layers import _drawn_on, measure
+from parallel.profile.measure_layers import _extrapolated, measure
 from parallel.trace.trace import trace
 from tests.helpers.small_nets import FourierNet, SkipNet, TwoOutputs
 
@@ -61,10 +61,10 @@ def test_smaller_tiles_stand_in_for_a_large_one() -> None:
 
 
 def test_times_are_drawn_on_in_a_straight_line() -> None:
-    assert _drawn_on([100, 400, 1600], 2.0, 5.0) == pytest.approx(17.0)  # 1 fixed, 1 for each 100 px
-    assert _drawn_on([100, 400, 1600], 5.0, 5.0) == pytest.approx(5.0)  # does not depend on the tile
-    assert _drawn_on([100, 400, 1600], 6.0, 5.0) == pytest.approx(5.0)  # a disturbed reading
-    assert _drawn_on([100, 400, 1600], 0.1, 4.0) == pytest.approx(16.0)  # never more than in proportion
+    assert _extrapolated([100, 400, 1600], 2.0, 5.0) == pytest.approx(17.0)  # 1 fixed, 1 for each 100 px
+    assert _extrapolated([100, 400, 1600], 5.0, 5.0) == pytest.approx(5.0)  # does not depend on the tile
+    assert _extrapolated([100, 400, 1600], 6.0, 5.0) == pytest.approx(5.0)  # a disturbed reading
+    assert _extrapolated([100, 400, 1600], 0.1, 4.0) == pytest.approx(16.0)  # never more than in proportion
 
 
 def test_a_model_without_weights_and_a_wrong_scale_are_refused() -> None:
