@@ -200,7 +200,7 @@ def _stage(
             and edge.value in partition.graph.by_name
             and edge.value not in partition.graph.asked_back
         ],
-        draws=any(layer.random for layer in partition.layers_of(number)),
+        uses_rng=any(layer.random for layer in partition.layers_of(number)),
         autocast=autocast,
         split=splits,
         compiled=strategy.compile,

@@ -61,7 +61,7 @@ def working_set(graph: LayerGraph, layer: Layer) -> int:
     given = [graph.by_name[name] for name in layer.inputs]
     saved = sum(size for _, size in layer.saved)
     shared = {number for number, _ in layer.saved}
-    around = [one for one in (*given, layer) if shared.isdisjoint(number for number, _ in one.gives)]
+    around = [one for one in (*given, layer) if shared.isdisjoint(number for number, _ in one.output_storages)]
     forward = saved + sum(one.output_bytes for one in around)
     backward = saved + sum(one.output_bytes for one in (*given, layer) if one.differentiable)
     return max(forward, backward)

@@ -21,7 +21,7 @@ RUNS = (("x", "conv1"),)
 
 def chain() -> LayerGraph:
     """x -> conv0 -> ... -> conv3: each keeps its input, 2 MiB, and ``conv3`` besides 1 KiB."""
-    found = [Layer("x", INPUT, (), differentiable=False, output_bytes=2 * MIB, gives=((0, 2 * MIB),))]
+    found = [Layer("x", INPUT, (), differentiable=False, output_bytes=2 * MIB, output_storages=((0, 2 * MIB),))]
     for n in range(4):
         saved = ((n, 2 * MIB), *(((9, 1024),) if n == 3 else ()))
         found.append(
@@ -32,10 +32,10 @@ def chain() -> LayerGraph:
                 module=f"conv{n}",
                 output_bytes=2 * MIB,
                 saved=saved,
-                gives=((n + 1, 2 * MIB),),
+                output_storages=((n + 1, 2 * MIB),),
             )
         )
-    found.append(Layer("output", OUTPUT, (found[-1].name,), output_bytes=2 * MIB, gives=((4, 2 * MIB),)))
+    found.append(Layer("output", OUTPUT, (found[-1].name,), output_bytes=2 * MIB, output_storages=((4, 2 * MIB),)))
     return LayerGraph(tuple(found))
 
 
