@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from matplotlib.ticker import MaxNLocator
 
-from app.pages.charts import nice_ticks
 from app.planning.workload import with_loss
 from models.registry import build_model
 from parallel.draw.graph_style import style, svg_text
@@ -63,8 +63,8 @@ def picture() -> str:
     found = {name: bytes_over_a_step(of_model, rule) for name, rule in RULES.items()}
     turn = next(iter(found.values()))[1]
     across = max(len(live) for live, _ in found.values())
-    ticks = nice_ticks(0, max(max(live) for live, _ in found.values()) / GIB, 9)
-    high = ticks[-1] + (ticks[1] - ticks[0])
+    most = max(max(live) for live, _ in found.values()) / GIB
+    *ticks, high = MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(0, most)
     whole = (LEFT + WIDTH + MARGIN, TOP + HEIGHT + 44)
 
     def x(moment: float) -> float:
