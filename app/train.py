@@ -173,7 +173,7 @@ def _train_guarded(
     memory = PeakMemory(placement.device)
     dataset = _prepare_once(config, folder, placement, before)
     config = planned(config, folder.path)
-    session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
+    session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
         _say(describe_restart(before, loop.outcome.step, loop.repeated))
