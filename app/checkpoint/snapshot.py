@@ -107,8 +107,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def key(tensor: Tensor) -> int:
-    """Return a number that is the same for tensors of one storage, by which ``torch.save`` tells storages apart, as long
-    as they are held."""
+    """Return a number that is the same for tensors of one storage, by which ``torch.save`` tells storages apart, while
+    they are held."""
     return int(tensor.untyped_storage()._cdata)
 
 
