@@ -174,7 +174,7 @@ def _train_guarded(
     memory = PeakMemory(placement.device)
     dataset = _prepare_once(config, folder, placement, before)
     strategy = decided(config.strategy, folder.path, placement.device.type)
-    session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
+    session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
         _say(describe_restart(before, loop.outcome.step, loop.repeated))

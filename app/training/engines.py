@@ -43,7 +43,7 @@ def build_engine(
     seed: int,
     device: torch.device,
     autocast: torch.dtype | None = None,
-    guardian: Watchdog | None = None,
+    watchdog: Watchdog | None = None,
 ) -> DataParallelEngine | Engine:
     """Return the engine that computes ``strategy``.
 
@@ -53,7 +53,7 @@ def build_engine(
         batch: tiles of a usual step over all ranks.
         tile: px of a usual tile.
         autocast: type for mixed precision; None computes in the model's own.
-        guardian: told of every action.
+        watchdog: told of every action.
 
     Raises:
         ValueError: the model cannot be split as asked, or the schedule does not fit.
@@ -86,10 +86,10 @@ def build_engine(
         seed=seed,
         autocast=autocast,
         device=device,
-        observer=guardian,
+        observer=watchdog,
     )
-    if guardian:
-        guardian.follow(engine.schedule)
+    if watchdog:
+        watchdog.follow(engine.schedule)
     return engine
 
 

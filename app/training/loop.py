@@ -102,7 +102,7 @@ class TrainingLoop:
                 if batch is not None:
                     batch.release()
                 watch = Stopwatch()
-                self._session.guardian.step(outcome.step)
+                self._session.watchdog.step(outcome.step)
                 batch = next(self._feed)
                 if self._unsettled and self._session.reading.settle(self._tiles, batch):
                     self._feed.renew(batch)
@@ -135,7 +135,7 @@ class TrainingLoop:
                 result = session.engine.step(microbatches, step, session.learning_rate(step))
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
-        session.guardian.rest()
+        session.watchdog.rest()
         return result
 
     def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:

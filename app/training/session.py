@@ -59,7 +59,7 @@ class Session:
         reading, validation_reading: what this rank reads of each global batch.
         ranges: tiles of the global batch in each microbatch, over all ranks.
         parameters: of the whole model, in numbers.
-        guardian: is told where this rank is.
+        watchdog: is told where this rank is.
         train_rows, validation_rows: rows of the dataset's tiles.
         notes: what the user should know about how the model was made.
         failed: where tiles are written down that cannot be read.
@@ -81,7 +81,7 @@ class Session:
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
     parameters: int
-    guardian: Watchdog
+    watchdog: Watchdog
     notes: tuple[str, ...]
     failed: FailedSlides
 
@@ -164,7 +164,7 @@ def build_session(
     dataset: Dataset,
     placement: RankPlace,
     failed: FailedSlides,
-    guardian: Watchdog,
+    watchdog: Watchdog,
 ) -> Session:
     """Model, optimizer, engine and streams for this rank.
 
@@ -202,7 +202,7 @@ def build_session(
         seed=config.seed,
         device=placement.device,
         autocast=placement.autocast,
-        guardian=guardian,
+        watchdog=watchdog,
     )
     pixels = functools.partial(PixelMaker, placement.device, seed=config.seed, channels_last=channels_last)
     pool = dataset.pool(config.stream.open_slides + 2)
@@ -228,7 +228,7 @@ def build_session(
         train_rows,
         spread(dataset, dataset.rows("val"), config.score.validation_tiles),
         parameters,
-        guardian,
+        watchdog,
         notes,
         failed,
     )

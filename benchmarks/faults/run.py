@@ -111,7 +111,7 @@ def processes(marker: str) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
 
 
 def middle_rank(marker: str) -> psutil.Process:
-    """The process of rank ``MIDDLE``; its guardian, which has the same environment, is younger."""
+    """The process of rank ``MIDDLE``; its watchdog, which has the same environment, is younger."""
     names = [variables[0] for variables in (TORCHRUN, *MPI)]
     ranks = [
         process

@@ -80,5 +80,5 @@ def test_failing_rank_is_named_with_action_and_shapes(
     assert re.fullmatch(rf"rank 1 {reason}{where}", messages[0]), messages[0]
     assert ">>1F1<<" in done.stdout
     assert (out / "fault.txt").read_text().splitlines()[0] == messages[0]
-    # Found dead or heard of, not waited for: guardians end what lingers after 20 s.
+    # Found dead or heard of, not waited for: watchdogs end what lingers after 20 s.
     assert time.time() - (out / "fault.txt").stat().st_mtime < 15

@@ -74,9 +74,9 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
     def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
         folder = RunFolder(config.out)
         placement = RankPlace(communicator, torch.device("cpu"), None)
-        guardian = Watchdog(communicator.rank, stuck_s=60)
+        watchdog = Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
-        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guardian)
+        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)
         outcome = TrainingLoop(session, folder, Interrupt()).run()
         opened = session.pool.open_ids
         session.close()

@@ -112,9 +112,9 @@ def train(config: RunConfig, dataset: Dataset) -> RunFolder:
 
     def rank(communicator: Communicator, _: None) -> None:
         placement = RankPlace(communicator, torch.device("cpu"), None)
-        guardian = Watchdog(communicator.rank, stuck_s=60)
+        watchdog = Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
-        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guardian)
+        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)
         loop = TrainingLoop(session, folder, Interrupt())
         summary = RunSummary(session, folder, loop.outcome, loop.memory, 0)
         try:
