@@ -45,7 +45,6 @@ Values = NDArray[np.float64]
 
 STYLES: dict[str, dict[str, Any]] = {
     "faint": {"linewidth": 1.2, "alpha": 0.4},
-    "dashed": {"linestyle": (0, (3.5, 2.5))},
     "ideal": {"linewidth": 1.5, "linestyle": (0, (4.5, 3.5))},
 }
 
@@ -54,15 +53,15 @@ STYLES: dict[str, dict[str, Any]] = {
 class Series:
     """One line: ``x`` and ``y`` float64 (n,); ``colour`` is the number of the style sheet's colour.
 
-    ``kind``: line; faint, a line that stays behind the others; dashed; dots, a line with a mark at every value, the
-    ``marker`` of ``MARKERS`` where several lines have to be told apart; ideal, what others are held against.
+    ``kind``: line; faint, a line that stays behind the others; dots, a line with a mark at every value, the ``marker``
+    of ``MARKERS`` where several lines have to be told apart; ideal, what others are held against.
     """
 
     name: str
     x: Values
     y: Values
     colour: int
-    kind: Literal["line", "faint", "dashed", "dots", "ideal"] = "line"
+    kind: Literal["line", "faint", "dots", "ideal"] = "line"
     marker: str = ""
 
     @property

@@ -61,23 +61,16 @@ def curves(metrics: Columns, validation: Columns) -> list[Chart]:
 
 def _smoothed(name: str, step: Values, value: Values, colour: int) -> list[Series]:
     """A noisy curve: each step faint, the mean of its neighbours strong. Of a short run, the steps alone."""
-    mean, window = rolling_mean(value)
+    window = round(len(value) * SMOOTH_FRACTION)
     if window < 2:
         return [Series(name, step, value, colour)]
+    known = np.isfinite(value)
+    sums, counts = (np.convolve(v, np.ones(window), "same") for v in (np.where(known, value, 0.0), known * 1.0))
+    mean = np.where(known, sums / np.maximum(counts, 1), np.nan)
     return [
         Series(f"{name}, each step", step, value, colour, "faint"),
         Series(f"{name}, mean of {window} steps", step, mean, colour),
     ]
-
-
-def rolling_mean(value: Values) -> tuple[Values, int]:
-    """Mean of each value and its neighbours, (n,), and how many they are; of a short run the values, and 1."""
-    window = round(len(value) * SMOOTH_FRACTION)
-    if window < 2:
-        return value, 1
-    known = np.isfinite(value)
-    sums, counts = (np.convolve(v, np.ones(window), "same") for v in (np.where(known, value, 0.0), known * 1.0))
-    return np.where(known, sums / np.maximum(counts, 1), np.nan), window
 
 
 def _has(columns: Columns, *names: str) -> bool:

@@ -106,7 +106,7 @@ def test_page_in_a_browser(chromium: Browser, pages: dict[str, Path], name: str,
     assert chromium.told == []
 
 
-@pytest.mark.parametrize("name", ["benchmark", "comparison"])
+@pytest.mark.parametrize("name", ["benchmark", "run"])
 def test_page_on_paper(chromium: Browser, pages: dict[str, Path], name: str) -> None:
     """Light, even for a reader whose screen is dark, and nothing wider than the paper."""
     chromium.open(pages[name], width=PAPER_PX, dark=True)
