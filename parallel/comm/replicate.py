@@ -87,7 +87,7 @@ class AveragedModule(nn.Module):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """At the end of backward: the averages."""
+        """Put the averages into the gradients, at the end of backward."""
         for bucket in self._buckets[len(self._works) :]:
             self._begin(bucket)
         works, self._works, self._running = self._works, [], False

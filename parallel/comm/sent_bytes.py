@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def sum_bytes(size: int, ranks: int) -> int:
-    """Of a sum of ``size`` bytes that every rank ends up with.
+    """Return the bytes of a sum of ``size`` bytes that every rank ends up with.
 
     >>> sum_bytes(100, 4), sum_bytes(100, 1)
     (150, 0)
@@ -17,5 +17,5 @@ def sum_bytes(size: int, ranks: int) -> int:
 
 
 def part_bytes(size: int, ranks: int) -> int:
-    """Of gathering ``size`` bytes of which each rank has a part, or of a sum of which each ends up with a part."""
+    """Return the bytes of gathering ``size`` bytes of which each rank has a part, or of a sum that leaves each one."""
     return size * (ranks - 1) // ranks

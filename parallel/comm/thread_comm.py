@@ -248,7 +248,7 @@ def _copy(send: ThreadWork, receive: ThreadWork) -> None:
 
 
 def _sum(tensors: list[Tensor]) -> None:
-    """In order of rank, so that the result does not depend on who came last."""
+    """Add up in order of rank, so that the result does not depend on who came last."""
     total = tensors[0]
     for tensor in tensors[1:]:
         total.add_(tensor)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Links:
-    """Of one rank.
+    """The groups of one rank for messages to others.
 
     Args:
         rank: of the whole run, as are all others here.

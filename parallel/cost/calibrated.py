@@ -41,7 +41,7 @@ class PassModel:
     ratio: Polynomial
 
     def seconds(self, works: Sequence[OpWork]) -> list[float]:
-        """Of each piece of work."""
+        """Return the seconds of each piece of work."""
         best = np.array([work.flops * self.flop_s + work.bytes * self.byte_s for work in works])
         seconds: list[float] = (best * self.ratio([work.features for work in works])).tolist()
         return seconds
@@ -116,7 +116,7 @@ class CostModel:
         for at, op in positions:
             if (work := work_of(op)) is not None:
                 by_kind.setdefault(self._known(work.kind), []).append((at, op, work))
-        found = []
+        timed = []
         for kind, entries in by_kind.items():
             works = [work for _, _, work in entries]
             seconds = {name: self.products[kind][name].seconds(works) for name in PASSES}
@@ -124,8 +124,8 @@ class CostModel:
                 passes = {name: seconds[name][row] for name in PASSES}
                 passes["forward"] += self.fresh(op.written_bytes)
                 passes["input"] += self.fresh(op.read_bytes)
-                found.append((at, op, passes))
-        return found
+                timed.append((at, op, passes))
+        return timed
 
     def _known(self, kind: str) -> str:
         """``kind``, or the nearest that was calibrated."""

@@ -57,7 +57,7 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> int:
-        """Of each rank's memory, for what lives at the fullest moment."""
+        """Bytes of each rank's memory for what lives at the fullest moment."""
         return max(1, round(FILL[self.kind] * self.memory_bytes) - LIBRARIES[self.kind])
 
     def needed_bytes(self, living: int) -> int:
@@ -71,7 +71,7 @@ class Cluster:
         return self.inside if first // self.per_node == second // self.per_node else self.between
 
     def slowdown(self, ranks: int) -> float:
-        """By how much ranks that all compute at once slow each other."""
+        """Return by how much ranks that all compute at once slow each other."""
         return max(1.0, min(ranks, self.per_node) / self.lanes)
 
     def devices(self, ranks: int, groups: int = 1) -> list[Device]:

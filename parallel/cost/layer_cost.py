@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Of one microbatch of the traced shape.
+    """What a layer costs for one microbatch of the traced shape.
 
     Attributes:
         backward_s: of the whole backward pass.
@@ -29,7 +29,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of every layer of a graph, by position.
+    """What every layer of a graph costs, by position.
 
     Attributes:
         source: how they were found, for people to read.

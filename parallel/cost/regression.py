@@ -43,7 +43,7 @@ class Polynomial:
         return ratios
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the regression as JSON holds it."""
         return asdict(self)
 
     @staticmethod

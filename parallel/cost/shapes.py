@@ -57,7 +57,7 @@ def kind_of(shape: Convolution) -> str:
 
 
 def largest_flops(kind: str) -> float:
-    """Of a convolution that is timed. Depthwise ones do little arithmetic on many bytes."""
+    """Return the most arithmetic of a convolution that is timed. Depthwise ones do little arithmetic on many bytes."""
     return FLOPS[1] / 20 if kind == "depthwise" else FLOPS[1]
 
 

@@ -18,12 +18,12 @@ from parallel.schedule.step_cost import LinkCost, StageCost
 
 
 def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> list[StageCost]:
-    """By stage.
+    """Return the costs of every stage.
 
     Args:
         loss_bytes: that the loss, computed with the last stage, keeps for its backward pass.
     """
-    found = []
+    stages = []
     for stage in range(partition.depth):
         layers = partition.layers_of(stage)
         begin = partition.starts[stage]
@@ -35,7 +35,7 @@ def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> l
             sum(cost.backward_input_s for cost in own),
         )
         last = stage == partition.depth - 1
-        found.append(
+        stages.append(
             StageCost(
                 forward_s=forward,
                 backward_s=backward,
@@ -44,37 +44,38 @@ def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> l
                 activation_bytes=sum(saved.values()) + (loss_bytes if last else 0),
             )
         )
-    return found
+    return stages
 
 
 def nominal_costs(partition: Partition) -> list[StageCost]:
-    """By stage, on a nominal device beside a nominal host: the same on every rank of every machine."""
+    """Return the costs of every stage on a nominal device beside a nominal host: the same on every rank of every
+    machine."""
     layers = [LayerCost(seconds / 3, 2 * seconds / 3, seconds / 3) for seconds in equal_cost(partition.graph)]
-    found = stage_costs(partition, Costs(tuple(layers), "nominal"))
-    copies = [cost.activation_bytes / NOMINAL_COPY_BANDWIDTH for cost in found]
-    return [dataclasses.replace(cost, out_s=s, back_s=s) for cost, s in zip(found, copies, strict=True)]
+    stages = stage_costs(partition, Costs(tuple(layers), "nominal"))
+    copies = [cost.activation_bytes / NOMINAL_COPY_BANDWIDTH for cost in stages]
+    return [dataclasses.replace(cost, out_s=s, back_s=s) for cost, s in zip(stages, copies, strict=True)]
 
 
 def link_costs(
     partition: Partition, link_between: Callable[[int, int], LinkSpec | None]
 ) -> dict[tuple[int, int], LinkCost]:
-    """By (source stage, target stage), for every two that exchange anything.
+    """Return (source stage, target stage) -> cost, for every two that exchange anything.
 
     Args:
         link_between: the link from one stage to another; None where they are on one rank and nothing travels.
     """
-    found = {}
+    links = {}
     for (source, target), flows_back in partition.links.items():
         link = link_between(source, target)
         if link is None:
-            found[source, target] = LinkCost(0.0, 0.0 if flows_back else None)
+            links[source, target] = LinkCost(0.0, 0.0 if flows_back else None)
             continue
         edges = [edge for edge in partition.edges if (edge.source, edge.target) == (source, target)]
         values = [edge for edge in edges if edge.value != RANDOM_STATE]
         forward = sum(partition.graph.by_name[edge.value].output_bytes for edge in values)
         backward = sum(partition.graph.by_name[edge.value].output_bytes for edge in values if edge.differentiable)
-        found[source, target] = LinkCost(
+        links[source, target] = LinkCost(
             link.latency_s * len(edges) + forward / link.bandwidth,
             link.latency_s + backward / link.bandwidth if flows_back else None,
         )
-    return found
+    return links

@@ -65,7 +65,7 @@ def backward_bytes(op: Op) -> float:
 
 
 def accumulated_bytes(graph: LayerGraph) -> list[float]:
-    """By position: bytes that adding up the gradients of a value moves, where several layers use it."""
+    """Return, by position, the bytes that adding up the gradients of a value moves, where several layers use it."""
     uses = dict.fromkeys(graph.by_name, 0)
     for name in chain.from_iterable(layer.inputs for layer in graph.layers if layer.differentiable):
         uses[name] += 1

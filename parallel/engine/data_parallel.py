@@ -223,7 +223,7 @@ class DataParallelEngine:
             yield from state_of(self.optimizer)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the global batch's mean loss, by name of the parameter; after a step."""
+        """Return the gradients of the global batch's mean loss, by name of the parameter; after a step."""
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     @property

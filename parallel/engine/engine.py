@@ -120,7 +120,8 @@ class Engine:
         return self._work.prediction.run(microbatch)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the global batch's mean loss, by name of the parameter, for the stages this rank holds; after a step."""
+        """Return the gradients of the global batch's mean loss, by name of the parameter, for the stages this rank
+        holds; after a step."""
         return {
             name: parameter.grad
             for stage in self._work.stages.values()

@@ -122,7 +122,8 @@ class FullyShardedEngine(DataParallelEngine):
         return next((tuple(shape) for shape in shapes.tolist() if shape[0]), None)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the global batch's mean loss, whole, by name of the parameter; after a step. Every rank takes part."""
+        """Return the gradients of the global batch's mean loss, whole, by name of the parameter; after a step. Every
+        rank takes part."""
         return {name: self._shards.whole(gradient) for name, gradient in super().gradients().items()}
 
     @property

@@ -77,7 +77,7 @@ class Form:
         return tree_unflatten(leaves, self.spec)
 
     def gradient(self) -> Form:
-        """Of the list of gradients that comes back: one for each tensor that needs it."""
+        """Return the form of the list of gradients that comes back: one for each tensor that needs it."""
         tensors = tuple(replace(tensor, needs_grad=False) for tensor in self.tensors if tensor.needs_grad)
         _, spec = tree_flatten(list(tensors))
         return Form(spec, tensors, (TensorForm,) * len(tensors))

@@ -73,7 +73,7 @@ class OptimizerStep:
         self._before_update = nothing
 
     def before_update(self, call: Callable[[], None]) -> None:
-        """As of ``step.TrainingEngine``."""
+        """Call ``call`` right before the next update, as ``step.TrainingEngine`` says."""
         if self._host is not None:
             self._host.before_update = call
         self._before_update = call

@@ -45,13 +45,13 @@ def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
 
     Bytes are not measured here and are 0.
     """
-    found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for spans in timeline.spans.values():
         for span in spans:
-            found[span.action.stage, span.action.kind].append(span.duration_s)
+            seconds[span.action.stage, span.action.kind].append(span.duration_s)
 
     def usual(stage: int, kind: Kind) -> float:
-        durations = found[stage, kind]
+        durations = seconds[stage, kind]
         return statistics.median(durations) if durations else 0.0
 
     return [

@@ -43,12 +43,12 @@ def sharding_units(module: nn.Module) -> list[list[nn.Module]]:
                 f"{name} is a single number without dims, which --parallel fsdp cannot divide among ranks: make it "
                 "torch.Tensor of shape (1,), or use --parallel ddp"
             )
-    return _Search(module).found
+    return _Search(module).units
 
 
 class _Search:
     def __init__(self, root: nn.Module) -> None:
-        self.found: list[list[nn.Module]] = []
+        self.units: list[list[nn.Module]] = []
         total = sum(parameter.numel() for parameter in root.parameters())
         self._smallest, self._largest = total / SMALLEST, total / LARGEST
         self._taken: set[nn.Parameter] = set()
@@ -67,11 +67,11 @@ class _Search:
         self._seen.update(children)
         if not isinstance(module, _CONTAINERS):
             for child in children:
-                found = len(self.found)
+                before = len(self.units)
                 if self._left_in([child]) > self._largest or isinstance(child, _CONTAINERS):
                     self._look_into(child)
                 # The weight of a single layer may be used without calling it, what is made of layers is called.
-                if len(self.found) == found and next(child.children(), None) and not _is_list(child):
+                if len(self.units) == before and next(child.children(), None) and not _is_list(child):
                     self._close([child])
             return
         run: list[nn.Module] = []
@@ -93,7 +93,7 @@ class _Search:
         inside = {module for member in run for module in member.modules()}
         own = [parameter for parameter in _parameters(run) if parameter not in self._taken]
         if self._left_in(run) >= self._smallest and all(self._owners[parameter] <= inside for parameter in own):
-            self.found.append([member for member in run if next(member.parameters(), None) is not None])
+            self.units.append([member for member in run if next(member.parameters(), None) is not None])
             self._taken.update(own)
 
     def _left_in(self, run: Iterable[nn.Module]) -> int:

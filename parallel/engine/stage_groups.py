@@ -10,7 +10,7 @@ from parallel.schedule.placement import Placement
 
 
 class StageGroups:
-    """Of the stages that this rank holds. Every rank makes one at the same time.
+    """Communicators of the ranks that hold copies of this rank's stages. Every rank makes one at the same time.
 
     Args:
         pairs: also make those of each pair of inverse ranks.
@@ -36,7 +36,7 @@ class StageGroups:
                     self.pairs[stage] = ranks
 
     def _among(self, ranks: Sequence[int]) -> Communicator | None:
-        """Of ``ranks``; made once, by all ranks of the run, also by those outside it."""
+        """Return the communicator of ``ranks``; made once, by all ranks of the run, also by those outside it."""
         key = tuple(ranks)
         if key not in self._made:
             inside = self._communicator.rank in key

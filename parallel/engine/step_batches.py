@@ -32,7 +32,7 @@ class StepBatches:
         return self._shapes[i]
 
     def images(self, i: int) -> Tensor:
-        """Of microbatch ``i``.
+        """Return the images of microbatch ``i``.
 
         Raises:
             ValueError: they have another shape than was announced to the other ranks.
@@ -45,7 +45,7 @@ class StepBatches:
         return images
 
     def targets(self, i: int) -> Tensor:
-        """Of microbatch ``i``."""
+        """Return the targets of microbatch ``i``."""
         self.shape(i)
         targets = self._targets.pop(i)
         assert targets is not None, "this rank wants the targets"

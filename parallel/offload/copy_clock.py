@@ -57,7 +57,7 @@ class CopyClock:
 
     @property
     def times(self) -> list[CopyTime]:
-        """Of all copies since it was on, or since this list was cleared; waits for those under way."""
+        """Return the times of all copies since it was on, or since this list was cleared; waits for those under way."""
         for direction, size, begin, end in self._events:
             end.synchronize()
             self._times.append(CopyTime(direction, size, begin.elapsed_time(end) / 1000))

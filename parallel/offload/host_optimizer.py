@@ -184,7 +184,8 @@ class HostOptimizer:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """On the thread: the parameters whose gradients have come; an optimizer passes over those without one."""
+        """Update, on the thread, the parameters whose gradients have come; an optimizer passes over those without
+        one."""
         names = []
         while self._ready:
             name, mark = self._ready.popleft()

@@ -38,11 +38,11 @@ class Flight:
 
     def find(self, tensor: Tensor) -> Entry | None:
         """The entry of the tensor's storage, saved before with the same values."""
-        found = self.at.get(tensor.untyped_storage().data_ptr())
+        entry = self.at.get(tensor.untyped_storage().data_ptr())
         # Freed memory is given out again: the same place may be another storage.
-        if found is None or not found[1].references or found[0].expired():  # type: ignore[no-untyped-call]
+        if entry is None or not entry[1].references or entry[0].expired():  # type: ignore[no-untyped-call]
             return None
-        return found[1] if found[1].same(tensor) else None
+        return entry[1] if entry[1].same(tensor) else None
 
     def register(self, tensor: Tensor, entry: Entry) -> None:
         storage = tensor.untyped_storage()
@@ -99,7 +99,7 @@ class OverlapOffload:
         self._lock = threading.RLock()
 
     def flight(self) -> Flight:
-        """For one microbatch of one stage."""
+        """Return the packer for one microbatch of one stage."""
         return Flight(self)
 
     def pack(self, flight: Flight, tensor: Tensor) -> Packed:

@@ -37,7 +37,7 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class SavedTensors:
-    """For all stages of one rank.
+    """What a rank's policy does to saved tensors, for all its stages.
 
     Args:
         rule: what is to be done.

@@ -43,8 +43,8 @@ class UpdatedBuffers:
 
     def values(self) -> list[Tensor | None]:
         """Copies of the buffers, for ``as_of``."""
-        found = (owner[name] for owner, name in self._owners)
-        return [None if tensor is None else tensor.detach().clone() for tensor in found]
+        buffers = (owner[name] for owner, name in self._owners)
+        return [None if tensor is None else tensor.detach().clone() for tensor in buffers]
 
     @contextmanager
     def as_of(self, values: list[Tensor | None]) -> Iterator[None]:

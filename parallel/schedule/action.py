@@ -116,27 +116,16 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as ``text``.
+        """Return the action that prints as ``text``.
 
         Raises:
             ValueError: it is none.
-        """
-        found = _TEXT.fullmatch(text.strip())
-        if found:
-            number = {
-                key: None if value is None else int(value) for key, value in found.groupdict().items() if key != "kind"
-            }
-            kind, stage = Kind(found["kind"]), number["stage"]
-            assert stage is not None
-            action = (number["microbatch"] is None) == (kind is Kind.REDUCE) and (number["peer"] is not None) == (
-                kind in PER_PEER
-            )
-            if action:
-                return cls(kind, stage, number["microbatch"], number["replica"] or 0, number["peer"])
-        raise ValueError(
-            f"{text!r} is no action: write stage, kind and microbatch as in 2F0 (F forward, B backward, I and W its "
-            "halves, R recompute, O offload, P prefetch), with the replica before a colon as in 1:2F0"
-        )
+        """ if match := _TEXT.fullmatch(text.strip()): kind = Kind(match["kind"]) replica, stage, microbatch, peer = (
+        None if digits is None else int(digits) for digits in match.group("replica", "stage", "microbatch", "peer") ) if
+        (microbatch is None) == (kind is Kind.REDUCE) and (peer is not None) == (kind in PER_PEER): return cls(kind,
+        stage or 0, microbatch, replica or 0, peer) raise ValueError( f"{text!r} is no action: write stage, kind and
+        microbatch as in 2F0 (F forward, B backward, I and W its " "halves, R recompute, O offload, P prefetch), with
+        the replica before a colon as in 1:2F0" )
 
 
 Schedule = dict[int, list[Action]]

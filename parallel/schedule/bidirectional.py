@@ -22,8 +22,8 @@ DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 
 def bidirectional(depth: int, m: int) -> Schedule:
     """The shortest that the rules below give, in units of F = 1, B = 2; step time as above."""
-    found = [_list_schedule(depth, m, urgency) for urgency in (_begun_first, _deep_first)]
-    return min(found, key=lambda pair: pair[0])[1]
+    timed = [_list_schedule(depth, m, urgency) for urgency in (_begun_first, _deep_first)]
+    return min(timed, key=lambda pair: pair[0])[1]
 
 
 def _begun_first(action: Action) -> tuple[int, ...]:

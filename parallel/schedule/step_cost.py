@@ -13,7 +13,7 @@ from parallel.schedule.action import Action, Kind
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Of one microbatch of weight 1.
+    """What a stage costs for one microbatch of weight 1.
 
     Attributes:
         backward_s: of a whole backward pass; the next two are of its halves.
@@ -32,7 +32,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """Of one microbatch of weight 1; costs nothing between stages on one rank.
+    """What passing the values of one microbatch of weight 1 on costs; nothing between stages on one rank.
 
     Attributes:
         backward_s: of the gradients; None where none flow back.
@@ -43,7 +43,7 @@ class LinkCost:
 
 
 def seconds_by_kind(cost: StageCost) -> dict[Kind, float]:
-    """What each kind of compute action takes."""
+    """Return what each kind of compute action takes."""
     return {
         Kind.FORWARD: cost.forward_s,
         Kind.RECOMPUTE: cost.forward_s,
@@ -54,7 +54,7 @@ def seconds_by_kind(cost: StageCost) -> dict[Kind, float]:
 
 
 def peak_bytes(actions: Sequence[Action], costs: Sequence[StageCost], weight: Mapping[int, float]) -> int:
-    """Most bytes of activations that a rank keeps at any time."""
+    """Return the most bytes of activations that a rank keeps at any time."""
     ends = (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
     keys = {kind: {a.key for a in actions if a.kind is kind} for kind in ends}
     now = peak = 0.0

@@ -45,16 +45,17 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the start of the first action to the end of the last, over all ranks; messages and sums count."""
+        """Seconds from the start of the first action to the end of the last, over all ranks; messages and sums
+        count."""
         ends = (span.end_s for spans in self.spans.values() for span in spans)
         return max(ends, default=0.0) - self.start_s
 
     def busy_s(self, rank: int) -> float:
-        """How long ``rank`` computed."""
+        """Return how long ``rank`` computed."""
         return sum(span.duration_s for span in self.compute(rank))
 
     def compute(self, rank: int) -> tuple[Span, ...]:
-        """The compute actions of ``rank``."""
+        """Return the compute actions of ``rank``."""
         return tuple(span for span in self.spans[rank] if span.action.kind in COMPUTE)
 
     @property
