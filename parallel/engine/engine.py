@@ -179,10 +179,6 @@ class Engine:
                 raise self._fault(position, step, fault) from fault
         if self._observer:
             self._observer.at(-1)
-        return self._losses(found)
-
-    def _losses(self, found: Mapping[int, tuple[Tensor, int]]) -> Tensor:
-        """(2, m) of the mean loss and size of each microbatch in ``found``."""
         losses = torch.zeros(2, self._work.m, dtype=torch.float64)
         for i, (mean, tiles) in found.items():
             losses[0, i], losses[1, i] = mean, tiles
