@@ -116,15 +116,26 @@ def put_to_work(
     holders = StageGroups(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
     cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, policy)) for number in numbers}
-    keeper = SavedTensors(policy, device, meter=meter)
+    saved_tensors = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(
-            cut, number, partition, strategy, holders, device, loss, autocast, splits, keeper, meter, traced.updated
+            cut,
+            number,
+            partition,
+            strategy,
+            holders,
+            device,
+            loss,
+            autocast,
+            splits,
+            saved_tensors,
+            meter,
+            traced.updated,
         )
         for number, cut in cuts.items()
     }
     with not_counted() if policy.parameters else contextlib.nullcontext():
-        exchanges = {
+        reducers = {
             number: GradReducer(
                 stage.module.parameters(),
                 holders.of_stage[number],
@@ -137,7 +148,7 @@ def put_to_work(
     names = [name for name, _ in traced.model.named_parameters()]
     offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
     update = _update(
-        make_optimizer, names, stages, exchanges, holders, placement, rank, offload, resident=policy.parameters
+        make_optimizer, names, stages, reducers, holders, placement, rank, offload, resident=policy.parameters
     )
     communicator.connect(placement.pairs(partition.links))
     messenger = Messenger(communicator, device)
@@ -150,12 +161,12 @@ def put_to_work(
         schedule=schedule,
         placement=placement,
         stages=stages,
-        handover=StageTransfers(routes, partition.links, placement, messenger, rank),
-        exchanges=exchanges,
+        transfers=StageTransfers(routes, partition.links, placement, messenger, rank),
+        reducers=reducers,
         update=update,
         messenger=messenger,
         prediction=Inference(stages, routes, placement, messenger, rank, inputs),
-        canonical=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, placement, communicator),
+        full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, placement, communicator),
         inputs=inputs,
         share=share_of(placement.group_of(rank), placement.groups, strategy.m),
         batch=batch,
@@ -173,7 +184,7 @@ def _stage(
     loss: Loss,
     autocast: torch.dtype | None,
     splits: bool,
-    keeper: SavedTensors,
+    saved_tensors: SavedTensors,
     meter: ActivationMeter | None,
     updated: Collection[str],
 ) -> Stage:
@@ -184,7 +195,7 @@ def _stage(
     if ranks.world > 1:
         broadcast_tensors(ranks, list(cut.state_dict().values()), 0)
     if strategy.policy.parameters:
-        keeper.streams(HostParameters(cut, device, Copies.for_device(device)))
+        saved_tensors.streams(HostParameters(cut, device, Copies.for_device(device)))
     if meter is not None:
         meter.exclude((*cut.parameters(), *cut.buffers()))
     return Stage(
@@ -204,7 +215,7 @@ def _stage(
         autocast=autocast,
         split=splits,
         compiled=strategy.compile,
-        keeper=keeper,
+        saved_tensors=saved_tensors,
         meter=meter,
         updated=updated,
     )
@@ -214,7 +225,7 @@ def _update(
     make_optimizer: MakeOptimizer,
     names: Sequence[str],
     stages: Mapping[int, Stage],
-    exchanges: Mapping[int, GradReducer],
+    reducers: Mapping[int, GradReducer],
     holders: StageGroups,
     placement: Placement,
     rank: int,
@@ -234,7 +245,7 @@ def _update(
     return OptimizerStep(
         make_optimizer,
         owned={name: held[name] for name in names if name in held and name not in others},
-        unshared=[p for n, stage in stages.items() if n not in exchanges for p in stage.parameters.values()],
+        unshared=[p for n, stage in stages.items() if n not in reducers for p in stage.parameters.values()],
         held=held.values(),
         copies=copies,
         offload=offload,

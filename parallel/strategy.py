@@ -44,7 +44,7 @@ class Strategy:
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
         compile: run the stages through ``torch.compile``.
         gradient_bytes: of a stage's gradients summed at once over the ranks that hold it, from its last backward pass
-            on; 0: all, once this rank has computed everything; None: as the exchange does.
+            on; 0: all, once this rank has computed everything; None: as ``GradReducer`` does.
     """
 
     name: str

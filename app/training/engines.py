@@ -110,9 +110,9 @@ def _whole(
     updated = updated_alone(model, shape, communicator)
     refuse_copies(updated, communicator.world, strategy.name)
     model = in_segments(model, policy, shape, communicator)
-    keeper = SavedTensors(policy, device)
+    saved_tensors = SavedTensors(policy, device)
     if policy.parameters:
-        keeper.streams(HostParameters(model, device, Copies.for_device(device)))
+        saved_tensors.streams(HostParameters(model, device, Copies.for_device(device)))
     else:
         model.to(device)
     host = None
@@ -129,7 +129,7 @@ def _whole(
         seed=seed,
         autocast=autocast,
         statistics=strategy.statistics,
-        keeper=keeper,
+        saved_tensors=saved_tensors,
         host=host,
         device=device,
         bucket_bytes=strategy.gradient_bytes,

@@ -64,8 +64,8 @@ class Case:
     def strategy(self) -> Strategy:
         chunks = 2 if SCHEDULES[self.schedule].chunks else 1
         m = 2 if self.schedule == "mast" else M
-        keeping = ActivationPolicy("stage") if self.recompute else KEEP_ALL
-        return Strategy(self.schedule, self.depth, self.depth, m, chunks=chunks, policy=keeping)
+        policy = ActivationPolicy("stage") if self.recompute else KEEP_ALL
+        return Strategy(self.schedule, self.depth, self.depth, m, chunks=chunks, policy=policy)
 
     @property
     def name(self) -> str:

@@ -71,23 +71,23 @@ def rows(setting: Setting) -> Iterator[Row]:
                 yield {**what, "fault": told(fault)}
                 left -= len(asked)
                 continue
-            for way, keeping in asked.items():
+            for way, policy in asked.items():
                 part = setting.part(2 * setting.left_s / left)
                 left -= 1
-                search = functools.partial(_search, part, problem, limit, model, keeping)
-                yield attempt({**what, "way": way, "host_bytes": keeping.host_bytes}, search)
+                search = functools.partial(_search, part, problem, limit, model, policy)
+                yield attempt({**what, "way": way, "host_bytes": policy.host_bytes}, search)
             del problem, search
             forget()
 
 
-def _search(setting: Setting, problem: Problem, limit: int, model: str, keeping: ActivationPolicy) -> Row:
+def _search(setting: Setting, problem: Problem, limit: int, model: str, policy: ActivationPolicy) -> Row:
     """Bisection between what trained and what did not, from the predicted side on."""
-    predicted = predicted_px(setting, limit, model, keeping)
+    predicted = predicted_px(setting, limit, model, policy)
     low, high, why, step_s, trials = 0, MOST_PX, "", 0.0, 0
     px = predicted
     while low < px < high and trials < MOST_TRIALS and (setting.left_s > 0 or not trials):
         trials += 1
-        fault, taken = _trial(problem, limit, px, keeping)
+        fault, taken = _trial(problem, limit, px, policy)
         if fault is None:
             low, step_s = px, taken
         else:
@@ -110,17 +110,17 @@ def _search(setting: Setting, problem: Problem, limit: int, model: str, keeping:
     }
 
 
-def _trial(problem: Problem, limit: int, px: int, keeping: ActivationPolicy) -> tuple[str | None, float]:
+def _trial(problem: Problem, limit: int, px: int, policy: ActivationPolicy) -> tuple[str | None, float]:
     """Why one step does not train within the limit, or None; and its seconds."""
     try:
-        return None, (_step_on_gpu if problem.setting.full else _step_counted)(problem, limit, px, keeping)
+        return None, (_step_on_gpu if problem.setting.full else _step_counted)(problem, limit, px, policy)
     except Exception as fault:  # see ``attempt``
         return told(fault), 0.0
     finally:
         forget()
 
 
-def _step_on_gpu(problem: Problem, limit: int, px: int, keeping: ActivationPolicy) -> float:
+def _step_on_gpu(problem: Problem, limit: int, px: int, policy: ActivationPolicy) -> float:
     device = problem.setting.device
     total = torch.cuda.mem_get_info(device)[1]
     problem.set_side(STEP)
@@ -128,7 +128,7 @@ def _step_on_gpu(problem: Problem, limit: int, px: int, keeping: ActivationPolic
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     try:
         problem.set_side(px)
-        work = Work(problem, keeping)
+        work = Work(problem, policy)
         with seconds_of(problem.setting) as taken:
             work.step()
             step_s = taken()
@@ -138,10 +138,10 @@ def _step_on_gpu(problem: Problem, limit: int, px: int, keeping: ActivationPolic
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _step_counted(problem: Problem, limit: int, px: int, keeping: ActivationPolicy) -> float:
+def _step_counted(problem: Problem, limit: int, px: int, policy: ActivationPolicy) -> float:
     problem.set_side(px)
     problem.optimizer.zero_grad(set_to_none=True)
-    work = Work(problem, keeping)
+    work = Work(problem, policy)
     state = [each["momentum_buffer"] for each in problem.optimizer.state.values()]
     with LiveBytes() as live, seconds_of(problem.setting) as taken:
         live.add([*problem.traced.model.parameters(), *state, problem.microbatch.images])
@@ -153,10 +153,10 @@ def _step_counted(problem: Problem, limit: int, px: int, keeping: ActivationPoli
     return step_s
 
 
-def predicted_px(setting: Setting, limit: int, model: str, keeping: ActivationPolicy) -> int:
+def predicted_px(setting: Setting, limit: int, model: str, policy: ActivationPolicy) -> int:
     """The largest side whose step is predicted to stay within the limit; at least ``STEP``."""
     sides = setting.of(TRACED, TINY_TRACED)
-    small, large = (_predicted_bytes(setting, model, px, keeping) for px in sides)
+    small, large = (_predicted_bytes(setting, model, px, policy) for px in sides)
     slope = (large - small) / (sides[1] ** 2 - sides[0] ** 2)
     room = setting.of(RESERVE, 1.0) * limit - (large - slope * sides[1] ** 2)
     return min(MOST_PX - STEP, max(STEP, math.isqrt(max(0, int(room / slope))) // STEP * STEP))
@@ -167,11 +167,11 @@ def _graph(model: str, px: int) -> Partition:
     return Partition(Workload(model, px, CLASSES, optimizer="sgd").trace(), (0,))
 
 
-def _predicted_bytes(setting: Setting, model: str, px: int, keeping: ActivationPolicy) -> int:
+def _predicted_bytes(setting: Setting, model: str, px: int, policy: ActivationPolicy) -> int:
     partition = _graph(model, px)
     placement = placement_for("1f1b", groups=1, depth=1, chunks=1)
     schedule = build_schedule("1f1b", placement, 1)
-    found = kept_bytes(partition, keeping)
+    found = kept_bytes(partition, policy)
     (rank,) = rank_bytes(partition, placement, schedule, slots=1, stages=found, device=setting.device.type)
     return rank.total
 

@@ -86,18 +86,18 @@ def _case(setting: Setting, model: str, px: int, *, thorough: bool) -> Iterator[
         forget()
         return
     asked = ways(plain_bytes, not setting.full, thorough)
-    for number, (way, keeping) in enumerate(asked.items()):
+    for number, (way, policy) in enumerate(asked.items()):
         part = setting.part(setting.left_s / (len(asked) - number))
 
-        def run(keeping: ActivationPolicy = keeping, part: Setting = part) -> Row:
-            return _compared(part, problem, plain_bytes, keeping)
+        def run(policy: ActivationPolicy = policy, part: Setting = part) -> Row:
+            return _compared(part, problem, plain_bytes, policy)
 
         yield attempt({**what, "way": way}, run)
 
 
-def _compared(setting: Setting, problem: Problem, plain_bytes: int, keeping: ActivationPolicy) -> Row:
-    kept = kept_bytes(problem, keeping)
-    plain, other = Work(problem, ActivationPolicy()), Work(problem, keeping)
+def _compared(setting: Setting, problem: Problem, plain_bytes: int, policy: ActivationPolicy) -> Row:
+    kept = kept_bytes(problem, policy)
+    plain, other = Work(problem, ActivationPolicy()), Work(problem, policy)
     plain.step()
     other.step()
     setting.settle()
@@ -133,7 +133,7 @@ def _step_s(setting: Setting, work: Work) -> float:
 
 def _moved(setting: Setting, work: Work) -> Row:
     """Bytes of a step's copies and their bandwidth."""
-    copies = work.keeper.copies
+    copies = work.saved_tensors.copies
     copies.clock.times.clear()
     copies.clock.on = True
     work.step()

@@ -37,14 +37,14 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 def _case(setting: Setting, model: str, px: int, tiles: int, offload: str) -> list[Row]:
     smallest = {} if setting.full else {"smallest": 1}
-    keeping = (
+    policy = (
         ActivationPolicy()
         if offload == "none"
         else ActivationPolicy(offload="overlap", ahead=setting.of(USUAL, 0), **smallest)
     )
     problem = Problem(setting, model, px, tiles=tiles)
-    kept = {name: kept_bytes(problem, keeping, dtype) for name, dtype in TYPES.items()}
-    works = {name: Work(problem, keeping, autocast=dtype) for name, dtype in TYPES.items()}
+    kept = {name: kept_bytes(problem, policy, dtype) for name, dtype in TYPES.items()}
+    works = {name: Work(problem, policy, autocast=dtype) for name, dtype in TYPES.items()}
     peaks: dict[str, int | None] = {}
     for name, work in works.items():
         work.step()

@@ -75,7 +75,7 @@ class Work:
     def __init__(
         self,
         problem: Problem,
-        keeping: ActivationPolicy,
+        policy: ActivationPolicy,
         *,
         autocast: torch.dtype | None = None,
         meter: ActivationMeter | None = None,
@@ -83,8 +83,8 @@ class Work:
         self.losses: list[float] = []
         self._problem = problem
         device = problem.setting.device
-        segments = segments_of(problem.partition, 0, keeping) if keeping.segmented else ()
-        self.keeper = SavedTensors(keeping, device, meter=meter)
+        segments = segments_of(problem.partition, 0, policy) if policy.segmented else ()
+        self.saved_tensors = SavedTensors(policy, device, meter=meter)
         self._engine = DataParallelEngine(
             cut_stage(problem.traced, problem.partition, 0, segments, WholeModule),
             _loss,
@@ -93,7 +93,7 @@ class Work:
             batch=problem.tiles,
             m=1,
             autocast=autocast,
-            keeper=self.keeper,
+            saved_tensors=self.saved_tensors,
         )
 
     def step(self) -> None:
@@ -108,10 +108,10 @@ class Work:
         self._engine.close()
 
 
-def kept_bytes(problem: Problem, keeping: ActivationPolicy, autocast: torch.dtype | None = None) -> int:
+def kept_bytes(problem: Problem, policy: ActivationPolicy, autocast: torch.dtype | None = None) -> int:
     """Activations on the device at most in a step, counted storage by storage as autograd keeps them."""
     meter = ActivationMeter()
-    work = Work(problem, keeping, autocast=autocast, meter=meter)
+    work = Work(problem, policy, autocast=autocast, meter=meter)
     work.step()
     work.close()
     return meter.peak_bytes

@@ -72,11 +72,11 @@ class Student:
         self._pictures, self._batch, self._device = pictures, batch, device
         self._optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
         self._module = module
-        self._keeper = SavedTensors(ActivationPolicy(offload="overlap" if mode == "overlap" else "none"), device)
+        self._saved_tensors = SavedTensors(ActivationPolicy(offload="overlap" if mode == "overlap" else "none"), device)
         self._naive = None
         if mode in naive.MODES:
             self._naive = naive.NaiveOffload(mode, device, (*module.parameters(), *module.buffers()))
-        self._clock = (self._naive or self._keeper.copies).clock
+        self._clock = (self._naive or self._saved_tensors.copies).clock
         self._engines: dict[int, DataParallelEngine] = {}
         self._steps = 0
         self._scale = torch.tensor([1 / (255 * std) for std in STD], device=device)[:, None, None]
@@ -152,7 +152,7 @@ class Student:
                 LocalCommunicator(),
                 batch=batch,
                 m=1,
-                keeper=self._keeper,
+                saved_tensors=self._saved_tensors,
             )
         return self._engines[batch]
 

@@ -126,8 +126,9 @@ def _constant(engine: Any) -> list[Tensor]:
 
 def _on_host(engine: Any) -> int:
     """Bytes of the host's pool at most."""
-    keepers = {engine._keeper} if hasattr(engine, "_keeper") else {s._keeper for s in engine._work.stages.values()}
-    return sum(keeper.pool.peak_bytes for keeper in keepers if keeper.pool is not None)
+    of_engine = [engine] if hasattr(engine, "_saved_tensors") else engine._work.stages.values()
+    pools = {holder._saved_tensors.pool for holder in of_engine}
+    return sum(pool.peak_bytes for pool in pools if pool is not None)
 
 
 def _write(engine: TrainingEngine, communicator: Communicator, file: Path) -> None:

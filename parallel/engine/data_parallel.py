@@ -47,7 +47,7 @@ class DataParallelEngine:
         seed: of dropout and every other random number the model draws.
         autocast: type for mixed precision on the device; None computes in float32.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
-        keeper: says what becomes of what forward passes keep. By default autograd keeps it.
+        saved_tensors: says what becomes of what forward passes keep. By default autograd keeps it.
         host: ``optimizer`` is the one it has.
         device: that computes, where the parameters are on the host.
         updated: names of buffers that forward passes update, outside normalisation layers; where there are any, one
@@ -71,7 +71,7 @@ class DataParallelEngine:
         seed: int = 0,
         autocast: torch.dtype | None = None,
         statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
-        keeper: SavedTensors | None = None,
+        saved_tensors: SavedTensors | None = None,
         host: HostOptimizer | None = None,
         device: torch.device | None = None,
         bucket_bytes: int | None = None,
@@ -99,10 +99,10 @@ class DataParallelEngine:
         self._bucket_bytes = bucket_bytes
         self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
-        self._keeper = keeper or SavedTensors(ActivationPolicy(), self._device)
+        self._saved_tensors = saved_tensors or SavedTensors(ActivationPolicy(), self._device)
         self._updated = UpdatedBuffers(module, updated)
         assert communicator.world == 1 or not self._updated
-        self._keeper.copies_of(self._updated)
+        self._saved_tensors.copies_of(self._updated)
         self._precision = functools.partial(
             torch.autocast, self._device.type, self._autocast, enabled=self._autocast is not None
         )
@@ -164,7 +164,7 @@ class DataParallelEngine:
             if last and self._host is not None and self._communicator.world == 1:
                 self._host.arm(self._learning_rate)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
-        self._keeper.landed(i)
+        self._saved_tensors.landed(i)
         return loss.detach().cpu(), tiles
 
     def _forward(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
@@ -176,7 +176,7 @@ class DataParallelEngine:
             drawing(microbatch_seed(self._seed, step, i), self._device),
             self._statistics.microbatch(i, microbatch.shape[0]),
             self._precision(),
-            self._keeper.watching(i, self._state()),
+            self._saved_tensors.watching(i, self._state()),
             self._in_segments(),
         ):
             loss: Tensor = self._loss(self._replica(microbatch.images), microbatch.targets)
@@ -184,7 +184,7 @@ class DataParallelEngine:
 
     @contextlib.contextmanager
     def _in_segments(self) -> Iterator[None]:
-        """A model cut into segments is run by the keeper."""
+        """A model cut into segments is run by ``saved_tensors``."""
         if not isinstance(self.module, StageModule):
             yield
             return
@@ -198,7 +198,7 @@ class DataParallelEngine:
         around = functools.partial(
             recompute_context, segment, self._device, self._statistics, self._precision, self._updated
         )
-        return self._keeper.through(segment, compute, values, self._state(), around)
+        return self._saved_tensors.through(segment, compute, values, self._state(), around)
 
     def _state(self) -> tuple[Tensor, ...]:
         """Parameters and buffers, which are there anyway and do not change between two passes."""
@@ -247,7 +247,7 @@ class DataParallelEngine:
 
     def close(self) -> None:
         self._replica = None
-        self._keeper.forget()
+        self._saved_tensors.forget()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["model"])

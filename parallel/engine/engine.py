@@ -91,16 +91,16 @@ class Engine:
             stage.statistics.begin_step(work.m)
         work.update.begin_step()
         self._learning_rate = learning_rate
-        for exchange in work.exchanges.values():
-            exchange.begin_step()
+        for reducer in work.reducers.values():
+            reducer.begin_step()
         self._spans = []
         sent = sum(self.bytes_sent.values())
         losses = self._walk(StepBatches(microbatches, self.share), step)
         tiles = int(losses[1].sum())
         work.messenger.finish()
         self._sent_in_step = sum(self.bytes_sent.values()) - sent
-        for exchange in work.exchanges.values():
-            exchange.finish()
+        for reducer in work.reducers.values():
+            reducer.finish()
         for number in sorted(work.stages):
             work.stages[number].statistics.end_step()
         self._communicator.all_reduce(losses)
@@ -146,25 +146,25 @@ class Engine:
 
     @property
     def sent_in_step(self) -> int:
-        return self._sent_in_step + sum(exchange.sent_bytes for exchange in self._work.exchanges.values())
+        return self._sent_in_step + sum(reducer.sent_bytes for reducer in self._work.reducers.values())
 
     def before_update(self, call: Callable[[], None]) -> None:
         self._work.update.before_update(call)
 
     @property
     def parameter_names(self) -> frozenset[str]:
-        return frozenset(self._work.canonical.parameters)
+        return frozenset(self._work.full_state.parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._work.canonical.gather()
+        return self._work.full_state.gather()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._work.canonical.scatter(state)
+        self._work.full_state.scatter(state)
 
     def close(self) -> None:
         for stage in self._work.stages.values():
             stage.reset()
-        self._work.handover.clear()
+        self._work.transfers.clear()
 
     def _walk(self, feed: StepBatches, step: int) -> Tensor:
         """All actions of this rank; mean losses and sizes (2, m) of the microbatches whose loss it computed."""
@@ -187,7 +187,7 @@ class Engine:
     def _perform(
         self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
     ) -> None:
-        handover = self._work.handover
+        transfers = self._work.transfers
         match action.kind:
             case Kind.FORWARD:
                 self._forward(position, action, feed, step, losses)
@@ -204,15 +204,15 @@ class Engine:
             case Kind.PREFETCH:
                 self._work.stages[action.stage].prefetch(action.i)
             case Kind.REDUCE:
-                self._work.exchanges[action.stage].begin()
+                self._work.reducers[action.stage].begin()
             case Kind.SEND_FORWARD:
-                handover.send(action, feed.shape(action.i))
+                transfers.send(action, feed.shape(action.i))
             case Kind.SEND_BACKWARD:
-                handover.send_back(action)
+                transfers.send_back(action)
             case Kind.RECEIVE_FORWARD:
-                handover.post(action, feed.shape(action.i))
+                transfers.post(action, feed.shape(action.i))
             case Kind.RECEIVE_BACKWARD:
-                handover.post_back(action)
+                transfers.post_back(action)
 
     def _forward(
         self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
@@ -220,7 +220,7 @@ class Engine:
         i, work = action.i, self._work
         self._shapes = f"tiles {feed.shape(i)}"
         self._tell(position, waiting=True)
-        values = work.handover.take(action)
+        values = work.transfers.take(action)
         if action.stage == 0:
             values[work.inputs] = feed.images(i)
         tiles = feed.shape(i)[0]
@@ -237,22 +237,22 @@ class Engine:
             )
         if action.stage == self._last:
             losses[i] = outputs[LOSS].detach(), tiles  # read after the last action: reading waits for a GPU
-        work.handover.give(action, outputs)
+        work.transfers.give(action, outputs)
 
     def _backward(self, position: int, action: Action, feed: StepBatches) -> None:
         i, work = action.i, self._work
         self._shapes = f"tiles {feed.shape(i)}"
         self._tell(position, waiting=True)
-        gradients = work.handover.take_back(action)
+        gradients = work.transfers.take_back(action)
         if gradients:
             self._shapes = self._described(position, feed.shape(i), "gradients", gradients)
         if position in self._completing:
-            work.exchanges[action.stage].arm()
+            work.reducers[action.stage].arm()
         if position in self._finishing:
             work.update.arm(work.stages[action.stage].parameters, self._learning_rate)
         with self._computing(position, action):
             incoming = work.stages[action.stage].backward(i, gradients, weight=feed.shape(i)[0] / work.batch)
-        work.handover.give_back(action, incoming)
+        work.transfers.give_back(action, incoming)
 
     @contextlib.contextmanager
     def _computing(self, position: int, action: Action) -> Iterator[int]:

@@ -91,12 +91,12 @@ class GradReducer:
             self._works.append(self._communicator.iall_reduce(self.buckets[len(self._works)].flat))
 
 
-def _hook(exchange: weakref.ref[GradReducer], place: int, number: int) -> Callable[[Tensor], None]:
-    """A parameter's hook is out of the garbage collector's sight: holding the exchange, which holds the parameter, it
+def _hook(reducer: weakref.ref[GradReducer], place: int, number: int) -> Callable[[Tensor], None]:
+    """A parameter's hook is out of the garbage collector's sight: holding the reducer, which holds the parameter, it
     would keep both for ever."""
 
     def added(_: Tensor) -> None:
-        owner = exchange()
+        owner = reducer()
         if owner is not None:
             owner._added(place, number)
 

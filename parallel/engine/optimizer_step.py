@@ -41,7 +41,7 @@ class OptimizerStep:
 
     Args:
         owned: parameters that this rank updates, by name.
-        unshared: parameters whose gradients stay on this rank; those of shared ones are zeroed by their exchange.
+        unshared: parameters whose gradients stay on this rank; those of shared ones are zeroed by their reducer.
         held: all parameters this rank holds.
         copies: made after the update, in the same order on both ranks of a pair.
         offload: copies to and from the host, where the optimizer then is; None: it is where the parameters are.

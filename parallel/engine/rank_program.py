@@ -33,12 +33,12 @@ class RankProgram:
     schedule: Schedule
     placement: Placement
     stages: Mapping[int, Stage]
-    handover: StageTransfers
-    exchanges: Mapping[int, GradReducer]
+    transfers: StageTransfers
+    reducers: Mapping[int, GradReducer]
     update: OptimizerStep
     messenger: Messenger
     prediction: Inference
-    canonical: FullStateDict
+    full_state: FullStateDict
     inputs: str
     share: range
     batch: int

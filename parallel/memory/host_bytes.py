@@ -33,14 +33,14 @@ class HostBytes:
 
 
 def stage_host_bytes(
-    partition: Partition, keeping: ActivationPolicy, found: Iterable[Piece] | None = None
+    partition: Partition, policy: ActivationPolicy, found: Iterable[Piece] | None = None
 ) -> list[HostBytes]:
     """Of every stage.
 
     Args:
         found: what ``pieces`` gives for the graph, where it is known.
     """
-    return [host_bytes_of(lives) for lives in lifetimes_of(partition, keeping, found)]
+    return [host_bytes_of(lives) for lives in lifetimes_of(partition, policy, found)]
 
 
 def host_bytes_of(lives: Lifetimes) -> HostBytes:

@@ -22,7 +22,7 @@ from parallel.memory.stage_bytes import StageBytes, stage_bytes, touched_by
 
 
 def kept_bytes(
-    partition: Partition, keeping: ActivationPolicy, found: Iterable[Piece] | None = None
+    partition: Partition, policy: ActivationPolicy, found: Iterable[Piece] | None = None
 ) -> list[StageBytes]:
     """Of every stage.
 
@@ -34,19 +34,19 @@ def kept_bytes(
     """
     found = pieces(partition.graph) if found is None else list(found)
     plain = stage_bytes(partition, found)
-    if keeping.offload == "none" and not keeping.segmented:
+    if policy.offload == "none" and not policy.segmented:
         return plain
-    stages = zip(plain, lifetimes_of(partition, keeping, found), strict=True)
+    stages = zip(plain, lifetimes_of(partition, policy, found), strict=True)
     return [with_lifetimes(partition.graph, lives, stage) for stage, lives in stages]
 
 
 def lifetimes_of(
-    partition: Partition, keeping: ActivationPolicy, found: Iterable[Piece] | None = None
+    partition: Partition, policy: ActivationPolicy, found: Iterable[Piece] | None = None
 ) -> list[Lifetimes]:
     """Of every stage; arguments as ``kept_bytes``."""
     touched = touched_by(partition, pieces(partition.graph) if found is None else found)
     return [
-        Lifetimes(own, passes_of(partition.graph, segments_of(partition, k, keeping), own), keeping)
+        Lifetimes(own, passes_of(partition.graph, segments_of(partition, k, policy), own), policy)
         for k, own in enumerate(touched)
     ]
 

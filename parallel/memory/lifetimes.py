@@ -52,19 +52,19 @@ class Lifetimes:
         host_again: there besides, at most: what a segment keeps that is computed again.
     """
 
-    def __init__(self, found: Iterable[Piece], passes: Passes, keeping: ActivationPolicy) -> None:
+    def __init__(self, found: Iterable[Piece], passes: Passes, policy: ActivationPolicy) -> None:
         self.spans: list[LiveRange] = []
         self.unkept: list[LiveRange] = []
         self.held = self.held_inputs = self.host = self.host_inputs = 0
         self.passes = passes
         self._starts = [segment.start for segment in passes.segments]
-        self._moves = keeping.offload != "none"
-        self._smallest = keeping.smallest
+        self._moves = policy.offload != "none"
+        self._smallest = policy.smallest
         self._journeys: list[Journey] = []
         self._host_again: Counter[int] = Counter()
         for piece in found:
             self._take(piece)
-        self.spans += on_device(self._journeys, keeping.ahead, passes.turn)
+        self.spans += on_device(self._journeys, policy.ahead, passes.turn)
         self.host_again = max(self._host_again.values(), default=0)
 
     def _take(self, piece: Piece) -> None:

@@ -118,7 +118,7 @@ def whole_bytes(
     graph: LayerGraph,
     slots: int,
     device: str = "cpu",
-    keeping: ActivationPolicy | None = None,
+    policy: ActivationPolicy | None = None,
     stage: StageBytes | None = None,
 ) -> RankBytes:
     """Of each rank where every rank computes the whole model: single, ddp and fsdp.
@@ -132,11 +132,11 @@ def whole_bytes(
         m: microbatches of the global batch.
         graph: of the model and its loss, traced with the largest microbatch.
         slots: values that the optimizer keeps for each parameter.
-        keeping: what becomes of activations; all stay on the device by default.
+        policy: what becomes of activations; all stay on the device by default.
         stage: what ``kept_bytes`` gives for the whole model, where it is known.
     """
     if stage is None:
-        (stage,) = kept_bytes(Partition(graph, (0,)), keeping or ActivationPolicy())
+        (stage,) = kept_bytes(Partition(graph, (0,)), policy or ActivationPolicy())
     several = len(share_of(0, ranks, m)) > 1
     parameters, kept = stage.parameters, stage.activations
     # Buckets take in the gradients layer by layer; without them all that are made add up.

@@ -17,7 +17,7 @@ from parallel.graph.partition import Partition, cut_positions
 from parallel.memory.policy import ActivationPolicy, Segment
 
 
-def segments_of(partition: Partition, stage: int, keeping: ActivationPolicy) -> tuple[Segment, ...]:
+def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> tuple[Segment, ...]:
     """The segments of a stage, in order; one that is not computed again where nothing is.
 
     Raises:
@@ -26,11 +26,11 @@ def segments_of(partition: Partition, stage: int, keeping: ActivationPolicy) -> 
     graph = partition.graph
     start = partition.starts[stage]
     stop = partition.starts[stage + 1] if stage + 1 < partition.depth else len(graph.layers)
-    if not keeping.segmented:
+    if not policy.segmented:
         return (Segment(start, stop, False),)
-    if keeping.recompute == "optimal":
-        return _of_runs(start, stop, _runs(graph, keeping.chosen))
-    places = [place for place in _places(graph, keeping.recompute) if start < place < stop]
+    if policy.recompute == "optimal":
+        return _of_runs(start, stop, _runs(graph, policy.chosen))
+    places = [place for place in _places(graph, policy.recompute) if start < place < stop]
     bounds = list(pairwise([start, *places, stop]))
     last = stage == partition.depth - 1
     return tuple(Segment(*bound, recompute=not (last and bound == bounds[-1])) for bound in bounds)

@@ -44,46 +44,46 @@ class StageMemory:
         self._kept: dict[object, StageBytes] = {}
         self._host: dict[object, HostBytes] = {}
 
-    def kept(self, partition: Partition, keeping: ActivationPolicy) -> list[StageBytes]:
+    def kept(self, partition: Partition, policy: ActivationPolicy) -> list[StageBytes]:
         """As ``kept_bytes``.
 
         Raises:
             ValueError: a chosen run of layers does not fit the model.
         """
-        if keeping.offload == "none" and not keeping.segmented:
+        if policy.offload == "none" and not policy.segmented:
             return [self.plain(bound) for bound in pairwise([*partition.starts, len(self.graph.layers)])]
-        return [self.of_segments(segments_of(partition, stage, keeping), keeping) for stage in range(partition.depth)]
+        return [self.of_segments(segments_of(partition, stage, policy), policy) for stage in range(partition.depth)]
 
-    def host(self, partition: Partition, keeping: ActivationPolicy) -> list[HostBytes]:
+    def host(self, partition: Partition, policy: ActivationPolicy) -> list[HostBytes]:
         """As ``stage_host_bytes``."""
         found = []
         for stage in range(partition.depth):
-            key = self._key(segments := segments_of(partition, stage, keeping), keeping)
+            key = self._key(segments := segments_of(partition, stage, policy), policy)
             if key not in self._host:
-                self._work_out(key, segments, keeping)
+                self._work_out(key, segments, policy)
             found.append(self._host[key])
         return found
 
-    def of_segments(self, segments: Sequence[Segment], keeping: ActivationPolicy) -> StageBytes:
+    def of_segments(self, segments: Sequence[Segment], policy: ActivationPolicy) -> StageBytes:
         """Of the stage whose layers ``segments`` cover."""
-        key = self._key(segments, keeping)
+        key = self._key(segments, policy)
         if key not in self._kept:
-            self._work_out(key, segments, keeping)
+            self._work_out(key, segments, policy)
         return self._kept[key]
 
-    def _key(self, segments: Sequence[Segment], keeping: ActivationPolicy) -> object:
-        moves = (keeping.offload, keeping.smallest, keeping.ahead) if keeping.offload != "none" else None
+    def _key(self, segments: Sequence[Segment], policy: ActivationPolicy) -> object:
+        moves = (policy.offload, policy.smallest, policy.ahead) if policy.offload != "none" else None
         return tuple(segments), moves
 
-    def _work_out(self, key: object, segments: Sequence[Segment], keeping: ActivationPolicy) -> None:
+    def _work_out(self, key: object, segments: Sequence[Segment], policy: ActivationPolicy) -> None:
         bound = segments[0].start, segments[-1].stop
         found = self.touched(bound)
-        if keeping.offload == "none" and found:
+        if policy.offload == "none" and found:
             if bound not in self._arrays:
                 self._arrays[bound] = StageArrays(self.graph, *bound, found, self.plain(bound))
             self._kept[key], self._host[key] = self._arrays[bound].stage_bytes(segments), HostBytes(0, 0, 0)
             return
-        lives = Lifetimes(found, passes_of(self.graph, segments, found), keeping)
+        lives = Lifetimes(found, passes_of(self.graph, segments, found), policy)
         self._kept[key] = with_lifetimes(self.graph, lives, self.plain(bound))
         self._host[key] = host_bytes_of(lives)
 

@@ -89,21 +89,21 @@ class Again:
     def _second(self) -> None:
         anyway = storages_of(self._state)
         kept: list[Packed | None] = []
-        kept: list[tuple[torch.Size, torch.dtype]] = []
+        saved: list[tuple[torch.Size, torch.dtype]] = []
 
         def pack(tensor: Tensor) -> None:
             if tensor.untyped_storage().data_ptr() not in anyway:
-                kept.append((tensor.shape, tensor.dtype))
+                saved.append((tensor.shape, tensor.dtype))
                 kept.append(self._packer.pack(tensor))
 
         values = restore(self._values)
         self._values = None
         with self._surroundings(), torch.enable_grad(), saved_tensors_hooks(pack, _never):
             self._compute(*values)
-        if kept != self._promised:
+        if saved != self._promised:
             raise RuntimeError(
                 "a part of the model keeps other tensors when it is computed again: "
-                f"{_told(kept)} after {_told(self._promised)}. It does not compute the same twice: use --recompute "
+                f"{_told(saved)} after {_told(self._promised)}. It does not compute the same twice: use --recompute "
                 "none, or leave out of the model what depends on anything but its input"
             )
         self._kept = kept

@@ -120,12 +120,18 @@ class Action:
 
         Raises:
             ValueError: it is none.
-        """ if match := _TEXT.fullmatch(text.strip()): kind = Kind(match["kind"]) replica, stage, microbatch, peer = (
-        None if digits is None else int(digits) for digits in match.group("replica", "stage", "microbatch", "peer") ) if
-        (microbatch is None) == (kind is Kind.REDUCE) and (peer is not None) == (kind in PER_PEER): return cls(kind,
-        stage or 0, microbatch, replica or 0, peer) raise ValueError( f"{text!r} is no action: write stage, kind and
-        microbatch as in 2F0 (F forward, B backward, I and W its " "halves, R recompute, O offload, P prefetch), with
-        the replica before a colon as in 1:2F0" )
+        """
+        if match := _TEXT.fullmatch(text.strip()):
+            kind = Kind(match["kind"])
+            replica, stage, microbatch, peer = (
+                None if match[name] is None else int(match[name]) for name in ("replica", "stage", "microbatch", "peer")
+            )
+            if (microbatch is None) == (kind is Kind.REDUCE) and (peer is not None) == (kind in PER_PEER):
+                return cls(kind, stage or 0, microbatch, replica or 0, peer)
+        raise ValueError(
+            f"{text!r} is no action: write stage, kind and microbatch as in 2F0 (F forward, B backward, I and W its "
+            "halves, R recompute, O offload, P prefetch), with the replica before a colon as in 1:2F0"
+        )
 
 
 Schedule = dict[int, list[Action]]

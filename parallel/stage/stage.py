@@ -53,7 +53,7 @@ class Stage:
         autocast: type for mixed precision; None computes in the module's own.
         split: backward is called in two halves (zero bubble).
         compiled: run the module through ``torch.compile``.
-        keeper: of the rank; says what becomes of what forward passes keep. By default autograd keeps it.
+        saved_tensors: of the rank; says what becomes of what forward passes keep. By default autograd keeps it.
         meter: counts the bytes kept between the halves of a split backward pass.
         updated: names of buffers that forward passes update, outside normalisation layers.
 
@@ -74,7 +74,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         split: bool = False,
         compiled: bool = False,
-        keeper: SavedTensors | None = None,
+        saved_tensors: SavedTensors | None = None,
         meter: ActivationMeter | None = None,
         updated: Collection[str] = (),
     ) -> None:
@@ -87,9 +87,9 @@ class Stage:
         self._uses_rng = uses_rng
         self._autocast = autocast
         self._weights = DeferredWeights(module, meter) if split else None
-        self._keeper = keeper or SavedTensors(ActivationPolicy(), device, meter=meter)
+        self._saved_tensors = saved_tensors or SavedTensors(ActivationPolicy(), device, meter=meter)
         self._updated = UpdatedBuffers(module, updated)
-        self._keeper.copies_of(self._updated)
+        self._saved_tensors.copies_of(self._updated)
         # Inductor's own random numbers would differ from those of the plain model.
         self._run: Callable[..., Any] = torch.compile(module, options={"fallback_random": True}) if compiled else module
         self._in_flight: dict[int, MicrobatchState] = {}
@@ -128,17 +128,17 @@ class Stage:
                 return self._compute(i, microbatch)
             with torch.no_grad():
                 outputs = self._compute(i, microbatch)
-            if self._keeper.moves:
-                microbatch.values = put_away(values, self._keeper.packer((self, i)))
+            if self._saved_tensors.moves:
+                microbatch.values = put_away(values, self._saved_tensors.packer((self, i)))
             return {name: promised(value) if name in self._differentiable else value for name, value in outputs.items()}
 
     def flush(self, i: int) -> None:
         """Send what microbatch ``i`` keeps off the device now."""
-        self._keeper.flush((self, i))
+        self._saved_tensors.flush((self, i))
 
     def prefetch(self, i: int) -> None:
         """Begin to bring what microbatch ``i`` keeps back to the device."""
-        self._keeper.prefetch((self, i))
+        self._saved_tensors.prefetch((self, i))
 
     def recompute(self, i: int) -> None:
         """Run the forward pass of microbatch ``i`` again, keeping what backward needs; it is counted nowhere."""
@@ -170,7 +170,7 @@ class Stage:
         ]
         if flows:
             torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
-        self._keeper.landed((self, i))
+        self._saved_tensors.landed((self, i))
         arrived = {name: [arrival.take() for arrival in arrivals] for name, arrivals in microbatch.arrivals.items()}
         return arrived or {name: gradients_of(value) for name, value in microbatch.values.items()}
 
@@ -189,7 +189,7 @@ class Stage:
     def reset(self) -> None:
         """Drop every microbatch in flight, after a step that was given up."""
         self._in_flight.clear()
-        self._keeper.forget()
+        self._saved_tensors.forget()
 
     def _compute(self, i: int, microbatch: MicrobatchState) -> dict[str, Any]:
         with contextlib.ExitStack() as scopes:
@@ -198,7 +198,7 @@ class Stage:
             if torch.is_grad_enabled():
                 if self._weights is not None:
                     scopes.enter_context(self._weights.recording(i))
-                scopes.enter_context(self._keeper.watching((self, i), self._state()))
+                scopes.enter_context(self._saved_tensors.watching((self, i), self._state()))
             scopes.enter_context(self._in_segments())
             values = self._run(*self._entering(microbatch))
             outputs = dict(zip(self.module.outputs, self._updated.apart(values), strict=True))
@@ -222,7 +222,7 @@ class Stage:
 
     def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
         """Return the values the module takes. Where activations go to the host, the stage itself holds none of them."""
-        if not (self._keeper.moves and torch.is_grad_enabled()):
+        if not (self._saved_tensors.moves and torch.is_grad_enabled()):
             return (microbatch.values[name] for name in self.module.inputs)
         values, microbatch.values = microbatch.values, {}
         microbatch.arrivals = {}
@@ -234,7 +234,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _in_segments(self) -> Iterator[None]:
-        """Let the keeper run the module, segment by segment where it has any."""
+        """Let ``saved_tensors`` run the module, segment by segment where it has any."""
         self.module.through = self._through if torch.is_grad_enabled() else None
         try:
             yield
@@ -245,7 +245,7 @@ class Stage:
         context = functools.partial(
             recompute_context, segment, self._device, self.statistics, self._precision, self._updated
         )
-        return self._keeper.through(segment, compute, values, self._state(), context)
+        return self._saved_tensors.through(segment, compute, values, self._state(), context)
 
     def _state(self) -> tuple[Tensor, ...]:
         """Return parameters and buffers, which are there anyway and do not change between two passes."""

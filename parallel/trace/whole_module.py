@@ -18,7 +18,7 @@ from parallel.trace.trace_alone import trace_alone
 
 
 def in_segments(
-    module: nn.Module, keeping: ActivationPolicy, shape: tuple[int, ...], communicator: Communicator
+    module: nn.Module, policy: ActivationPolicy, shape: tuple[int, ...], communicator: Communicator
 ) -> nn.Module:
     """Return ``module`` run segment by segment, with the names it has; itself where everything is kept on the device,
     and where nothing is computed again and it cannot be traced.
@@ -30,13 +30,13 @@ def in_segments(
     Raises:
         ValueError: the model cannot be traced, and parts of it are to be computed again.
     """
-    if not keeping.segmented and keeping.offload == "none":
+    if not policy.segmented and policy.offload == "none":
         return module
     try:
         traced = trace_alone(module, shape, communicator)
     except ValueError:
-        if keeping.segmented:
+        if policy.segmented:
             raise
         return module
     partition = Partition(traced.graph, (0,))
-    return cut_stage(traced, partition, 0, segments_of(partition, 0, keeping), WholeModule)
+    return cut_stage(traced, partition, 0, segments_of(partition, 0, policy), WholeModule)

@@ -16,7 +16,7 @@ from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine import state_dict as canonical
+from parallel.engine import state_dict as full_state
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.schedule.microbatch import microbatch_seed
@@ -130,7 +130,7 @@ def test_first_rank_is_sent_no_copy_of_what_it_has(name: str, monkeypatch: pytes
         sent[communicator.rank] = value
         return gather_objects(communicator, value)
 
-    monkeypatch.setattr(canonical, "gather_objects", gather)
+    monkeypatch.setattr(full_state, "gather_objects", gather)
 
     def rank(communicator: Communicator, _: None) -> Any:
         engine = build(communicator, strategy, "adamw")

@@ -60,14 +60,14 @@ def chain(*, twice: bool = False) -> LayerGraph:
     )
 
 
-def only(graph: LayerGraph, keeping: ActivationPolicy) -> StageBytes:
-    (stage,) = kept_bytes(Partition(graph, (0,)), keeping)
+def only(graph: LayerGraph, policy: ActivationPolicy) -> StageBytes:
+    (stage,) = kept_bytes(Partition(graph, (0,)), policy)
     return stage
 
 
-def in_segments(graph: LayerGraph, segments: list[Segment], keeping: ActivationPolicy) -> StageBytes:
+def in_segments(graph: LayerGraph, segments: list[Segment], policy: ActivationPolicy) -> StageBytes:
     found, partition = pieces(graph), Partition(graph, (0,))
-    lives = Lifetimes(found, passes_of(graph, segments, found), keeping)
+    lives = Lifetimes(found, passes_of(graph, segments, found), policy)
     return with_lifetimes(graph, lives, stage_bytes(partition)[0])
 
 
@@ -83,10 +83,10 @@ def test_offload_by_hand() -> None:
 
 
 def test_what_two_layers_keep_moves_once() -> None:
-    graph, keeping = chain(twice=True), ActivationPolicy(offload="overlap", smallest=0)
-    (there,) = stage_host_bytes(Partition(graph, (0,)), keeping)
+    graph, policy = chain(twice=True), ActivationPolicy(offload="overlap", smallest=0)
+    (there,) = stage_host_bytes(Partition(graph, (0,)), policy)
     assert there == HostBytes(208, 100, 0)
-    stage = only(graph, keeping)
+    stage = only(graph, policy)
     assert (stage.activations, stage.forward, stage.backward) == (0, 200, 40 + 60 + (60 + 40))
 
 
@@ -146,7 +146,7 @@ def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
 def test_whole_models_under_a_rule() -> None:
     graph = chain()
     plain, moved = (
-        whole_bytes("single", 1, 1, graph, 2, keeping=rule)
+        whole_bytes("single", 1, 1, graph, 2, policy=rule)
         for rule in (None, ActivationPolicy(offload="overlap", smallest=0))
     )
     assert (plain.activations, moved.activations) == (208, 0)
@@ -196,8 +196,10 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
     for number, told in enumerate(kept_bytes(partition, rule)):
         module = cut_stage(traced, partition, number, segments_of(partition, number, rule)).train()
         statistics = running_statistics(module, LocalCommunicator(), "per-microbatch")
-        keeper = SavedTensors(rule, CPU)
-        stage = Stage(module, device=CPU, statistics=statistics, differentiable=module.outputs, keeper=keeper)
+        saved_tensors = SavedTensors(rule, CPU)
+        stage = Stage(
+            module, device=CPU, statistics=statistics, differentiable=module.outputs, saved_tensors=saved_tensors
+        )
         statistics.begin_step(1)
         given = {key: values[key].detach().clone() for key in module.inputs}
         given = {key: value.requires_grad_(values[key].requires_grad) for key, value in given.items()}
@@ -219,6 +221,6 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         assert told.forward == pytest.approx(forward, rel=0.08, abs=8 * KIB), number
         assert told.activations == pytest.approx(kept, rel=0.01, abs=8 * KIB), number
         assert told.first_backward == pytest.approx(watch.peak_bytes, rel=0.08), number
-        if keeper.pool is not None:  # whose smallest buffers are of 4 KiB
-            assert there[number].kept <= keeper.pool.peak_bytes
-            assert there[number].kept + there[number].again >= 0.7 * keeper.pool.peak_bytes
+        if saved_tensors.pool is not None:  # whose smallest buffers are of 4 KiB
+            assert there[number].kept <= saved_tensors.pool.peak_bytes
+            assert there[number].kept + there[number].again >= 0.7 * saved_tensors.pool.peak_bytes

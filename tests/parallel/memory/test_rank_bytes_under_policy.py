@@ -39,10 +39,10 @@ def graph() -> LayerGraph:
     return with_loss(trace(model(), SHAPE).graph, CLASSES, SHAPE[-1])
 
 
-def predicted(strategy: Strategy, keeping: ActivationPolicy) -> list[int]:
+def predicted(strategy: Strategy, policy: ActivationPolicy) -> list[int]:
     partition = strategy.partition(graph())
     schedule = strategy.schedule(partition.links)
-    stages = kept_bytes(partition, keeping)
+    stages = kept_bytes(partition, policy)
     return [r.total for r in rank_bytes(partition, strategy.placement, schedule, slots=1, stages=stages)]
 
 
@@ -94,10 +94,10 @@ def rules(strategy: Strategy) -> dict[str, ActivationPolicy]:
 def test_ranks_take_what_is_predicted(schedule: str) -> None:
     partition = Strategy(schedule, 2, 2, M).partition(graph())
     message = max(stage.returned for stage in stage_bytes(partition))
-    for rule, keeping in rules(Strategy(schedule, 2, 2, M)).items():
-        strategy = Strategy(schedule, 2, 2, M, policy=keeping)
+    for rule, policy in rules(Strategy(schedule, 2, 2, M)).items():
+        strategy = Strategy(schedule, 2, 2, M, policy=policy)
         found = run_on_threads(2, lambda c, _, strategy=strategy: measured(c, strategy), timeout_s=60)
-        for told, taken in zip(predicted(strategy, keeping), found, strict=True):
+        for told, taken in zip(predicted(strategy, policy), found, strict=True):
             assert told <= 1.1 * taken, (rule, told, taken)
             # A rank that is ahead of its neighbour has gradients that wait for it, which is a question of time.
             assert taken <= 1.05 * told + 2 * message, (rule, told, taken)

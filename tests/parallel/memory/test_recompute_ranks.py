@@ -31,8 +31,8 @@ def test_ranks_fit(name: str) -> None:
     placement = placement_for(name, groups=1, depth=2, chunks=2 if name == "interleaved" else 1)
     partition, schedule = partition_equal(graph, placement.stages), build_schedule(name, placement, 4)
 
-    def fullest(keeping: ActivationPolicy) -> int:
-        stages = kept_bytes(partition, keeping)
+    def fullest(policy: ActivationPolicy) -> int:
+        stages = kept_bytes(partition, policy)
         return max(rank.total for rank in rank_bytes(partition, placement, schedule, slots=2, stages=stages))
 
     full = fullest(ActivationPolicy())
@@ -55,8 +55,6 @@ def test_whole_models_fit() -> None:
     runs = chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), 0.8 * full, slots=2)
     assert runs
     assert (
-        0.7 * full
-        < whole_bytes("single", 1, 2, graph, 2, keeping=ActivationPolicy("optimal", runs)).total
-        <= 0.8 * full
+        0.7 * full < whole_bytes("single", 1, 2, graph, 2, policy=ActivationPolicy("optimal", runs)).total <= 0.8 * full
     )
     assert chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), full, slots=2) == ()

@@ -19,8 +19,8 @@ def unet(stages: int) -> Partition:
     return partition_equal(trace(*net("unet_w8")).graph, stages)
 
 
-def every(partition: Partition, keeping: ActivationPolicy) -> list[Segment]:
-    return [each for stage in range(partition.depth) for each in segments_of(partition, stage, keeping)]
+def every(partition: Partition, policy: ActivationPolicy) -> list[Segment]:
+    return [each for stage in range(partition.depth) for each in segments_of(partition, stage, policy)]
 
 
 @pytest.mark.parametrize("rule", ["block", "1", "3", "1000"])
@@ -49,9 +49,9 @@ def test_a_rule_of_k_layers_has_k_layers_at_least() -> None:
 
 
 def test_without_segments_a_stage_is_one() -> None:
-    for keeping in (ActivationPolicy(), ActivationPolicy("stage"), ActivationPolicy(offload="overlap")):
-        assert [each.recompute for each in every(unet(3), keeping)] == [False] * 3
-        assert [each.start for each in every(unet(3), keeping)] == list(unet(3).starts)
+    for policy in (ActivationPolicy(), ActivationPolicy("stage"), ActivationPolicy(offload="overlap")):
+        assert [each.recompute for each in every(unet(3), policy)] == [False] * 3
+        assert [each.start for each in every(unet(3), policy)] == list(unet(3).starts)
 
 
 def test_chosen_runs_end_with_stages() -> None:
@@ -59,11 +59,11 @@ def test_chosen_runs_end_with_stages() -> None:
     places = cut_positions(graph)
     bounds = [(places[1], places[4]), (places[4], places[-3])]
     chosen = tuple((graph.layers[start].name, graph.layers[stop - 1].name) for start, stop in bounds)
-    keeping = ActivationPolicy("optimal", chosen)
-    whole = every(unet(1), keeping)
+    policy = ActivationPolicy("optimal", chosen)
+    whole = every(unet(1), policy)
     assert [(each.start, each.stop) for each in whole if each.recompute] == bounds
     assert [each.recompute for each in whole] == [False, True, True, False]
-    parts = [each for each in every(unet(3), keeping) if each.recompute]
+    parts = [each for each in every(unet(3), policy) if each.recompute]
     cut = {place for start, stop in bounds for place in (start, stop)} | set(unet(3).starts[1:])
     assert {each.start for each in parts} | {each.stop for each in parts} == cut
 

@@ -11,7 +11,7 @@ from tests.helpers.small_nets import NETS
 
 OFFLOAD = ActivationPolicy(offload="overlap", smallest=0)
 AHEAD = ActivationPolicy(offload="overlap", smallest=512, ahead=20_000)
-KEEPINGS = {
+POLICIES = {
     "overlap": OFFLOAD,
     "overlap, ahead": AHEAD,
     "overlap, little room": ActivationPolicy(offload="overlap", smallest=0, host_bytes=40_000),
@@ -24,16 +24,16 @@ KEEPINGS = {
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
 @pytest.mark.parametrize("name", NETS)
-def test_schedules(name: str, schedule: str, keeping: ActivationPolicy) -> None:
-    strategy = strategy_for(schedule, 2, m=4, policy=keeping)
+def test_schedules(name: str, schedule: str, policy: ActivationPolicy) -> None:
+    strategy = strategy_for(schedule, 2, m=4, policy=policy)
     assert_equal(on_threads(name, strategy, steps_of(strategy.m)), plain(name, strategy.m), torch.float64)
 
 
-@pytest.mark.parametrize("keeping", ["overlap", "2 layers", "block and overlap", "stage and overlap"])
+@pytest.mark.parametrize("policy", ["overlap", "2 layers", "block and overlap", "stage and overlap"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
-def test_complex_values(schedule: str, keeping: str) -> None:
-    strategy = strategy_for(schedule, 2, m=4, policy=KEEPINGS[keeping])
+def test_complex_values(schedule: str, policy: str) -> None:
+    strategy = strategy_for(schedule, 2, m=4, policy=POLICIES[policy])
     assert_equal(on_threads("fourier", strategy, steps_of(strategy.m)), plain("fourier", strategy.m), torch.float64)

@@ -29,7 +29,7 @@ from tests.helpers.engine_runs import (
 )
 from tests.helpers.small_nets import NETS
 
-KEEPINGS = {
+POLICIES = {
     "optimizer": ActivationPolicy(optimizer=True),
     "parameters": ActivationPolicy(parameters=True),
     "parameters, block": ActivationPolicy(parameters=True, recompute="block"),
@@ -40,17 +40,17 @@ KEEPINGS = {
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
 @pytest.mark.parametrize("name", NETS)
-def test_schedules(name: str, schedule: str, keeping: ActivationPolicy) -> None:
-    strategy = strategy_for(schedule, 2, m=4, policy=keeping)
+def test_schedules(name: str, schedule: str, policy: ActivationPolicy) -> None:
+    strategy = strategy_for(schedule, 2, m=4, policy=policy)
     assert_equal(on_threads(name, strategy, steps_of(strategy.m)), plain(name, strategy.m), torch.float64)
 
 
-@pytest.mark.parametrize("keeping", ["optimizer", "all"])
-def test_complex_values(keeping: str) -> None:
-    strategy = strategy_for("1f1b", 2, m=4, policy=KEEPINGS[keeping])
+@pytest.mark.parametrize("policy", ["optimizer", "all"])
+def test_complex_values(policy: str) -> None:
+    strategy = strategy_for("1f1b", 2, m=4, policy=POLICIES[policy])
     assert_equal(on_threads("fourier", strategy, steps_of(strategy.m)), plain("fourier", strategy.m), torch.float64)
 
 
@@ -60,11 +60,13 @@ def test_complex_values(keeping: str) -> None:
 def test_whole_models(name: str, resident: bool, world: int) -> None:
     def rank(communicator: Communicator, away: bool) -> dict[str, Any]:
         model = net(name, torch.float64)
-        keeper = SavedTensors(ActivationPolicy(offload="overlap", smallest=0) if away else ActivationPolicy(), CPU)
+        saved_tensors = SavedTensors(
+            ActivationPolicy(offload="overlap", smallest=0) if away else ActivationPolicy(), CPU
+        )
         host = None
         if away:
             if resident:
-                keeper.streams(HostParameters(model, CPU, Copies()))
+                saved_tensors.streams(HostParameters(model, CPU, Copies()))
             host = HostOptimizer(SGD, dict(model.named_parameters()), Copies(), resident=resident)
         engine = DataParallelEngine(
             model,
@@ -74,7 +76,7 @@ def test_whole_models(name: str, resident: bool, world: int) -> None:
             batch=8,
             m=4,
             seed=SEED,
-            keeper=keeper,
+            saved_tensors=saved_tensors,
             host=host,
             device=CPU,
         )

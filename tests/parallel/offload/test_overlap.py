@@ -154,11 +154,11 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("keeping", LATE.values(), ids=LATE)
+@pytest.mark.parametrize("policy", LATE.values(), ids=LATE)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "bidirectional"])
 def test_nobody_uses_a_copy_before_it_is_done(
-    schedule: str, keeping: ActivationPolicy, monkeypatch: pytest.MonkeyPatch
+    schedule: str, policy: ActivationPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Copies, "for_device", staticmethod(lambda device: LateCopies()))
-    strategy = strategy_for(schedule, 2, m=4, policy=keeping)
+    strategy = strategy_for(schedule, 2, m=4, policy=policy)
     assert_equal(on_threads("skips", strategy, steps_of(strategy.m)), plain("skips", strategy.m), torch.float64)

@@ -44,13 +44,13 @@ COSTS = Costs((LayerCost(0, 0, 0), *[LayerCost(1.0, 2.0, 1.0)] * 4, LayerCost(0,
 
 
 def cost(
-    keeping: ActivationPolicy, *, starts: tuple[int, ...] = (0,), copy_s: float = 0.0, beside: bool = False
+    policy: ActivationPolicy, *, starts: tuple[int, ...] = (0,), copy_s: float = 0.0, beside: bool = False
 ) -> StageCost:
     """Of the first stage; ``copy_s`` of a piece."""
     partition = Partition(GRAPH, starts)
     bandwidth = 2 * MIB / copy_s if copy_s else math.inf
     given = stage_costs(partition, COSTS)
-    return policy_costs(partition, given, COSTS, keeping, copy_bandwidth=bandwidth, beside=beside)[0]
+    return policy_costs(partition, given, COSTS, policy, copy_bandwidth=bandwidth, beside=beside)[0]
 
 
 def test_nothing_is_added_where_all_is_kept() -> None:
@@ -65,8 +65,8 @@ def test_computing_again_is_part_of_the_backward_pass() -> None:
     assert cost(ActivationPolicy("optimal", (("conv2", "conv2"),)), starts=(0, 3)).backward_s == 4  # of another stage
 
 
-def moved(keeping: ActivationPolicy, starts: tuple[int, ...] = (0,)) -> MovedBytes:
-    return moved_bytes(pieces(GRAPH), segments_of(Partition(GRAPH, starts), 0, keeping), keeping)
+def moved(policy: ActivationPolicy, starts: tuple[int, ...] = (0,)) -> MovedBytes:
+    return moved_bytes(pieces(GRAPH), segments_of(Partition(GRAPH, starts), 0, policy), policy)
 
 
 def test_what_is_moved() -> None:

@@ -22,7 +22,7 @@ from parallel.trace.whole_module import in_segments
 from tests.helpers.engine_runs import CPU, SEED, SGD, net, plain, steps_of, train
 from tests.helpers.small_nets import ALL_NETS, NETS
 
-KEEPINGS = {
+POLICIES = {
     "overlap": ActivationPolicy(offload="overlap", smallest=0, ahead=10_000),
     "block": ActivationPolicy(recompute="block"),
     "2 layers": ActivationPolicy(recompute="2"),
@@ -31,23 +31,23 @@ KEEPINGS = {
 
 
 def engine(
-    name: str, keeping: ActivationPolicy, communicator: Communicator, meter: ActivationMeter
+    name: str, policy: ActivationPolicy, communicator: Communicator, meter: ActivationMeter
 ) -> DataParallelEngine:
-    model = in_segments(net(name, torch.float64), keeping, tuple(steps_of(4)[0][0][0].shape), communicator)
+    model = in_segments(net(name, torch.float64), policy, tuple(steps_of(4)[0][0][0].shape), communicator)
     meter.exclude((*model.parameters(), *model.buffers()))
-    keeper = SavedTensors(keeping, CPU, meter=meter)
+    saved_tensors = SavedTensors(policy, CPU, meter=meter)
     loss = ALL_NETS[name][1]
     return DataParallelEngine(
-        model, loss, SGD(model.parameters()), communicator, batch=8, m=4, seed=SEED, keeper=keeper
+        model, loss, SGD(model.parameters()), communicator, batch=8, m=4, seed=SEED, saved_tensors=saved_tensors
     )
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS.values(), ids=KEEPINGS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ALL_NETS)
-def test_exact(name: str, world: int, keeping: ActivationPolicy) -> None:
+def test_exact(name: str, world: int, policy: ActivationPolicy) -> None:
     def rank(communicator: Communicator, _: Any) -> tuple[dict[str, Tensor], list[float]]:
-        made = engine(name, keeping, communicator, ActivationMeter())
+        made = engine(name, policy, communicator, ActivationMeter())
         losses = train(made, steps_of(4))
         return made.state_dict().get("model", {}), losses
 
@@ -61,9 +61,9 @@ def test_exact(name: str, world: int, keeping: ActivationPolicy) -> None:
 @pytest.mark.long
 def test_less_is_kept_on_the_device() -> None:
     kept = {}
-    for label, keeping in {"none": ActivationPolicy(), **KEEPINGS}.items():
+    for label, policy in {"none": ActivationPolicy(), **POLICIES}.items():
         meter = ActivationMeter()
-        train(engine("skips", keeping, LocalCommunicator(), meter), steps_of(4))
+        train(engine("skips", policy, LocalCommunicator(), meter), steps_of(4))
         kept[label] = meter.peak_bytes
     assert kept["block"] < 0.8 * kept["none"]
     assert kept["overlap"] < 0.4 * kept["none"]
@@ -105,12 +105,12 @@ def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None
             return out.mean()
 
     shape, peaks = (1, 3, 64, 64), []
-    keeping = ActivationPolicy(offload="overlap", smallest=0)
+    policy = ActivationPolicy(offload="overlap", smallest=0)
     for cut in (False, True):
         torch.manual_seed(0)
         model: nn.Module = Deep()
         if cut:
-            model = in_segments(model, keeping, shape, LocalCommunicator())
+            model = in_segments(model, policy, shape, LocalCommunicator())
         made = DataParallelEngine(
             model,
             lambda output, target: output,
@@ -118,7 +118,7 @@ def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None
             LocalCommunicator(),
             batch=1,
             m=1,
-            keeper=SavedTensors(keeping, CPU),
+            saved_tensors=SavedTensors(policy, CPU),
         )
         with LiveBytes() as live:
             made.step([Microbatch(torch.ones(shape), torch.zeros(1), shape)], 0, 0.0)
@@ -139,12 +139,12 @@ def test_a_model_that_cannot_be_traced_is_offloaded_as_it_is() -> None:
 
 def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
     """Before the first step, where that shows then."""
-    restless, keeping = _Restless(), ActivationPolicy("3")
+    restless, policy = _Restless(), ActivationPolicy("3")
     model = nn.Sequential(nn.Conv2d(3, 4, 1), restless, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1))
     with pytest.raises(ValueError, match=r"at module '1' \(forward, .*test_whole_module.py:\d+\)"):
-        in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
+        in_segments(model, policy, (2, 3, 12, 12), LocalCommunicator())
     restless.steady = True
-    model = in_segments(model, keeping, (2, 3, 12, 12), LocalCommunicator())
+    model = in_segments(model, policy, (2, 3, 12, 12), LocalCommunicator())
     restless.steady = False
     made = DataParallelEngine(
         model,
@@ -153,7 +153,7 @@ def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
         LocalCommunicator(),
         batch=8,
         m=4,
-        keeper=SavedTensors(keeping, CPU),
+        saved_tensors=SavedTensors(policy, CPU),
     )
     with pytest.raises(RuntimeError, match="does not compute the same twice"):
         train(made, [[(i.float(), t) for i, t in batch] for batch in steps_of(4)])
