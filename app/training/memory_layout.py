@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel.trace.fake_run import empty_like, once_each
+from parallel.trace.fake_run import empty_like, once_each, state_of
 from parallel.trace.trace import left_as_it_was
 
 LEFT_OUT = (
@@ -29,14 +29,10 @@ def takes_channels_last(model: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _runs(model: nn.Module, shape: tuple[int, ...], layout: torch.memory_format) -> bool:
-    state: dict[str, Tensor] = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dtype = next((p.dtype for p in model.parameters()), torch.float32).to_real()
     with left_as_it_was(model), torch.random.fork_rng(devices=[]), mode:
-        values = once_each(state, lambda t: _laid_out(empty_like(t, torch.device("cpu")), layout))
+        values = once_each(state_of(model), lambda t: _laid_out(empty_like(t, torch.device("cpu")), layout))
         images = _laid_out(torch.empty(shape, dtype=dtype), layout)
         try:
             torch.func.functional_call(model, values, (images,), tie_weights=False)

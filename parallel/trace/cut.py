@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment
+from parallel.trace.fake_run import state_of
 from parallel.trace.stage_code import compiled, paths_of, segment_runs
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -132,7 +133,7 @@ def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> No
     """Register what the stage holds under every name that the model's state has for it, and in the last stage (the one
     with ``unused``) also what no layer uses."""
     model = traced.model
-    state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    state = state_of(model)
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     if unused:
         used: set[int] = set()
@@ -141,8 +142,8 @@ def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> No
                 layer = model.get_submodule(path)
                 used |= {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
             used |= {id(_tensor(traced, path)) for path in paths_of(graph.nodes, "get_attr")}
-        held |= {id(tensor) for _, tensor in state} - used
-    for path, tensor in state:
+        held |= {id(tensor) for tensor in state.values()} - used
+    for path, tensor in state.items():
         if id(tensor) in held:
             _register(module, path, tensor, model)
 

@@ -59,10 +59,7 @@ def fake_run(
     Raises:
         ValueError: the model cannot run on ``shape``.
     """
-    state: dict[str, Tensor] = {
-        **dict(training.named_parameters(remove_duplicate=False)),
-        **dict(training.named_buffers(remove_duplicate=False)),
-    }
+    state = state_of(training)
     precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), precision:
         try:
@@ -133,6 +130,12 @@ class _Interpreter(fx.Interpreter):
             output_storages=tuple(sorted(set(filter(None, map(self._recorder.numbered, tensors))))),
         )
         return value
+
+
+def state_of(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return parameters, then buffers, by every name that they have in ``module``."""
+    named = (module.named_parameters, module.named_buffers)
+    return {name: tensor for tensors in named for name, tensor in tensors(recurse=recurse, remove_duplicate=False)}
 
 
 def once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallel.trace.fake_run import empty_like, once_each
+from parallel.trace.fake_run import empty_like, once_each, state_of
 from parallel.trace.known_proxy import OtherPathError
 from parallel.trace.op_recorder import storage_of
 from parallel.trace.trace import Traced, left_as_it_was
@@ -159,14 +159,13 @@ def _run(model: nn.Module, runner: nn.Module, example: Tensor, mode: AbstractCon
     state = _replaced(model, example, fake=not isinstance(mode, nullcontext))
     paths = {id(submodule): path for path, submodule in model.named_modules()}
     names: list[tuple[Tensor, Any]] = [(example, "input")]
-    for name, tensor in _state(model):
-        names.append((state[id(tensor)], name))
+    names += [(state[id(tensor)], name) for name, tensor in state_of(model).items()]
     holder = _Holder(runner)
     # A module that has two names is swapped once: restored twice, it would keep what took its place.
     swapped = {
         f"{path}.{name}".removeprefix("."): state[id(tensor)]
         for path, submodule in holder.named_modules()
-        for name, tensor in _state(submodule, recurse=False)
+        for name, tensor in state_of(submodule, recurse=False).items()
         if id(tensor) in state
     }
     recorder = _Recorder(names, lambda: holder.origin or _origin(paths), fake=not isinstance(mode, nullcontext))
@@ -208,14 +207,9 @@ class _Interpreter(fx.Interpreter):
         return super().run_node(n)
 
 
-def _state(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
-    yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
-
-
 def _replaced(model: nn.Module, example: Tensor, *, fake: bool) -> dict[int, Tensor]:
     """Return id of each parameter and buffer -> what takes its place, so that nothing is changed."""
-    named = dict(_state(model))
+    named = state_of(model)
     if fake:
         with example.fake_mode:  # type: ignore[attr-defined]
             values = once_each(named, lambda tensor: empty_like(tensor, example.device))
@@ -228,7 +222,7 @@ def _examples(
     model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, AbstractContextManager[Any]]]:
     """Yield inputs and how to run on each: without data first, then small random tiles, then those of the run."""
-    device = next((tensor.device for _, tensor in _state(model)), torch.device("cpu"))
+    device = next((tensor.device for tensor in state_of(model).values()), torch.device("cpu"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         example = torch.empty(shape, dtype=dtype, device=device)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 
-from parallel.trace.fake_run import empty_like, once_each
+from parallel.trace.fake_run import empty_like, once_each, state_of
 from parallel.trace.op_recorder import OpRecorder, storage_of
 
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
@@ -112,10 +112,7 @@ def _run_once(
     fake: FakeTensorMode | None,
 ) -> None:
     """Run ``watched`` on copies of the buffers, without data where ``fake`` is given."""
-    state: dict[str, Tensor] = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    state = state_of(module)
     device = torch.device("cpu") if fake else next((t.device for t in state.values()), torch.device("cpu"))
     with fake or contextlib.nullcontext():
         replaced = once_each(
