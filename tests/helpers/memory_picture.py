@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from matplotlib.ticker import MaxNLocator
 
-from app.pages.charts import nice_ticks
 from app.planning.workload import with_loss
 from models.registry import build_model
 from parallel.draw.graph_style import style, svg_text
@@ -63,8 +63,9 @@ def picture() -> str:
     found = {name: bytes_over_a_step(of_model, rule) for name, rule in RULES.items()}
     turn = next(iter(found.values()))[1]
     across = max(len(live) for live, _ in found.values())
-    ticks = nice_ticks(0, max(max(live) for live, _ in found.values()) / GIB, 9)
-    high = ticks[-1] + (ticks[1] - ticks[0])
+    most = max(max(live) for live, _ in found.values()) / GIB
+    ticks = MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(0, most)
+    high = ticks[-1]
     whole = (LEFT + WIDTH + MARGIN, TOP + HEIGHT + 44)
 
     def x(moment: float) -> float:
@@ -91,7 +92,7 @@ def picture() -> str:
         parts.append(f'<rect class="f{colour}" x="{at:.1f}" y="82" width="14" height="5"/>')
         parts.append(svg_text(at + 20, 90, words, 14))
         at += 56 + 7.2 * len(words)
-    for tick in [*ticks, high]:
+    for tick in ticks:
         level = y(tick * GIB)
         parts.append(f'<path class="edge" d="M{LEFT:g} {level:.1f}h{WIDTH:g}"/>')
         parts.append(svg_text(LEFT - 8, level + 4.5, f"{tick:g} GiB", 13, "pale", "end"))
