@@ -1,25 +1,26 @@
 """``python -m app.index --slides DIR``: the tissue tiles of every slide, with overlay pictures.
 
-Takes a folder of slides; leaves ``tiles.parquet``, ``tissue/<slide>.png`` and, if slides failed, ``failed_slides.csv``
-in ``--out``. A second run, or ``app.train`` in that folder, reuses what is there; the former tries failed slides again.
-No slide library runs in this process.
+Takes a folder of slides; leaves ``tiles.parquet``, ``tissue/<slide>.png``, ``run.log`` with a line for each slide and,
+if slides failed, ``failed_slides.csv`` in ``--out``. A second run, or ``app.train`` in that folder, reuses what is
+there; the former tries failed slides again. No slide library runs in this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from app.launch.folder_lock import sole_user
 from app.settings.cli import run_command
+from app.training.progress import LOG_FORMAT, IndexProgress
 from pipelines.catalog.catalog import find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
@@ -34,7 +35,7 @@ class IndexCommand:
     slides: Path
     """Folder of whole-slide images, searched with its sub-folders."""
     out: Path = Path("index")
-    """Folder for tiles.parquet, tissue/ and failed_slides.csv."""
+    """Folder for tiles.parquet, tissue/, run.log and failed_slides.csv."""
     index: IndexSettings = field(default_factory=IndexSettings)
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say."""
@@ -75,10 +76,13 @@ def index(command: IndexCommand) -> None:
     print(f"{len(specs)} slides in {command.slides}{of_part}", flush=True)
     if part and specs and not part.specs(specs):
         return  # more tasks than slides: nothing is wrong
-    with contextlib.ExitStack() as held, _lines() as say:
+    with contextlib.ExitStack() as held:
         held.enter_context(sole_user(command.out, shared=part is not None))
         if part is not None:
             held.enter_context(sole_user(command.out, f"{part.file_name}.lock"))
+        name = Path(part.file_name if part else "run").with_suffix(".log")
+        held.enter_context(_logged(command.out / name))
+        say = held.enter_context(IndexProgress(functools.partial(print, flush=True)))
         table = build_index(
             specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
         )
@@ -94,19 +98,20 @@ def index(command: IndexCommand) -> None:
 
 
 @contextlib.contextmanager
-def _lines() -> Iterator[Callable[[str], None]]:
-    """What takes lines of progress: below them a spinner on a terminal, nothing else elsewhere."""
-    console = Console()
-    if not console.is_terminal:
-        yield lambda line: print(line, flush=True)
-        return
-    with console.status("indexing") as status:
-
-        def say(line: str) -> None:
-            console.print(line, highlight=False, markup=False)
-            status.update(f"indexing, {line.split(maxsplit=1)[0]} slides done")
-
-        yield say
+def _logged(path: Path) -> Iterator[None]:
+    """While this lasts, what becomes of every slide is written to ``path``."""
+    handler = logging.FileHandler(path, errors="backslashreplace")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger = logging.getLogger("pipelines")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

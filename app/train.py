@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.launch.restart import Attempts, attempts_before, describe_restart, find_starter
-from app.planning.auto import plan_run, planned
+from app.planning.auto import decided, plan_run
 from app.settings.cli import FAILED, USAGE, RunError, run_command
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.settings.strategy_faults import strategy_faults
 from app.training.dataset import Dataset, prepare
+from app.training.progress import IndexProgress
 from app.training.run_folder import RunFolder
 from app.training.run_info import describe_environment
 from pipelines.catalog.failures import FailedSlides
@@ -172,8 +173,8 @@ def _train_guarded(
 
     memory = PeakMemory(placement.device)
     dataset = _prepare_once(config, folder, placement, before)
-    config = planned(config, folder.path)
-    session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guard.guardian)
+    strategy = decided(config.strategy, folder.path, placement.device.type)
+    session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
         _say(describe_restart(before, loop.outcome.step, loop.repeated))
@@ -210,10 +211,11 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     folder.open(config, again=before > 0)
     folder.log_to_file()
     folder.write_json("env.json", describe_environment())
-    dataset = prepare(config, folder, _say)
+    with IndexProgress(_say) as progress:
+        dataset = prepare(config, folder, progress)
     if config.strategy.undecided or config.strategy.runs_undecided:
         plan_run(config, len(dataset.classes), dataset.task == "segment", folder.path, _say)
-        folder.keep_microbatches(planned(config, folder.path).strategy.m)
+        folder.keep_microbatches(decided(config.strategy, folder.path, "cpu").m)
     return dataset
 
 
@@ -230,16 +232,12 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, be
         starter = find_starter()
         folder.keep_attempts(Attempts(before + 1, starter.agent, starter.job))
     placement.communicator.barrier()
-    return prepare(config, folder, _say_nothing) if dataset is None else dataset
+    return prepare(config, folder, lambda told: None) if dataset is None else dataset  # it was told when it was made
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
     logging.getLogger("app.train").info(line)
-
-
-def _say_nothing(line: str) -> None:
-    """What is found again has been said before."""
 
 
 if __name__ == "__main__":

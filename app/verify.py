@@ -75,12 +75,12 @@ class VerifyCommand:
         if self.strategy.runs_undecided:
             found.append(
                 "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no "
-                "--recompute-runs: name the layers that are computed again, as a plan wrote them"
+                "--developer recompute-runs: name the layers that are computed again, as a plan wrote them"
             )
         if self.strategy.precision == "bf16":
             found.append("--precision bf16 rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
-            found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.norm}")
+            found.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.norm}")
         if self.strategy.over_torch and self.communicator == "threads":
             found.append(
                 f"--parallel {self.strategy.name} talks over torch.distributed: leave --communicator threads out, or "
@@ -241,11 +241,11 @@ def _engine_maker(command: VerifyCommand, device: torch.device) -> MakeEngine:
 
     return functools.partial(
         build_engine,
-        command.strategy,
+        command.strategy.to_strategy(device.type).under(smallest=0),  # tiles are small: what is to be moved is moved
+        batch=command.strategy.batch,
         tile=command.tile,
         seed=command.seed,
         device=device,
-        smallest=0,  # tiles are small here, and what is to be moved is moved
     )
 
 

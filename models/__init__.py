@@ -1,1 +1,1 @@
-"""Plain torch modules. Nothing else of MegaTile is imported here."""
+"""Models and losses as plain torch modules. Nothing else of MegaTile is imported here."""

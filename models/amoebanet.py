@@ -17,7 +17,7 @@ from models.blocks import Norm, init_convolutions, make_norm
 
 
 class AmoebaNet(nn.Module):
-    """Logits (n, classes) of tiles (n, in_channels, h, w); global average pooling, so any h and w.
+    """An AmoebaNet-D: tiles (n, in_channels, h, w) -> logits (n, classes); global average pooling, so any h and w.
 
     The size is halved five times, by the stem and four reduction cells. Two of these follow the stem, one stands after
     each of the first two thirds of the normal cells.
@@ -50,12 +50,13 @@ class AmoebaNet(nn.Module):
             reduces = kind is ReductionCell
             width *= 2 if reduces else 1
             self.cells.append(kind(last, before, width, halved, norm))
-            last, before, halved = kind.gives * width, last, reduces
+            last, before, halved = kind.widths_out * width, last, reduces
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(last, classes)
         init_convolutions(self, "fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, classes)."""
         last = before = self.stem(x)
         for cell in self.cells:
             last, before = cell(last, before), last

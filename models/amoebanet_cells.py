@@ -20,7 +20,7 @@ Step = tuple[int, tuple[int, int], int]
 
 
 def convolutions(in_channels: int, steps: Sequence[Step], norm: Norm) -> nn.Sequential:
-    """ReLU, convolution, norm for each of ``steps``; sides are kept or, by stride 2, halved and rounded up."""
+    """Return ReLU, convolution, norm for each of ``steps``; sides are kept or, by stride 2, halved and rounded up."""
     layers = nn.Sequential()
     for channels, (height, width), stride in steps:
         # The first one's input has other users in the cell.
@@ -33,25 +33,25 @@ def convolutions(in_channels: int, steps: Sequence[Step], norm: Norm) -> nn.Sequ
 
 
 def pointwise(in_channels: int, channels: int, norm: Norm) -> nn.Sequential:
-    """ReLU, 1 x 1 convolution, norm."""
+    """Return ReLU, 1 x 1 convolution, norm."""
     return convolutions(in_channels, [(channels, (1, 1), 1)], norm)
 
 
 def row_and_column(channels: int, norm: Norm) -> nn.Sequential:
-    """1 x 7 and 7 x 1 convolutions at a quarter of the channels."""
+    """Return 1 x 7 and 7 x 1 convolutions at a quarter of the channels."""
     quarter = channels // 4
     steps = [(quarter, (1, 1), 1), (quarter, (1, 7), 1), (quarter, (7, 1), 1), (channels, (1, 1), 1)]
     return convolutions(channels, steps, norm)
 
 
 def halving(channels: int, norm: Norm) -> nn.Sequential:
-    """3 x 3 convolution of stride 2 at a quarter of the channels."""
+    """Return a 3 x 3 convolution of stride 2 at a quarter of the channels."""
     quarter = channels // 4
     return convolutions(channels, [(quarter, (1, 1), 1), (quarter, (3, 3), 2), (channels, (1, 1), 1)], norm)
 
 
 class FactorizedReduction(nn.Module):
-    """Halve the size and miss no diagonal: (n, in_channels, h, w) -> (n, channels, h/2, w/2), rounded up.
+    """A halving of the size that misses no diagonal: (n, in_channels, h, w) -> (n, channels, h/2, w/2), rounded up.
 
     Half of the channels look at the pixels of even row and column, half at those of odd row and column.
     """
@@ -65,23 +65,26 @@ class FactorizedReduction(nn.Module):
         self.norm = make_norm(norm, channels)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (n, channels, h/2, w/2), rounded up."""
         x = self.relu(x)
         out: Tensor = self.norm(torch.cat((self.even(x), self.odd(self.shift(x))), dim=1))
         return out
 
 
 class Cell(nn.Module):
-    """What both kinds of cell do first: bring their two inputs to ``width`` channels and one size.
+    """The first layers of both kinds of cell, which bring the two inputs to ``width`` channels and one size.
 
     Args:
         last_channels: of what the cell before this one gives.
         before_channels: of what the cell before that gives.
         width: channels inside the cell, at least 4 and even.
         halve_before: what the cell before that gives has twice the size of what the cell before this one gives.
+
+    Attributes:
+        widths_out: channels of the output, in multiples of ``width``.
     """
 
-    gives: int
-    """What leaves the cell, in multiples of ``width`` channels."""
+    widths_out: int
 
     def __init__(self, last_channels: int, before_channels: int, width: int, halve_before: bool, norm: Norm) -> None:
         super().__init__()
@@ -91,9 +94,9 @@ class Cell(nn.Module):
 
 
 class NormalCell(Cell):
-    """(n, last_channels, h, w) and what came before it -> (n, 4 width, h, w)."""
+    """A cell that keeps the size: (n, last_channels, h, w) and what came before it -> (n, 4 width, h, w)."""
 
-    gives = 4
+    widths_out = 4
 
     def __init__(self, last_channels: int, before_channels: int, width: int, halve_before: bool, norm: Norm) -> None:
         super().__init__(last_channels, before_channels, width, halve_before, norm)
@@ -106,6 +109,7 @@ class NormalCell(Cell):
         self.point_sum = pointwise(width, width, norm)
 
     def forward(self, last: Tensor, before: Tensor) -> Tensor:
+        """Return (n, 4 width, h, w)."""
         last, before = self.squeeze_last(last), self.squeeze_before(before)
         pooled = self.point_before(before) + self.max_pool(before)
         first = before + self.cross_first(last)
@@ -116,9 +120,9 @@ class NormalCell(Cell):
 
 
 class ReductionCell(Cell):
-    """(n, last_channels, h, w) and what came before it -> (n, 3 width, h/2, w/2), rounded up."""
+    """A cell that halves the size: (n, last_channels, h, w) and what came before it -> (n, 3 width, h/2, w/2)."""
 
-    gives = 3
+    widths_out = 3
 
     def __init__(self, last_channels: int, before_channels: int, width: int, halve_before: bool, norm: Norm) -> None:
         super().__init__(last_channels, before_channels, width, halve_before, norm)
@@ -131,6 +135,7 @@ class ReductionCell(Cell):
         self.point = pointwise(width, width, norm)
 
     def forward(self, last: Tensor, before: Tensor) -> Tensor:
+        """Return (n, 3 width, h/2, w/2), rounded up."""
         last, before = self.squeeze_last(last), self.squeeze_before(before)
         pooled = self.small_pool(last) + self.large_pool(last)
         joined = pooled + self.strided(before)

@@ -22,7 +22,7 @@ MAX_GROUPS = 32
 
 
 def group_count(channels: int) -> int:
-    """Groups for ``channels``: the largest common divisor with 32 that leaves two channels or more in a group.
+    """Return the number of groups: the largest common divisor with 32 that leaves two channels or more in a group.
 
     One channel per group would be instance norm, which a 1 x 1 px map turns into zeros.
     """
@@ -30,7 +30,7 @@ def group_count(channels: int) -> int:
 
 
 def make_norm(norm: Norm, channels: int) -> nn.Module:
-    """Normalisation of (n, channels, h, w).
+    """Return a normalisation of (n, channels, h, w).
 
     Raises:
         ValueError: ``norm`` is none of the three.
@@ -45,7 +45,7 @@ def make_norm(norm: Norm, channels: int) -> nn.Module:
 
 
 def conv_norm_relu(in_channels: int, channels: int, norm: Norm, *, bias: bool = False) -> nn.Sequential:
-    """3 x 3 convolution that keeps the size, norm, ReLU: (n, in_channels, h, w) -> (n, channels, h, w)."""
+    """Return 3 x 3 convolution that keeps the size, norm, ReLU: (n, in_channels, h, w) -> (n, channels, h, w)."""
     return nn.Sequential(
         nn.Conv2d(in_channels, channels, 3, padding=1, bias=bias), make_norm(norm, channels), nn.ReLU(inplace=True)
     )
@@ -66,7 +66,7 @@ def init_convolutions(model: nn.Module, mode: Literal["fan_in", "fan_out"]) -> N
 
 
 def check_sides(x: Tensor, multiple: int) -> Tensor:
-    """``x`` itself, when both sides are multiples of ``multiple`` px.
+    """Return ``x`` itself, when both sides are multiples of ``multiple`` px.
 
     Raises:
         ValueError: a side is not; halving it and doubling it again would give another size than the skip has.
@@ -86,7 +86,7 @@ torch.fx.wrap("check_sides")
 
 
 class SideCheck(nn.Module):
-    """Passes (n, c, h, w) on after ``check_sides``; no parameters.
+    """A layer that passes (n, c, h, w) on after ``check_sides``; no parameters.
 
     Args:
         multiple: px that both sides must be a multiple of; a power of two.
@@ -97,7 +97,9 @@ class SideCheck(nn.Module):
         self.multiple = multiple
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` (n, c, h, w) as it is."""
         return check_sides(x, self.multiple)
 
     def extra_repr(self) -> str:
+        """Return the setting, for ``repr``."""
         return f"multiple={self.multiple}"

@@ -48,13 +48,14 @@ class TorchvisionSegmenter(nn.Module):
         self.takes_all_features = type(network).__name__ == "LRASPP"
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, classes, h, w)."""
         features = self.backbone(x)
         logits = self.classifier(features if self.takes_all_features else features["out"])
         return F.interpolate(logits, size=x.shape[-2:], mode="bilinear", align_corners=False)
 
 
 def build_torchvision(name: str, *, classes: int) -> nn.Module:
-    """A classification or segmentation model of torchvision by its name there.
+    """Return a classification or segmentation model of torchvision by its name there.
 
     Raises:
         ValueError: torchvision has no such model, or it is of another kind (detection, video, quantized).
@@ -76,7 +77,7 @@ def build_torchvision(name: str, *, classes: int) -> nn.Module:
 
 
 def build_timm(name: str, *, classes: int, in_channels: int) -> nn.Module:
-    """A model of timm by its name there.
+    """Return a model of timm by its name there.
 
     Raises:
         ValueError: timm has no such model.
@@ -90,7 +91,7 @@ def build_timm(name: str, *, classes: int, in_channels: int) -> nn.Module:
 
 
 def build_smp(name: str, *, classes: int, in_channels: int) -> nn.Module:
-    """A segmentation network of segmentation-models-pytorch: ``DECODER(ENCODER)``, by their names there.
+    """Return a segmentation network of segmentation-models-pytorch: ``DECODER(ENCODER)``, by their names there.
 
     Raises:
         ValueError: the package is not installed, has no such decoder or encoder, or does not join these two.
@@ -104,7 +105,7 @@ def build_smp(name: str, *, classes: int, in_channels: int) -> nn.Module:
         ) from fault
     decoders = {kind.__name__: kind for kind in smp.MODEL_ARCHITECTURES_MAPPING.values()}
     form = re.fullmatch(r"([^()]*)(?:\(([^()]*)\))?", name)
-    decoder, encoder = (part or "" for part in form.groups()) if form else (name, "")
+    decoder, encoder = (group or "" for group in form.groups()) if form else (name, "")
     if decoder not in decoders:
         hint = close_matches(decoder, decoders)
         raise ValueError(f"model smp:{name}: segmentation-models-pytorch has no decoder {decoder!r}; {hint}")
@@ -145,7 +146,7 @@ def _check_smp_encoder(name: str, encoder: str, known: Iterable[str]) -> None:
 
 
 def build_from_factory(path: str, *, classes: int) -> nn.Module:
-    """What ``package.module:factory`` makes. Its signature: ``factory(*, classes: int) -> nn.Module``.
+    """Return what ``package.module:factory`` makes. Its signature: ``factory(*, classes: int) -> nn.Module``.
 
     The module takes float (n, 3, h, w) and returns logits (n, classes) or (n, classes, h, w). A class will do.
 
@@ -187,24 +188,24 @@ def to_group_norm(model: nn.Module, name: str) -> None:
     Raises:
         ValueError: there is no BatchNorm2d, or a variant of it (timm joins some with the activation) that would remain.
     """
-    places = [
+    norms = [
         (parent, key, child)
         for parent in model.modules()
         for key, child in parent.named_children()
         if type(child) is nn.BatchNorm2d
     ]
     rest = {type(m).__name__ for m in model.modules() if isinstance(m, _BatchNorm)} - {nn.BatchNorm2d.__name__}
-    if rest or not places:
+    if rest or not norms:
         why = f"it normalises with {', '.join(sorted(rest))}" if rest else "it has no BatchNorm2d to replace"
         raise ValueError(f"--norm group cannot be had for model {name}: {why}; use --norm batch to keep it as it is")
-    for parent, key, old in places:
+    for parent, key, old in norms:
         new = nn.GroupNorm(group_count(old.num_features), old.num_features, eps=old.eps, affine=old.affine)
         new.weight, new.bias = old.weight, old.bias
         setattr(parent, key, new)
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
-    """The hint of an error: what ``name`` may have meant."""
+    """Return the hint of an error: what ``name`` may have meant."""
     names = sorted(known)
     if matches := difflib.get_close_matches(name, names, n=4, cutoff=0.5):
         return f"did you mean {', '.join(matches)}?"
@@ -213,7 +214,11 @@ def close_matches(name: str, known: Iterable[str]) -> str:
 
 
 def check_foreign(name: str, *, norm: Norm, in_channels: int, any_channels: bool) -> None:
-    """Refuse what only our own models offer."""
+    """Refuse what only our own models offer.
+
+    Raises:
+        ValueError: ``norm`` or ``in_channels`` is that.
+    """
     if norm == "instance":
         raise ValueError(f"--norm instance is for MegaTile's own models; model {name} takes batch or group")
     if in_channels != 3 and not any_channels:

@@ -18,7 +18,11 @@ IGNORE = 255
 
 
 class TileClassLoss(nn.Module):
-    """Cross entropy of one label per tile: logits (n, C), labels int64 (n,) -> scalar."""
+    """The cross entropy of one label per tile.
+
+    Args:
+        class_weights: (C,), of each tile's loss by its label; None weighs all alike.
+    """
 
     class_weights: Tensor | None
 
@@ -27,6 +31,11 @@ class TileClassLoss(nn.Module):
         self.register_buffer("class_weights", class_weights)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss () of ``logits`` (n, C) with ``labels`` int64 (n,).
+
+        Raises:
+            ValueError: logits of another form.
+        """
         if logits.dim() != 2:
             raise ValueError(
                 f"a tile classifier gives logits (n, classes); this model gives {tuple(logits.shape)}: "
@@ -37,10 +46,13 @@ class TileClassLoss(nn.Module):
 
 
 class PixelClassLoss(nn.Module):
-    """Cross entropy plus soft Dice of one class per pixel: logits (n, C, h, w), classes uint8 (n, h, w) -> scalar.
+    """The cross entropy plus soft Dice of one class per pixel.
 
     The Dice term (Milletari et al. 2016, section 3) is taken per tile and per class, then averaged; a class that a tile
     does not hold counts there only by what is wrongly predicted.
+
+    Args:
+        class_weights: (C,), of each pixel's cross entropy by its class; None weighs all alike.
     """
 
     class_weights: Tensor | None
@@ -50,6 +62,11 @@ class PixelClassLoss(nn.Module):
         self.register_buffer("class_weights", class_weights)
 
     def forward(self, logits: Tensor, classes: Tensor) -> Tensor:
+        """Return the mean loss () of ``logits`` (n, C, h, w) with ``classes`` uint8 (n, h, w).
+
+        Raises:
+            ValueError: logits of another form or size.
+        """
         if logits.dim() != 4 or logits.shape[-2:] != classes.shape[-2:]:
             raise ValueError(
                 f"a segmentation model gives logits (n, classes, h, w) of the tile's size {tuple(classes.shape[-2:])}; "
@@ -69,7 +86,8 @@ class PixelClassLoss(nn.Module):
 
 
 def balanced_weights(counts: NDArray[np.int64]) -> Tensor:
-    """Weights (C,) inverse to the class counts; their mean over the counted items is 1. Absent classes weigh 0."""
+    """Return weights (C,) inverse to the class counts; their mean over the counted items is 1. Absent classes weigh
+    0."""
     present = counts > 0
     weights = np.where(present, counts.sum() / np.maximum(counts, 1) / present.sum(), 0.0)
     return torch.from_numpy(weights).float()

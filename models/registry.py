@@ -44,12 +44,13 @@ ELSEWHERE = ("unet:TIMM_NAME", "smp:DECODER(ENCODER)", "torchvision:NAME", "timm
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of our own models; numbers in those of ResNet-v2 (9n+2), unet_w, unet(B,C), amoebanet(L,D) are free."""
+    """Return names of our own models; numbers in those of ResNet-v2 (9n+2), unet_w, unet(B,C), amoebanet(L,D) are
+    free."""
     return tuple(name for _, shown in OURS.values() for name in shown)
 
 
 def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> nn.Module:
-    """The model called ``name`` with random weights, on the current default device.
+    """Return the model called ``name`` with random weights, on the current default device.
 
     Args:
         name: one of ``model_names()``, or as in ``ELSEWHERE``: ``unet:TIMM_NAME``, ``smp:DECODER(ENCODER)``,

@@ -19,14 +19,14 @@ BLOCKS_BY_DEPTH = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3
 
 
 def shortcut(in_channels: int, channels: int, stride: int, norm: Norm) -> nn.Sequential | None:
-    """Projection for a block whose sum would not fit; None where the identity does."""
+    """Return the projection for a block whose sum would not fit; None where the identity does."""
     if stride == 1 and in_channels == channels:
         return None
     return nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride, bias=False), make_norm(norm, channels))
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions: (n, in_channels, h, w) -> (n, width, h/stride, w/stride)."""
+    """A block of two 3 x 3 convolutions: (n, in_channels, h, w) -> (n, width, h/stride, w/stride)."""
 
     expansion = 1
 
@@ -40,6 +40,7 @@ class BasicBlock(nn.Module):
         self.downsample = shortcut(in_channels, width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (n, width, h/stride, w/stride)."""
         residual = x if self.downsample is None else self.downsample(x)
         y = self.relu(self.bn1(self.conv1(x)))
         out: Tensor = self.relu(self.bn2(self.conv2(y)) + residual)
@@ -47,7 +48,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3, 1 x 1: (n, in_channels, h, w) -> (n, 4 width, h/stride, w/stride)."""
+    """A block of 1 x 1, 3 x 3 and 1 x 1 convolutions: (n, in_channels, h, w) -> (n, 4 width, h/stride, w/stride)."""
 
     expansion = 4
 
@@ -63,6 +64,7 @@ class Bottleneck(nn.Module):
         self.downsample = shortcut(in_channels, 4 * width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (n, 4 width, h/stride, w/stride)."""
         residual = x if self.downsample is None else self.downsample(x)
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
@@ -71,7 +73,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Logits (n, classes) of tiles (n, in_channels, h, w); global average pooling, so any h and w.
+    """A ResNet: tiles (n, in_channels, h, w) -> logits (n, classes); global average pooling, so any h and w.
 
     Args:
         depth: 18, 34, 50, 101 or 152.
@@ -103,6 +105,7 @@ class ResNet(nn.Module):
         init_convolutions(self, "fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, classes)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))

@@ -20,7 +20,7 @@ WIDTHS = ((16, 64), (64, 128), (128, 256))
 
 
 class PreActivation(nn.Module):
-    """Norm, ReLU, convolution: (n, in_channels, h, w) -> (n, channels, h/stride, w/stride)."""
+    """A convolution behind norm and ReLU: (n, in_channels, h, w) -> (n, channels, h/stride, w/stride)."""
 
     def __init__(self, in_channels: int, channels: int, kernel: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -29,12 +29,15 @@ class PreActivation(nn.Module):
         self.conv = nn.Conv2d(in_channels, channels, kernel, stride, kernel // 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (n, channels, h/stride, w/stride)."""
         out: Tensor = self.conv(self.relu(self.norm(x)))
         return out
 
 
 class PreActivationBottleneck(nn.Module):
-    """1 x 1, 3 x 3, 1 x 1, nothing after the sum: (n, in_channels, h, w) -> (n, channels, h/stride, w/stride).
+    """A block of 1 x 1, 3 x 3 and 1 x 1 convolutions with nothing after the sum.
+
+    Takes (n, in_channels, h, w), gives (n, channels, h/stride, w/stride).
 
     Args:
         after_stem: the input is already normalised and rectified, so the first convolution takes it as it is.
@@ -55,13 +58,14 @@ class PreActivationBottleneck(nn.Module):
         self.shortcut = nn.Conv2d(in_channels, channels, 1, stride) if project else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (n, channels, h/stride, w/stride)."""
         residual = x if self.shortcut is None else self.shortcut(x)
         out: Tensor = residual + self.expand(self.mix(self.reduce(x)))
         return out
 
 
 class ResNetV2(nn.Module):
-    """Logits (n, classes) of tiles (n, in_channels, h, w); global average pooling, so any h and w.
+    """A ResNet-v2: tiles (n, in_channels, h, w) -> logits (n, classes); global average pooling, so any h and w.
 
     Args:
         depth: 9n+2, with n bottlenecks at each of the three resolutions.
@@ -105,6 +109,7 @@ class ResNetV2(nn.Module):
         init_convolutions(self, "fan_in")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, classes)."""
         x = self.relu(self.norm(self.layers(self.stem(x))))
         logits: Tensor = self.fc(torch.flatten(self.pool(x), 1))
         return logits

@@ -14,12 +14,15 @@ from models.blocks import Norm, SideCheck, conv_norm_relu, init_convolutions
 
 
 def double_convolution(in_channels: int, channels: int, norm: Norm) -> nn.Sequential:
-    """Twice 3 x 3 convolution, norm, ReLU: (n, in_channels, h, w) -> (n, channels, h, w)."""
+    """Return twice 3 x 3 convolution, norm, ReLU: (n, in_channels, h, w) -> (n, channels, h, w)."""
     return nn.Sequential(conv_norm_relu(in_channels, channels, norm), conv_norm_relu(channels, channels, norm))
 
 
 class Up(nn.Module):
-    """Double the size, join the skip, two convolutions: (n, 2c, h, w) and (n, c, 2h, 2w) -> (n, c, 2h, 2w)."""
+    """A step up, which doubles the size, joins the skip and convolves twice.
+
+    Takes (n, 2c, h, w) and the skip (n, c, 2h, 2w), gives (n, c, 2h, 2w).
+    """
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
@@ -27,12 +30,13 @@ class Up(nn.Module):
         self.convs = double_convolution(2 * channels, channels, norm)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        """Return the joined map (n, c, 2h, 2w)."""
         out: Tensor = self.convs(torch.cat((skip, self.up(x)), dim=1))
         return out
 
 
 class UNet(nn.Module):
-    """Logits (n, classes, h, w) of tiles (n, in_channels, h, w).
+    """A U-Net: tiles (n, in_channels, h, w) -> logits (n, classes, h, w).
 
     Args:
         base: channels at full resolution; doubled at each level below.
@@ -60,6 +64,7 @@ class UNet(nn.Module):
         init_convolutions(self, "fan_in")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, classes, h, w)."""
         x = self.check(x)
         skips: list[Tensor] = []
         for level, convs in enumerate(self.encoder):

@@ -21,20 +21,24 @@ WIDTHS = (256, 128, 64, 32, 16)
 
 
 class Step(nn.Module):
-    """Bring ``x`` to the size of the skip, join, convolve twice: (n, c, h, w), (n, s, H, W) -> (n, out, H, W)."""
+    """A step up to the size of the skip, which it joins and convolves twice.
+
+    Takes (n, c, h, w) and the skip (n, s, H, W), gives (n, out, H, W).
+    """
 
     def __init__(self, channels: int, out: int, norm: Norm) -> None:
         super().__init__()
         self.convs = nn.Sequential(conv_norm_relu(channels, out, norm), conv_norm_relu(out, out, norm))
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        """Return the joined map (n, out, H, W)."""
         up = F.interpolate(x, size=skip.shape[-2:], mode="nearest")
         joined: Tensor = self.convs(torch.cat((up, skip), dim=1))
         return joined
 
 
 class EncoderUNet(nn.Module):
-    """Logits (n, classes, h, w) of tiles (n, in_channels, h, w).
+    """A U-Net over an encoder: tiles (n, in_channels, h, w) -> logits (n, classes, h, w).
 
     Args:
         encoder: images -> features, largest first, as timm's ``features_only`` gives them.
@@ -65,11 +69,12 @@ class EncoderUNet(nn.Module):
         last = before[len(skips)]
         self.full = conv_norm_relu(last, widths[-1], norm) if reduction > 1 else None
         self.head = nn.Conv2d(last if self.full is None else widths[-1], classes, 1)
-        for part in (self.decoder, self.full, self.head):
-            if part is not None:
-                init_convolutions(part, "fan_in")
+        for module in (self.decoder, self.full, self.head):
+            if module is not None:
+                init_convolutions(module, "fan_in")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, classes, h, w)."""
         size = x.shape[-2:]  # here: a stage that needed it later would be sent the images
         features: list[Tensor] = self.encoder(x)
         if self.channels_last:
@@ -84,7 +89,7 @@ class EncoderUNet(nn.Module):
 
 
 def build_encoder_unet(name: str, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> EncoderUNet:
-    """The U-Net over timm's ``name``, with random weights.
+    """Return the U-Net over timm's ``name``, with random weights.
 
     Args:
         norm: of the decoder.

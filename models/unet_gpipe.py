@@ -21,9 +21,10 @@ NEGATIVE_SLOPE = 0.01
 
 
 def cell(in_channels: int, width: int, channels: int, convs: int, norm: Norm) -> nn.Sequential:
-    """``convs`` times convolution, channel dropout, norm, leaky ReLU: (n, in_channels, h, w) -> (n, channels, h, w).
+    """Return ``convs`` times convolution, channel dropout, norm, leaky ReLU.
 
-    The last convolution gives ``channels``, those before it ``width``.
+    Takes (n, in_channels, h, w), gives (n, channels, h, w). The last convolution gives ``channels``, those before it
+    ``width``.
     """
     sizes = [in_channels, *[width] * (convs - 1), channels]
     layers = nn.Sequential()
@@ -36,7 +37,7 @@ def cell(in_channels: int, width: int, channels: int, convs: int, norm: Norm) ->
 
 
 class UNetGPipe(nn.Module):
-    """Logits (n, classes, h, w) of tiles (n, in_channels, h, w).
+    """A U-Net(B, C): tiles (n, in_channels, h, w) -> logits (n, classes, h, w).
 
     Args:
         convs: B, the convolutions of each of the eleven cells.
@@ -66,6 +67,7 @@ class UNetGPipe(nn.Module):
         init_convolutions(self, "fan_in")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, classes, h, w)."""
         x = self.check(x)
         skips: list[Tensor] = []
         for convs in self.encoder:

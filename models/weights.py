@@ -19,10 +19,10 @@ SHOWN_FAULTS = 20
 
 
 def load_weights(model: nn.Module, path: Path) -> list[str]:
-    """Load what fits from ``path`` into ``model``, in place.
+    """Load what fits from ``path`` into ``model``, in place; return a line for each tensor that was not loaded.
 
     A head with another number of classes, or missing from the file, keeps its random weights; auxiliary heads that
-    the model was built without are passed over. Both are in the result, one line per tensor; the rest must match.
+    the model was built without are passed over. Both are in the result; the rest must match.
 
     Raises:
         ValueError: the file is not there, cannot be read, holds no tensors, or fits another model (the keys are
@@ -60,7 +60,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
 
 
 def only_classes_differ(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """True when (file, model) tensors differ in output channels alone, all by the same two counts.
+    """Return whether (file, model) tensors differ in output channels alone, all by the same two counts.
 
     Only a head can: the output channels of any other layer are input channels of the next.
     """
@@ -69,7 +69,7 @@ def only_classes_differ(pairs: list[tuple[Tensor, Tensor]]) -> bool:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The state dict in ``path``, on the CPU, wrappers and prefix removed. No code of the file is run.
+    """Return the state dict in ``path``, on the CPU, wrappers and prefix removed. No code of the file is run.
 
     Raises:
         ValueError: not there, not readable, or no tensors in it.

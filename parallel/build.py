@@ -109,21 +109,21 @@ def put_to_work(
         partition: of ``traced``, into the stages of ``strategy``.
     """
     placement, rank = strategy.placement, communicator.rank
-    keeping = strategy.keeping
-    schedule = strategy.schedule(partition.links, nominal_costs(partition) if keeping.offload == "overlap" else None)
+    policy = strategy.policy
+    schedule = strategy.schedule(partition.links, nominal_costs(partition) if policy.moves else None)
     refuse_schedule(traced, partition, schedule, placement, strategy.name)
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
     holders = StageGroups(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
-    cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, keeping)) for number in numbers}
-    keeper = SavedTensors(keeping, device, meter=meter)
+    cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, policy)) for number in numbers}
+    keeper = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(
             cut, number, partition, strategy, holders, device, loss, autocast, splits, keeper, meter, traced.updated
         )
         for number, cut in cuts.items()
     }
-    with not_counted() if keeping.parameters else contextlib.nullcontext():
+    with not_counted() if policy.parameters else contextlib.nullcontext():
         exchanges = {
             number: GradReducer(
                 stage.module.parameters(),
@@ -135,9 +135,9 @@ def put_to_work(
             if holders.of_stage[number].world > 1
         }
     names = [name for name, _ in traced.model.named_parameters()]
-    offload = Copies.for_device(device) if keeping.optimizer or keeping.parameters else None
+    offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
     update = _update(
-        make_optimizer, names, stages, exchanges, holders, placement, rank, offload, resident=keeping.parameters
+        make_optimizer, names, stages, exchanges, holders, placement, rank, offload, resident=policy.parameters
     )
     communicator.connect(placement.pairs(partition.links))
     messenger = Messenger(communicator, device)
@@ -179,11 +179,11 @@ def _stage(
 ) -> Stage:
     """Stage ``number``, with the same weights on all ranks that hold it."""
     ranks = holders.of_stage[number]
-    if not strategy.keeping.parameters:
+    if not strategy.policy.parameters:
         cut.to(device)
     if ranks.world > 1:
         broadcast_tensors(ranks, list(cut.state_dict().values()), 0)
-    if strategy.keeping.parameters:
+    if strategy.policy.parameters:
         keeper.streams(HostParameters(cut, device, Copies.for_device(device)))
     if meter is not None:
         meter.exclude((*cut.parameters(), *cut.buffers()))
@@ -200,7 +200,7 @@ def _stage(
             and edge.value in partition.graph.by_name
             and edge.value not in partition.graph.asked_back
         ],
-        draws=any(layer.random for layer in partition.layers_of(number)),
+        uses_rng=any(layer.random for layer in partition.layers_of(number)),
         autocast=autocast,
         split=splits,
         compiled=strategy.compile,

@@ -1,14 +1,15 @@
-"""How a model is spread over ranks: what a user chooses, and what follows from it before any rank computes.
+"""How a model is spread over ranks: one frozen value, from flags or a planner's search to ``plan.json`` and the engine.
 
-Takes names and numbers; gives the placement, the partition and the lowered schedule, all proven to fit each other. No
-torch here.
+Takes names and numbers; gives what follows before any rank computes: the placement, the partition and the lowered
+schedule, all proven to fit each other. No torch here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, partition_at, partition_equal
@@ -22,21 +23,24 @@ from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import from_csv
 
+WHOLE = ("single", "ddp", "fsdp")
+"""Strategies that do not split the model into stages: each rank computes all of it."""
+
 
 @dataclass(frozen=True)
 class Strategy:
     """How a model is spread over ranks.
 
     Attributes:
-        name: of the schedule.
+        name: one of ``WHOLE``, or of the schedule.
         ranks: all of them; d groups of ``depth``.
-        depth: ranks that one group spreads the model over, D.
+        depth: ranks that one group spreads the model over, D; 1 where each rank computes all of it.
         m: microbatches of the global batch, over all groups.
         chunks: stages a rank holds of each replica; interleaved has 2 or more.
         cuts: names of layers or modules that begin a stage; empty: stages of equal cost.
-        schedule_csv: text of a schedule file, run in place of the named one's actions on the same placement.
-        keeping: what becomes of what forward passes keep.
+        policy: what becomes of what forward passes keep.
         shard_optimizer: each rank of a pair of inverted replicas keeps half of their optimizer state.
+        schedule_csv: text of a schedule file, run in place of the named one's actions on the same placement.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
         compile: run the stages through ``torch.compile``.
         gradient_bytes: of a stage's gradients summed at once over the ranks that hold it, from its last backward pass
@@ -49,16 +53,60 @@ class Strategy:
     m: int
     chunks: int = 1
     cuts: tuple[str, ...] = ()
-    schedule_csv: str | None = None
-    keeping: ActivationPolicy = KEEP_ALL
+    policy: ActivationPolicy = KEEP_ALL
     shard_optimizer: bool = False
+    schedule_csv: str | None = None
     statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     compile: bool = False
     gradient_bytes: int | None = None
 
     @property
+    def groups(self) -> int:
+        """Data-parallel groups, d."""
+        return self.ranks // self.depth
+
+    @property
+    def splits(self) -> bool:
+        """The model is cut into stages."""
+        return self.name not in WHOLE
+
+    @property
+    def paired(self) -> bool:
+        """A rank holds two stages, one of each of two inverted replicas."""
+        return self.splits and SCHEDULES[self.name].replicas == 2
+
+    @property
+    def copies(self) -> int:
+        """Copies of each stage, in all groups."""
+        return self.groups * (1 + self.paired)
+
+    @property
+    def stages(self) -> int:
+        """Stages of each replica."""
+        return self.depth * self.chunks
+
+    def under(self, **policy: Any) -> Strategy:
+        """Return the strategy with these fields of its ``policy`` changed."""
+        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **policy))
+
+    @property
+    def savings(self) -> str:
+        """What it does to need less memory, for people: "+recompute block +offload"; empty where it does nothing."""
+        recompute = self.policy.recompute
+        words = (
+            {"none": "", "stage": "+recompute"}.get(recompute, f"+recompute {recompute}"),
+            "+offload" * self.policy.moves,
+            "+shard-optimizer" * self.shard_optimizer,
+        )
+        return " ".join(word for word in words if word)
+
+    def __str__(self) -> str:
+        mesh = f" {self.groups} x {self.depth}" if self.splits else f" {self.ranks}" if self.ranks > 1 else ""
+        return f"{self.name}{mesh}, m={self.m} {self.savings}".rstrip()
+
+    @property
     def placement(self) -> Placement:
-        """The mesh.
+        """The mesh of a strategy that splits the model.
 
         Raises:
             ValueError: the schedule cannot run on it.
@@ -69,13 +117,13 @@ class Strategy:
         replicas = SCHEDULES[self.name].replicas if self.name in SCHEDULES else 2
         if self.shard_optimizer and replicas < 2:
             faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
-        keeping = self.keeping
-        if self.compile and (keeping.segmented or keeping.offload != "none" or keeping.parameters):
+        policy = self.policy
+        if self.compile and (policy.segmented or policy.moves or policy.parameters):
             faults.append(
                 "compiled stages cannot be computed again in parts, nor what they keep or their parameters be moved to "
                 "the host: do not compile, or do not save memory so"
             )
-        if (keeping.segmented or keeping.parameters) and self.name == "zero-bubble":
+        if (policy.segmented or policy.parameters) and self.name == "zero-bubble":
             faults.append(
                 "zero-bubble splits the backward pass, which neither parts computed again nor parameters on the host "
                 "allow: recompute whole stages, or use 1f1b"
@@ -120,13 +168,12 @@ class Strategy:
         else:
             schedule = from_csv(self.schedule_csv)
         check(schedule, placement, links)
-        keeping = self.keeping
         lowered = lower(
             schedule,
             placement,
             links,
-            recompute=keeping.stagewise,
-            offload=keeping.offload == "overlap",
+            recompute=self.policy.stagewise,
+            offload=self.policy.moves,
             costs=costs,
             reduce_at_end=self.gradient_bytes == 0,
         )

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import re
 
-from tests.golden.regenerate import FILES, FLAGS, RESULTS, TABLE, flags, page_with_results, page_with_tree
+from tests.golden.regenerate import (
+    DEVELOPER,
+    FILES,
+    FLAGS,
+    RESULTS,
+    TABLE,
+    flags,
+    page_with_developer_settings,
+    page_with_results,
+    page_with_tree,
+)
 
 
 def test_no_flag_appears_or_vanishes_unseen() -> None:
     assert flags() == FLAGS.read_text(), "a flag or a default changed: run `make golden` and look at the diff"
+
+
+def test_developer_settings_are_told() -> None:
+    text = DEVELOPER.read_text()
+    assert page_with_developer_settings(text) == text, "a developer setting changed: run `make golden`"
 
 
 def test_list_of_files_is_todays() -> None:

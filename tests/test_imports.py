@@ -52,6 +52,7 @@ def test_library_is_imported_only_where_it_belongs(library: str, allowed: tuple[
 def test_only_the_device_feed_lets_torch_into_the_data_side() -> None:
     assert {path for path in importers("torch") if path.startswith("pipelines/")} == {
         "pipelines/stream/device.py",
+        "pipelines/stream/device_batch.py",
         "pipelines/stream/device_pixels.py",
     }
 

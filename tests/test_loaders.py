@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings.cli import _arguments_from_yaml
+from app.settings.cli import _read_yaml
 from app.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -52,5 +52,5 @@ def test_a_yaml_file_makes_no_objects(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"out: !!python/object/apply:os.mkdir ['{tmp_path / 'ran'}']\n")
     with pytest.raises(ValueError, match=r"--config .*run\.yaml cannot be read: could not determine a constructor"):
-        _arguments_from_yaml(RunConfig, path)
+        _read_yaml(RunConfig, path)
     assert not (tmp_path / "ran").exists()

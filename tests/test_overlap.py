@@ -13,7 +13,7 @@ A, B, C = KNOBS[:3]
 def test_few_are_run_in_every_combination_and_many_alone_in_pairs_and_at_once() -> None:
     assert [len(on) for on in settings_of((A, B, C))] == [0, 1, 1, 1, 2, 2, 2, 3]
     assert [len(on) for on in settings_of(KNOBS)] == [0] + 5 * [1] + 10 * [2] + [5]
-    assert arguments((A, B), (B,)) == ["--read-ahead", "1KiB", "--read-threads", "2"]
+    assert arguments((A, B), (B,)) == ["--developer", "read-ahead=1KiB", "--developer", "read-threads=2"]
 
 
 @pytest.mark.parametrize(

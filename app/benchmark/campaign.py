@@ -23,7 +23,8 @@ from app.benchmark.row import Row, compare, row_of
 from app.benchmark.table import print_bench
 from app.benchmark.trial import Trial, run_trial
 from app.pages.bench_page import write_page
-from app.settings.cli import FAILED, OK, flat
+from app.settings.cli import FAILED, OK
+from app.settings.fields import arguments_for, flat
 from app.settings.run import RunConfig, SplitSettings
 from app.training.dataset import prepare
 from app.training.run_folder import RunFolder
@@ -180,12 +181,7 @@ class Campaign:
         given |= {"steps": command.steps, "twin_steps": command.twin_steps}
         given["checkpoint_every"] = NEVER
         given |= flat(ALL)
-        return [
-            word
-            for key, value in given.items()
-            if value is not None
-            for word in ("--" + key.replace("_", "-"), str(value))
-        ]
+        return arguments_for(RunConfig, given)
 
     def _prepared(self, tile: int) -> Path:
         return self._folder / "tiles" / str(tile)

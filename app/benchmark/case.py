@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from app.settings.strategy import StrategySettings
+from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_faults import strategy_faults
-from app.settings.strategy_names import WHOLE, Parallel
+from parallel.strategy import WHOLE
 
 SAVINGS = {"recompute": ("--recompute", "block"), "offload": ("--offload", "overlap")}
 """What can be added to a strategy with a plus: the flag and its value."""
@@ -81,7 +81,7 @@ class Case:
             *(("--stages", str(self.stages)) if self.stages else ()),
             *(word for saving in self.savings for word in SAVINGS[saving]),
         ]
-        return given if self.memory is None else [*given, "--memory", self.memory, "--memory-excess", "stop"]
+        return given if self.memory is None else [*given, "--memory", self.memory, "--developer", "memory-excess=stop"]
 
 
 def parse_strategy(text: str) -> tuple[str, tuple[str, ...]]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tyro.conf import Suppress
+
 from app.benchmark.case import Case, cases_of, parse_strategy
 from app.settings.launcher import find_launch
 from app.settings.run import DataSettings, ModelSettings
@@ -61,7 +63,7 @@ class BenchCommand:
     tensors are counted. Default: what there is."""
     steps: int = 5
     """Optimiser steps of a run; the first two are a warm-up and are not counted."""
-    twin_steps: int = 3
+    twin_steps: Suppress[int] = 3
     """Steps that are then measured from memory, to tell reading from computing; 0: none."""
     repeats: int = 3
     """Runs of each case; all cases are run once before any is run again."""
@@ -71,7 +73,7 @@ class BenchCommand:
     """Where to compute; auto takes a GPU when there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
-    trial_timeout_s: float = 3600.0
+    trial_timeout_s: Suppress[float] = 3600.0
     """Seconds after which a run is ended and counts as failed."""
     seed: int = 0
     """Of weights, order and augmentation."""
@@ -108,8 +110,8 @@ class BenchCommand:
             if (not values and name != "stages") or len(set(values)) < len(values):
                 found.append(f"--{name} takes one or more, each once; got {' '.join(map(str, values)) or 'none'}")
         found += [
-            f"--{name.replace('_', '-')} must be at least {least}; got {value}"
-            for name, least in (("batch", 1), ("steps", WARM_UP + 1), ("twin_steps", 0), ("repeats", 1))
+            f"--{name} must be at least {least}; got {value}"
+            for name, least in (("batch", 1), ("steps", WARM_UP + 1), ("repeats", 1))
             if (value := getattr(self, name)) < least
         ]
         found += [
@@ -128,8 +130,10 @@ class BenchCommand:
             found.append(f"--microbatches must be 1 to --batch {self.batch}; got {self.microbatches}")
         if self.memory is not None and bytes_of(self.memory) is None:
             found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
+        if self.twin_steps < 0:
+            found.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
         if not self.trial_timeout_s > 0:
-            found.append(f"--trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
+            found.append(f"--developer trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
         for strategy in self.strategies:
             try:
                 parse_strategy(strategy)

@@ -21,7 +21,7 @@ READ_AT_ONCE = 1 << 20
 
 
 def write_file(path: Path, write: Callable[[SealedFile], None]) -> None:
-    """Make ``path`` of what ``write`` writes, and its checksum behind it.
+    """Write ``path`` with what ``write`` writes, and its checksum behind it.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; a file that was there before still is.
@@ -46,24 +46,25 @@ def write_file(path: Path, write: Callable[[SealedFile], None]) -> None:
 
 
 def write_spans(path: Path, source: int, spans: Iterable[Span]) -> None:
-    """Make ``path`` of parts of another file, one after the other.
+    """Write ``path`` with parts of another file, one after the other, and a checksum behind them.
 
     Args:
         source: descriptor of the other file.
+        spans: its parts.
 
     Raises:
         OSError: as ``write_file``.
     """
 
-    room = memoryview(bytearray(READ_AT_ONCE))
+    chunk = memoryview(bytearray(READ_AT_ONCE))
 
     def copy(file: SealedFile) -> None:
         for offset, length in spans:
             end = offset + length
             while offset < end:
-                count = os.preadv(source, [room[: end - offset]], offset)
+                count = os.preadv(source, [chunk[: end - offset]], offset)
                 assert count, f"{path} is to have bytes {offset} to {end} of a file that is shorter"
-                file.write(room[:count])
+                file.write(chunk[:count])
                 offset += count
 
     write_file(path, copy)

@@ -24,9 +24,13 @@ FORMAT = 2
 class Sink(Protocol):
     """What a checkpoint is written to, from its first byte to its last."""
 
-    def write(self, data: bytes, /) -> int: ...
+    def write(self, data: bytes, /) -> int:
+        """Write ``data``; return the number of bytes written."""
+        ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Pass on what is not written yet."""
+        ...
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -42,7 +46,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def write_state(state: dict[str, Any], sink: Sink) -> None:
-    """The bytes of a checkpoint of ``state``.
+    """Write the bytes of a checkpoint of ``state`` to ``sink``.
 
     Raises:
         OSError: as ``sink`` raised it.
@@ -55,7 +59,11 @@ def write_state(state: dict[str, Any], sink: Sink) -> None:
 
 
 def keep_as(source: Path, target: Path) -> None:
-    """Give the checkpoint ``source`` a second name, atomically and without copying its bytes."""
+    """Give the checkpoint ``source`` a second name, atomically and without copying its bytes.
+
+    Raises:
+        RunError: it could not be done; what had that name before still has.
+    """
     try:
         link_file(source, target)
     except OSError as fault:
@@ -63,13 +71,13 @@ def keep_as(source: Path, target: Path) -> None:
 
 
 def not_written(path: Path, fault: BaseException) -> RunError:
-    """What a user is told about a checkpoint that could not be written, and what to do."""
+    """Return what a user is told about a checkpoint that could not be written, and what to do."""
     kept = f"the previous one is kept: {path}" if path.exists() else "there is none before it"
     return RunError(f"checkpoint {path} could not be written ({_reason(fault)}); {kept}; free space, then --resume")
 
 
 def resume_state(last: Path, best: Path) -> dict[str, Any]:
-    """The state in ``last``.
+    """Return the state in ``last``.
 
     Raises:
         RunError: as ``load_checkpoint``; says whether ``best`` is whole and how to go on from it. That is for the user
@@ -104,7 +112,7 @@ def check_weights(path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in ``path``, on the CPU.
+    """Return the state in ``path``, on the CPU.
 
     Raises:
         RunError: there is none, it is not as it was written, or not a checkpoint of this version.

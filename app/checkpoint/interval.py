@@ -1,4 +1,4 @@
-"""How often a checkpoint is worth its cost: from measured seconds to a number of steps k.
+"""The number of steps k between checkpoints that is worth their cost, from measured seconds.
 
 Takes the time of every step and what every checkpoint cost; gives the smallest k at which checkpoints cost no more than
 a share of the time and each is on the disk before the next is due. After Mohan, Phanishayee, Chidambaram 2021,
@@ -19,7 +19,7 @@ STEPS, CHECKPOINTS = 50, 5
 
 
 class CheckpointInterval:
-    """Steps between two checkpoints.
+    """The number of steps between two checkpoints, tuned while the run lasts.
 
     Args:
         overhead: share of the time that checkpoints may cost, above 0 to 1.
@@ -33,11 +33,11 @@ class CheckpointInterval:
         self._persists_s: deque[float] = deque(maxlen=CHECKPOINTS)
 
     def add_step(self, step_s: float, beside: bool) -> None:
-        """A step that took ``step_s``; ``beside``: a checkpoint was being copied or written meanwhile."""
+        """Add a step that took ``step_s``; ``beside``: a checkpoint was being copied or written meanwhile."""
         (self._beside_s if beside else self._quiet_s).append(step_s)
 
     def add_checkpoint(self, between_s: float, held_s: float, persist_s: float) -> None:
-        """A checkpoint is on the disk; the steps beside it have been added.
+        """Add a checkpoint that is on the disk; the steps beside it have been added.
 
         Args:
             between_s: what it took between two steps.
@@ -54,12 +54,12 @@ class CheckpointInterval:
 
     @property
     def cost_s(self) -> float | None:
-        """Of a checkpoint, as measured; None before the first."""
+        """Return the seconds that a checkpoint costs, as measured; None before the first."""
         return statistics.median(self._costs_s) if self._costs_s else None
 
     @property
     def every(self) -> int:
-        """k, at least 1."""
+        """Return k, at least 1."""
         cost_s = self.cost_s
         if cost_s is None or not self._quiet_s:
             return FIRST

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Leave it as a context: whatever happened, a checkpoint that was begun is on the disk then.
+    """The checkpoints of a run. A context: whatever happened, a checkpoint that was begun is on the disk at its end.
 
     Args:
         settings: how often and how.
@@ -57,18 +57,18 @@ class Checkpoints:
 
     @property
     def every(self) -> int:
-        """Steps between two checkpoints, as asked for or as they are tuned now."""
+        """Return the steps between two checkpoints, as asked for or as they are tuned now."""
         return self._settings.checkpoint_every or self._interval.every
 
     def due(self, step: int) -> bool:
-        """Whether one is due after ``step`` steps. Ranks measure different times: ask the first."""
+        """Return whether one is due after ``step`` steps. Ranks measure different times: ask the first."""
         if self._settings.checkpoint_every:
             return step % self._settings.checkpoint_every == 0
         # One that is still being written would have to be waited for: that is dearer than a step more.
         return step - self._last_step >= self.every and not self.busy
 
     def add_step(self, step_s: float) -> None:
-        """A step is done.
+        """Count a step that took ``step_s``.
 
         Raises:
             RunError: a checkpoint could not be written meanwhile.
@@ -125,11 +125,11 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """A checkpoint is being copied or written."""
+        """Return whether a checkpoint is being copied or written."""
         return self._two_phase is not None and self._two_phase.busy
 
     def _begin(self, state: dict[str, Any], best: bool) -> bool:
-        """Begin a checkpoint in two phases; False where it has to be written at once."""
+        """Begin a checkpoint in two phases; return False where it has to be written at once."""
         if self._two_phase is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""The checksum at the end of a checkpoint: whether its bytes are those that were written.
+"""The checksum at the end of a checkpoint, which shows whether its bytes are those that were written.
 
 Takes a file while it is written or to be read; what is sealed ends with ``LENGTH`` bytes more, which ``torch.load``
 does not look at. In the file itself, so that one rename brings both and a second name has both. Imports nothing but the
@@ -22,30 +22,32 @@ ZIP_END_BYTES = 22
 
 
 class SealError(Exception):
-    """The file is not as it was written; the message says how that shows."""
+    """A file that is not as it was written; the message says how that shows."""
 
 
 class SealedFile:
-    """Is written to in place of ``file``, and remembers what."""
+    """A file that is written to, and the checksum of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._digest = blake2b(digest_size=DIGEST_BYTES)
 
     def write(self, data: bytes | memoryview, /) -> int:
+        """Write ``data``; return the number of bytes written."""
         self._digest.update(data)
         return self._file.write(data)
 
     def flush(self) -> None:
+        """Flush the file."""
         self._file.flush()
 
     def seal(self) -> None:
-        """End the file."""
+        """End the file with its checksum."""
         self._file.write(_tail(self._digest.hexdigest()))
 
 
 def check_seal(file: BinaryIO) -> None:
-    """Read all of ``file``, open at whatever place, and go back to its start.
+    """Compare all of ``file``, open at whatever position, with its checksum, and go back to its start.
 
     Raises:
         SealError: the file has no seal, or another than its bytes.
@@ -67,7 +69,7 @@ def check_seal(file: BinaryIO) -> None:
 
 
 def has_seal(file: BinaryIO) -> bool:
-    """Whether ``file`` ends with a seal, be it damaged itself."""
+    """Return whether ``file`` ends with a seal, be it damaged itself."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - LENGTH - ZIP_END_BYTES))
     tail = file.read()

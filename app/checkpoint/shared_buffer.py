@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 class SharedBuffer:
-    """Grows when asked for more, and never shrinks.
+    """A buffer that grows when asked for more, and never shrinks.
 
     Args:
         pinned: page-lock it. Where the system refuses that, copies from a GPU are right all the same, and slower.
@@ -34,12 +34,12 @@ class SharedBuffer:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the bytes that have been reserved."""
         return 0 if self._all is None else self._all.numel()
 
     @property
-    def place(self) -> range:
-        """Addresses in this process."""
+    def addresses(self) -> range:
+        """Return the addresses in this process."""
         start = 0 if self._all is None else self._all.data_ptr()
         return range(start, start + self.size)
 
@@ -58,13 +58,13 @@ class SharedBuffer:
             torch.cuda.cudart().cudaHostRegister(self._all.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
 
     def part(self, offset: int, size: int) -> Tensor:
-        """uint8 (size,), at ``offset`` of what has been reserved; a storage of its own."""
+        """Return uint8 (size,), at ``offset`` of what has been reserved; a storage of its own."""
         assert self._all is not None
         assert 0 <= offset < offset + size <= self.size, (offset, size, self.size)
         return torch.frombuffer(self._all.numpy()[offset : offset + size], dtype=torch.uint8)
 
     def write_behind(self, data: bytes | bytearray) -> int:
-        """Put ``data`` behind what has been reserved, in place of what was there; its offset.
+        """Put ``data`` behind what has been reserved, in place of what was there; return its offset.
 
         Raises:
             OSError: as of ``reserve``.

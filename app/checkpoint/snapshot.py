@@ -20,7 +20,7 @@ from parallel.offload.copies import Copies, Mark
 
 
 class Snapshot:
-    """One copy, in ``buffer``.
+    """One copy of a state, in ``buffer``.
 
     Storages are copied whole and once, however many tensors lie in them: what is saved of the copy is, bit for bit,
     what would have been saved of the original.
@@ -57,17 +57,17 @@ class Snapshot:
         sources = {key(tensor): tensor.untyped_storage() for tensor in tensors}
         offsets, size = _laid_out(sources)
         self._buffer.reserve(size)
-        places: dict[int, Tensor] = {}
+        targets: dict[int, Tensor] = {}
         # First what cannot wait.
         for number in sorted(sources, key=lambda number: number in waiting):
             source = sources[number]
             if not source.nbytes():
-                places[number] = torch.empty(0, dtype=torch.uint8)
+                targets[number] = torch.empty(0, dtype=torch.uint8)
                 continue
-            places[number] = self._buffer.part(offsets[number], source.nbytes())
-            self._copy(_bytes_of(source), places[number], at_once=number not in waiting)
-        twins = {id(tensor): _like(tensor, places[key(tensor)]) for tensor in tensors}
-        self.state = copy.deepcopy(dict(state), memo=dict(twins))
+            targets[number] = self._buffer.part(offsets[number], source.nbytes())
+            self._copy(_bytes_of(source), targets[number], at_once=number not in waiting)
+        copies = {id(tensor): _like(tensor, targets[key(tensor)]) for tensor in tensors}
+        self.state = copy.deepcopy(dict(state), memo=dict(copies))
 
     def complete(self) -> None:
         """Copy what is left; on any thread. Lets other threads compute meanwhile."""
@@ -95,24 +95,25 @@ def copy_bytes(source: Tensor, target: Tensor) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
+    """Yield all tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
+        for item in value:
+            yield from tensors_in(item)
 
 
 def key(tensor: Tensor) -> int:
-    """The same for tensors of one storage, as ``torch.save`` tells storages apart, as long as they are held."""
+    """Return a number that is the same for tensors of one storage, by which ``torch.save`` tells storages apart, while
+    they are held."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _laid_out(storages: Mapping[int, torch.UntypedStorage]) -> tuple[dict[int, int], int]:
-    """Where each goes, and bytes of them all."""
+    """Return the offset of each storage, and the bytes of them all."""
     offsets, size = {}, 0
     for number, storage in storages.items():
         offsets[number] = size
@@ -121,11 +122,11 @@ def _laid_out(storages: Mapping[int, torch.UntypedStorage]) -> tuple[dict[int, i
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of ``storage`` as uint8 (n,)."""
+    """Return all of ``storage`` as uint8 (n,)."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _like(tensor: Tensor, place: Tensor) -> Tensor:
-    """``tensor`` as it lies in its storage, in ``place`` instead: uint8 (n,)."""
-    twin = torch.empty(0, dtype=tensor.dtype)
-    return twin.set_(place.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+def _like(tensor: Tensor, target: Tensor) -> Tensor:
+    """Return ``tensor`` as it lies in its storage, in ``target`` instead: uint8 (n,)."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(target.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -26,7 +26,7 @@ from parallel.offload.copies import Copies
 
 @dataclass(frozen=True)
 class Written:
-    """What a checkpoint took.
+    """The seconds that a checkpoint took.
 
     Attributes:
         held_s: how long an update waited for the copy.
@@ -38,7 +38,7 @@ class Written:
 
 
 class TwoPhaseCheckpoints:
-    """Writes one checkpoint at a time; memory and the process that writes are there from the first one on.
+    """Checkpoints in two phases, one at a time; memory and the process that writes are there from the first one on.
 
     Args:
         device: on which tensors may lie.
@@ -53,12 +53,12 @@ class TwoPhaseCheckpoints:
 
     @property
     def writer(self) -> CheckpointWriter | None:
-        """Who writes; None before the first checkpoint."""
+        """Return the process that writes; None before the first checkpoint."""
         return self._writer
 
     @property
     def busy(self) -> bool:
-        """A checkpoint is being copied or written."""
+        """Return whether a checkpoint is being copied or written."""
         return self._job is not None and self._job.is_alive()
 
     def begin(self, state: Mapping[str, Any], parameter_names: frozenset[str], path: Path, also: Path | None) -> None:
@@ -67,6 +67,7 @@ class TwoPhaseCheckpoints:
         Args:
             state: what ``save_checkpoint`` takes.
             parameter_names: see ``Snapshot.begin``.
+            path: of the file.
             also: second name of the file once it is there.
 
         Raises:
@@ -85,13 +86,13 @@ class TwoPhaseCheckpoints:
         self._job.start()
 
     def await_copy(self) -> None:
-        """Return when no copy is under way; from whatever thread updates."""
+        """Wait until no copy is under way; from whatever thread updates."""
         job = self._job
         if job is not None:
             job.await_copy()
 
     def finish(self) -> Written | None:
-        """Wait until the checkpoint under way is on the disk; None when there is none.
+        """Wait until the checkpoint under way is on the disk; return what it took, None when there is none.
 
         Raises:
             RunError: it could not be written; the one before is still there.
@@ -135,6 +136,7 @@ class _Job(threading.Thread):
         self.fault: BaseException | None = None
 
     def run(self) -> None:
+        """Copy, then write."""
         try:
             try:
                 self._snapshot.complete()
@@ -150,6 +152,7 @@ class _Job(threading.Thread):
             del self._snapshot
 
     def await_copy(self) -> None:
+        """Wait until the copy is complete, and count how long."""
         if self._copied.is_set():
             return
         begun_s = time.monotonic()

@@ -26,7 +26,7 @@ GOODBYE_S = 5.0
 
 
 class CheckpointWriter:
-    """Starts the process, which lives until ``close`` or as long as the thread that makes this one.
+    """The process that writes, which lives until ``close`` or as long as the thread that makes this one.
 
     Args:
         descriptor: of the buffer that checkpoints are in.
@@ -45,11 +45,11 @@ class CheckpointWriter:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None once it is gone."""
+        """Return the process's number; None once it is gone."""
         return self._process.pid if self._process else None
 
     def write(self, path: Path, spans: Sequence[Span], also: Path | None) -> None:
-        """Return when parts ``spans`` of the buffer are on the disk as ``path``, and as ``also`` too.
+        """Write parts ``spans`` of the buffer as ``path``, and as ``also`` too; return when they are on the disk.
 
         Raises:
             OSError: they could not be written; the file before is still there.
@@ -58,8 +58,8 @@ class CheckpointWriter:
         answer = self._ask(json.dumps(job)) if self._process else None
         if answer is None:
             write_checkpoint(self._descriptor, job)
-        elif "errno" in (found := json.loads(answer)):
-            raise OSError(found["errno"], found["reason"])
+        elif "errno" in (reply := json.loads(answer)):
+            raise OSError(reply["errno"], reply["reason"])
 
     def close(self) -> None:
         """Let the process go; nothing may be being written."""
@@ -78,7 +78,7 @@ class CheckpointWriter:
         process.stdout.close()
 
     def _ask(self, job: str) -> bytes | None:
-        """The answer of the process; None when it is gone, which is told once."""
+        """Return the answer of the process; None when it is gone, which is told once."""
         process = self._process
         assert process is not None
         assert process.stdin is not None

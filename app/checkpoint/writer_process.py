@@ -58,6 +58,7 @@ def serve(descriptor: int) -> None:
 
 
 def main() -> None:
+    """Serve the parent and the buffer that the command line names."""
     die_with(int(sys.argv[1]))
     # What asks the run to stop is for the run, which waits for the checkpoint under way.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):

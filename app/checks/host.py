@@ -1,4 +1,4 @@
-"""The machine looked at for what would stop or slow a training: packages, devices, memory, launchers, disk.
+"""Checks of the machine for what would stop or slow a training: packages, devices, memory, launchers, disk.
 
 Takes the description that ``run_info`` gives and the run folder; gives findings. Nothing is left behind.
 """
@@ -38,15 +38,15 @@ MPI_ADVICE = "only mpirun needs it: pip install 'megatile[mpi]'"
 
 
 def check_versions(environment: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield findings on MegaTile, Python, the packages and OpenSlide's library."""
     megatile = environment["megatile"]
     commit = f" commit {megatile['commit'][:10]}" if megatile["commit"] else ""
     changed = ", files changed since" if megatile["changed"] else ""
     yield Finding("ok", "megatile", f"{megatile['version'] or 'not installed: run from its folder'}{commit}{changed}")
     yield Finding("ok", "python", f"{environment['python']} on {environment['os']}")
-    found = environment["packages"]
-    told = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    installed = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
     missing = missing_packages()
-    yield Finding("ok", "packages", told)
+    yield Finding("ok", "packages", installed)
     if missing:
         yield Finding("FAULT", "missing", f"{', '.join(missing)}: pip install {' '.join(missing)}")
     library = environment["openslide_library"]
@@ -58,7 +58,7 @@ def check_versions(environment: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def missing_packages() -> list[str]:
-    """Required distributions that are not installed; none when MegaTile itself is not installed."""
+    """Return required distributions that are not installed; none when MegaTile itself is not installed."""
     if package_version("megatile") is None:
         return []
     required = [text for text in importlib.metadata.requires("megatile") or [] if "extra ==" not in text]
@@ -67,54 +67,57 @@ def missing_packages() -> list[str]:
 
 
 def check_devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield findings on the CPU and on each GPU, which computes a convolution."""
     import torch
 
     cpu = environment["cpu"]
     yield Finding("ok", "cpu", f"{cpu['model']}, {cpu['cores']} of {cpu['cores_of_machine']} cores usable")
     for index, gpu in enumerate(environment["gpus"]):
-        told = f"{gpu['name']}, {bytes_text(gpu['memory_bytes'])}, bf16 {'yes' if gpu['bf16'] else 'no'}"
+        device = f"{gpu['name']}, {bytes_text(gpu['memory_bytes'])}, bf16 {'yes' if gpu['bf16'] else 'no'}"
         versions = f"driver {environment['driver'] or 'unknown'}, CUDA {environment['cuda']}"
         try:
             ones = torch.ones(1, 1, 8, 8, device=f"cuda:{index}")
             torch.nn.functional.conv2d(ones, ones).sum().item()
         except RuntimeError as fault:
-            yield Finding("FAULT", f"gpu {index}", f"{told}, {versions}; a convolution fails: {fault}")
+            yield Finding("FAULT", f"gpu {index}", f"{device}, {versions}; a convolution fails: {fault}")
         else:
-            yield Finding("ok", f"gpu {index}", f"{told}, {versions}")
+            yield Finding("ok", f"gpu {index}", f"{device}, {versions}")
     if not environment["gpus"]:
-        seen = environment["driver"]
+        driver = environment["driver"]
         yield (
             Finding(
                 "warning",
                 "gpu",
-                f"the driver ({seen}) is there but torch sees no GPU; torch is built for CUDA "
+                f"the driver ({driver}) is there but torch sees no GPU; torch is built for CUDA "
                 f"{environment['cuda'] or 'none'}: install a torch that fits the driver, or update the driver",
             )
-            if seen
+            if driver
             else Finding("note", "gpu", "none: training runs on the CPU")
         )
 
 
 def check_memory() -> Iterator[Finding]:
+    """Yield findings on memory, shared memory and the limit of open files."""
     total, free = memory_bytes()
     yield Finding("ok", "memory", f"{bytes_text(total)}, {bytes_text(free)} free")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = os.statvfs(shared)
         shared_bytes, left = size.f_blocks * size.f_frsize, size.f_bavail * size.f_frsize
-        told = f"{bytes_text(shared_bytes)}, {bytes_text(left)} free"
+        amount = f"{bytes_text(shared_bytes)}, {bytes_text(left)} free"
         enough = left >= LEAST_SHARED_BYTES
         advice = "" if enough else "; several GPUs need more: docker run --shm-size=8g"
-        yield Finding("ok" if enough else "warning", "shared memory", told + advice)
+        yield Finding("ok" if enough else "warning", "shared memory", amount + advice)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     enough = unlimited or soft >= LEAST_OPEN_FILES
-    told = "no limit" if unlimited else f"{soft} at once"
+    limit = "no limit" if unlimited else f"{soft} at once"
     advice = "" if enough else f"; slides of many files need more: ulimit -n {min(4096, hard) if hard > 0 else 4096}"
-    yield Finding("ok" if enough else "warning", "open files", told + advice)
+    yield Finding("ok" if enough else "warning", "open files", limit + advice)
 
 
 def check_launchers(environment: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield findings on torchrun, MPI and Slurm, and on what started this process."""
     launcher = environment["launcher"]
     yield Finding("ok" if launcher["found"]["torchrun"] else "note", "torchrun", _there("torchrun"))
     # Loading an MPI library can end the process, and hang where its launcher is half there.
@@ -125,10 +128,9 @@ def check_launchers(environment: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("warning", "mpi4py", "installed but no MPI library loads with it: pip install 'megatile[mpi]'")
     else:
         yield Finding("note", "mpi4py", f"absent; {MPI_ADVICE}")
-    found = launcher["found"]["mpirun"]
-    yield Finding("ok" if found else "note", "mpirun", _there("mpirun") if found else f"absent; {MPI_ADVICE}")
-    found = launcher["found"]["srun"]
-    yield Finding("ok" if found else "note", "srun", _there("srun") if found else "absent; only Slurm clusters have it")
+    for program, absent in (("mpirun", f"absent; {MPI_ADVICE}"), ("srun", "absent; only Slurm clusters have it")):
+        is_there = launcher["found"][program]
+        yield Finding("ok" if is_there else "note", program, _there(program) if is_there else absent)
     variables = ", ".join(f"{name}={value}" for name, value in launcher["variables"].items())
     yield Finding("ok", "started by", f"{launcher['started_by']} ({variables})" if variables else "no launcher")
 
@@ -138,7 +140,7 @@ def _there(program: str) -> str:
 
 
 def check_run_folder(out: Path) -> Iterator[Finding]:
-    """Room and speed where ``out`` is, or would be made."""
+    """Yield findings on room and speed of the disk where ``out`` is, or would be made."""
     folder = out.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -23,13 +23,13 @@ MPP = 0.5
 
 
 def sample_picture() -> Pixels:
-    """Soft colours, uint8 (``SIDE``, ``SIDE``, 3): JPEG keeps them to within a few grey levels."""
+    """Return soft colours, uint8 (``SIDE``, ``SIDE``, 3): JPEG keeps them to within a few grey levels."""
     x, y = np.meshgrid(np.arange(SIDE), np.arange(SIDE))
     return np.stack([x * 255 // SIDE, y * 255 // SIDE, 128 + 0 * x], axis=-1).astype(np.uint8)
 
 
 def write_samples(folder: Path) -> dict[str, Path]:
-    """Write the slides; backend -> the slide it is to read."""
+    """Write the slides into ``folder``; return backend -> the slide it is to read."""
     picture = sample_picture()
     tiff, ndpi, zarr, png = (folder / name for name in ("sample.tif", "sample.ndpi", "sample.ome.zarr", "sample.png"))
     _write_tiff(tiff, picture)
@@ -58,7 +58,7 @@ def _encoded(kind: str, picture: Pixels, options: list[int]) -> bytes:
 
 
 def _write_zarr(path: Path, picture: Pixels) -> None:
-    """One uncompressed array (c, y, x) in chunks of ``TILE`` px, Zarr version 2."""
+    """Write one uncompressed array (c, y, x) in chunks of ``TILE`` px, Zarr version 2."""
     array = path / "0"
     array.mkdir(parents=True)
     axes = [{"name": "c", "type": "channel"}] + [{"name": n, "type": "space", "unit": "micrometer"} for n in "yx"]
@@ -76,7 +76,7 @@ def _write_zarr(path: Path, picture: Pixels) -> None:
 
 
 def _ndpi(picture: Pixels) -> bytes:
-    """One level as one JPEG stream with a restart marker after each row of MCUs, their starts in tag 65426."""
+    """Return one level as one JPEG stream with a restart marker after each row of MCUs, their starts in tag 65426."""
     across = SIDE // 16  # MCUs of 16 px: chroma is halved in both directions
     stream = _encoded(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 95, cv2.IMWRITE_JPEG_RST_INTERVAL, across])
     scan = stream.index(b"\xff\xda")

@@ -1,7 +1,7 @@
-"""Slides and backends looked at for faults, in processes that may die.
+"""Checks of slides and backends for faults, in processes that may die.
 
-Takes slides, or the name of a backend; gives what was found as plain values. A slide library that aborts on a damaged
-file takes its process along, and the slide is reported with the signal that ended it.
+Takes slides, or the name of a backend; gives what they are and their faults as plain values. A slide library that
+aborts on a damaged file takes its process along, and the slide is reported with the signal that ended it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLE_TOLERANCE = 4.0
 
 @dataclass(frozen=True)
 class SlideCheck:
-    """What a slide is, as far as it opened; ``faults`` is empty for a good one."""
+    """The facts of a slide, as far as it opened; ``faults`` is empty for a good one."""
 
     slide_id: str
     backend: str = "–"
@@ -47,7 +47,7 @@ class SlideCheck:
 
 
 def check_slides(specs: Sequence[SlideSpec], workers: int) -> Iterator[SlideCheck]:
-    """Check every slide, at most ``workers`` at once; in the order of completion."""
+    """Yield the check of every slide, at most ``workers`` at once; in the order of completion."""
     for spec, check in each_in_process(check_slide, specs, workers, slide_limits(1)):
         if isinstance(check, ProcessDied):
             check = SlideCheck(spec.slide_id, faults=(f"{check}; the file is damaged, or memory ran out",))
@@ -55,7 +55,7 @@ def check_slides(specs: Sequence[SlideSpec], workers: int) -> Iterator[SlideChec
 
 
 def check_slide(spec: SlideSpec) -> SlideCheck:
-    """Open a slide and read regions all over it. Returns faults instead of raising them."""
+    """Open a slide, read regions all over it and return what it is, with its faults instead of raising them."""
     try:
         slide = spec.open()
     except Exception as fault:  # slide libraries raise anything
@@ -67,7 +67,7 @@ def check_slide(spec: SlideSpec) -> SlideCheck:
 
 
 def _structure_faults(path: Path) -> list[str]:
-    """What the tables of a TIFF file already tell: damage that no region read here may meet, unread planes."""
+    """Return what the tables of a TIFF file already tell: damage that no region read here may meet, unread planes."""
     try:
         return [*check_tiff(path), *_plane_faults(path)] if path.is_file() else []
     except (OSError, SlideError) as fault:
@@ -75,7 +75,7 @@ def _structure_faults(path: Path) -> list[str]:
 
 
 def _plane_faults(path: Path) -> list[str]:
-    """What is lost of a stack: of several pages as large as the first, that one is read."""
+    """Return what is lost of a stack: of several pages as large as the first, that one is read."""
     try:
         tiff = read_tiff(path)
     except NotThisFormat:
@@ -101,7 +101,7 @@ def _read_faults(slide: Slide) -> tuple[str, ...]:
 
 
 def _regions(slide: Slide) -> Iterator[Region]:
-    """Regions of level 0 spread over its bounds, and one from the middle of each coarser level."""
+    """Yield regions of level 0 spread over its bounds, and one from the middle of each coarser level."""
     bounds = slide.bounds
     for l0_y in _spread(bounds.l0_y, bounds.height):
         for l0_x in _spread(bounds.l0_x, bounds.width):
@@ -114,27 +114,28 @@ def _regions(slide: Slide) -> Iterator[Region]:
 
 
 def _spread(l0_start: int, length: int) -> list[int]:
-    """Where regions begin along one side: side by side where ``GRID`` of them cover it, evenly spread elsewhere."""
+    """Return where regions begin along one side: side by side where ``GRID`` of them cover it, evenly spread
+    elsewhere."""
     count = -(-length // PROBE_PX)
-    kept = range(count) if count <= GRID else (round(i * (count - 1) / (GRID - 1)) for i in range(GRID))
-    return [l0_start + i * PROBE_PX for i in kept]
+    numbers = range(count) if count <= GRID else (round(i * (count - 1) / (GRID - 1)) for i in range(GRID))
+    return [l0_start + i * PROBE_PX for i in numbers]
 
 
 def check_backends() -> list[Finding]:
-    """Let every backend read a tiny slide made for it."""
+    """Let every backend read a tiny slide made for it; return a finding for each."""
     with tempfile.TemporaryDirectory(prefix="megatile-doctor-") as folder:
-        samples = write_samples(Path(folder))
-        asked = [(name, samples[name]) for name in BACKENDS]
-        faults = {name: fault for (name, _), fault in each_in_process(_sample_fault, asked, 1)}
+        slides = write_samples(Path(folder))
+        samples = [(name, slides[name]) for name in BACKENDS]
+        faults = {name: fault for (name, _), fault in each_in_process(_sample_fault, samples, 1)}
     return [
-        Finding("FAULT", name, str(faults[name])) if faults[name] else Finding("ok", name, f"reads {asked_path.name}")
-        for name, asked_path in asked
+        Finding("FAULT", name, str(faults[name])) if faults[name] else Finding("ok", name, f"reads {path.name}")
+        for name, path in samples
     ]
 
 
-def _sample_fault(asked: tuple[str, Path]) -> str:
-    """Why backend ``asked[0]`` does not give the sample picture back from ``asked[1]``; empty when it does."""
-    backend, path = asked
+def _sample_fault(sample: tuple[str, Path]) -> str:
+    """Return why the backend of ``sample`` does not give the picture back from its slide; empty when it does."""
+    backend, path = sample
     try:
         # A PNG records no resolution.
         with open_slide(path, mpp=MPP if backend == "image" else None, backend=backend) as slide:

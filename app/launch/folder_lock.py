@@ -1,4 +1,4 @@
-"""Who writes into a folder: one command at a time, and whoever comes second is told who was first.
+"""A lock on a folder: one command writes into it at a time, and whoever comes second is told who was first.
 
 Takes a folder; holds a lock in it for as long as the process lives. The kernel lets go of it when the process ends,
 however it ends, so that a lock is never stale on one host. Where that says nothing (the holder was on another host, or
@@ -45,7 +45,7 @@ _held: set[int] = set()
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has a lock; ``agent`` and ``job`` as of ``Starter``."""
+    """The process that has a lock; ``agent`` and ``job`` as of ``Starter``."""
 
     host: str
     pid: int
@@ -57,7 +57,7 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """This process."""
+        """Return this process as a holder."""
         starter = find_starter()
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         command = Path(sys.argv[0]).stem if len(sys.argv[0]) > 2 else "python"
@@ -67,7 +67,7 @@ class Holder:
         return f"{self.user} on {self.host}, process {self.pid} ({self.command}), since {self.since}"
 
     def starts_again_as(self, other: Holder) -> bool:
-        """Whether what started both ends one before it starts the other."""
+        """Return whether what started both ends one before it starts the other."""
         return (self.agent is not None and self.agent == other.agent) or (
             self.job is not None and self.job == other.job
         )
@@ -75,14 +75,14 @@ class Holder:
 
 @contextlib.contextmanager
 def sole_user(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[None]:
-    """Be the one that writes into ``folder``, which is made when it is not there.
+    """Hold the lock of ``folder``, which is made when it is not there.
 
     Args:
         name: of the lock's file.
         shared: beside others that say the same; who does not is kept out, and keeps them out.
 
     Raises:
-        RunError: somebody else is (named), or the folder cannot be written.
+        RunError: somebody else holds it (named), or the folder cannot be written.
     """
     path = folder / name
     try:
@@ -139,7 +139,7 @@ def _acquire(path: Path, descriptor: int, us: Holder, shared: bool) -> None:
 
 
 def _ran_before(holder: Holder) -> bool:
-    """Whether it was this job of Slurm, which runs a job again once it has ended."""
+    """Return whether it was this job of Slurm, which runs a job again once it has ended."""
     starter = find_starter()
     return starter.requeued and starter.job == holder.job
 
@@ -174,7 +174,7 @@ def _in_use(path: Path, holder: Holder | None) -> RunError:
 
 
 def _read(descriptor: int) -> Holder | None:
-    """Who the file says has the lock; None after it let go, and for what is no such file."""
+    """Return who the file says has the lock; None after it let go, and for what is no such file."""
     with contextlib.suppress(ValueError, TypeError):
         return Holder(**json.loads(os.pread(descriptor, 1 << 16, 0)))
     return None
@@ -194,7 +194,7 @@ def _user() -> str:
 
 
 def _close_all() -> None:
-    """In a child: what it inherits would hold the lock beyond the life of its parent."""
+    """Close the locks in a child: what it inherits would hold them beyond the life of its parent."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

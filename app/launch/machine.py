@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, with a container's or a job's limits respected.
+"""Cores and memory of the machine that this process may use, with a container's or a job's limits respected.
 
 Takes nothing; gives numbers. A Slurm job or a container is confined by control groups (Linux kernel, Documentation/
 admin-guide/cgroup-v2.rst): the limit that holds is the least one of the process's group and of every group above it.
@@ -33,7 +33,7 @@ class Confinement:
 
 
 def confinement(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> Confinement:
-    """The limits of this process's control groups, version 2 or 1.
+    """Return the limits of this process's control groups, version 2 or 1.
 
     Args:
         cgroups: where they are mounted.
@@ -59,8 +59,8 @@ def confinement(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> Confinement:
 
 
 def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path = VMSTAT) -> int | None:
-    """Processes that the kernel has killed for lack of memory so far: in this process's control group, else on the
-    whole machine. None where neither is told.
+    """Return how many processes the kernel has killed for lack of memory so far: in this process's control group, else
+    on the whole machine. None where neither is told.
 
     Args:
         cgroups, own: as for ``confinement``.
@@ -76,7 +76,7 @@ def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path 
 
 
 def _groups(cgroups: Path, own: Path) -> Iterator[Path]:
-    """The process's group folders and those above them, of every hierarchy."""
+    """Yield the process's group folders and those above them, of every hierarchy."""
     for line in (_text(own) or "").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         for mount in {cgroups} if not controllers else {cgroups / name for name in controllers.split(",")}:
@@ -93,14 +93,15 @@ def _text(path: Path) -> str | None:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: its affinity, and no more than its control groups' share, rounded up."""
+    """Return the cores this process may run on: its affinity, and no more than its control groups' share, rounded
+    up."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = confinement().cores
     return affinity if share is None else max(1, min(affinity, math.ceil(share)))
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(all, still free) memory this process may use, in bytes."""
+    """Return (all, still free) memory this process may use, in bytes."""
     machine, limits = psutil.virtual_memory(), confinement()
     total, free = int(machine.total), int(machine.available)
     if limits.memory_bytes is None or limits.memory_bytes >= total:
@@ -110,7 +111,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def cpu_model() -> str:
-    """Name of the processor, as the kernel tells it."""
+    """Return the name of the processor, as the kernel tells it."""
     for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model", "Hardware"):

@@ -1,4 +1,4 @@
-"""Ranks, device and communicator of this process, from the command line and from what started it.
+"""Rank, device and communicator of this process, from the command line and from what started it.
 
 Under torchrun, mpirun or srun the environment says which rank this is. Without a launcher ``--ranks N`` starts the
 ranks itself.
@@ -33,9 +33,11 @@ OTHERS_SPEAK_S = 8.0
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where this process stands and computes.
+    """The place of this process in a run, and what it computes on.
 
     Attributes:
+        communicator: to the other ranks.
+        device: of this rank.
         autocast: mixed-precision type, None for float32.
     """
 
@@ -45,12 +47,12 @@ class RankPlace:
 
 
 def started_by_us() -> bool:
-    """True when ``start_ranks`` started this process."""
+    """Return whether ``start_ranks`` started this process."""
     return STARTED_BY_US in os.environ
 
 
 def start_ranks(ranks: int, module: str, argv: Sequence[str], max_restarts: int = 0) -> int:
-    """Run ``python -m module`` with ``argv`` in ``ranks`` processes; the exit code is the first failing rank's.
+    """Run ``python -m module`` with ``argv`` in ``ranks`` processes; return the first failing rank's exit code.
 
     Args:
         max_restarts: how often all of them are started again after one has failed.
@@ -79,7 +81,7 @@ def place(settings: StrategySettings) -> RankPlace:
 
 
 def rank_cores() -> int:
-    """Cores this rank may use for decoding and computing: the ranks of this machine share them."""
+    """Return the cores this rank may use for decoding and computing: the ranks of this machine share them."""
     launch = find_launch()
     return max(1, usable_cores() // (launch.local_world if launch else 1))
 
@@ -119,8 +121,9 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         return TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
-        f"{settings.join_timeout_s:g} s (--join-timeout-s), which it does once all {launch.world} ranks are there: see "
-        "what the others say, and whether the hosts reach each other; where starting takes longer, raise the limit"
+        f"{settings.join_timeout_s:g} s (--developer join-timeout-s), which it does once all {launch.world} ranks are "
+        "there: see what the others say, and whether the hosts reach each other; where starting takes longer, raise "
+        "the limit"
     )
     # One rank after the other, so that one tells it and mpirun ends the others.
     with kill_after(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):
@@ -129,7 +132,7 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
 
 
 def choose_device(asked: str, local_rank: int) -> torch.device:
-    """The device of rank ``local_rank`` of this machine, made the current one.
+    """Return the device of rank ``local_rank`` of this machine, made the current one.
 
     Raises:
         ValueError: a GPU is asked for and there is none.
@@ -144,7 +147,7 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
 
 
 def choose_autocast(asked: str, device: torch.device) -> torch.dtype | None:
-    """Type for mixed precision, as ``--precision`` asks; None computes in float32."""
+    """Return the type for mixed precision, as ``--precision`` asks; None computes in float32."""
     if asked == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
     return torch.bfloat16 if asked == "bf16" else None

@@ -16,14 +16,14 @@ AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def let_others_first() -> None:
-    """For the calling thread alone, for good."""
+    """Lower the priority of the calling thread alone, for good."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def let_other_sessions_first() -> None:
-    """For the calling process, in a session of its own: between sessions Linux divides the processor by what it has of
-    each as a whole, and by the niceness of processes only within one (sched(7), autogroup)."""
+    """Lower the priority of the calling process, in a session of its own: between sessions Linux divides the processor
+    by what it has of each as a whole, and by the niceness of processes only within one (sched(7), autogroup)."""
     let_others_first()
     with contextlib.suppress(OSError):  # a kernel without it
         AUTOGROUP.write_text(str(NICENESS))

@@ -1,6 +1,6 @@
-"""Where a rank is, in memory that outlives it.
+"""The record of a rank's progress, in memory that outlives the rank.
 
-The rank writes step, action and shapes before every action, in under two microseconds; its guardian, another process,
+The rank writes step, action and shapes before every action, in under two microseconds; its watchdog, another process,
 reads them when the rank can no longer answer. The memory is a file that only open descriptors know.
 """
 
@@ -17,21 +17,21 @@ NO_ACTION = -1
 AT_REST = -2
 """Position of a rank between two steps, where it may take as long as it likes."""
 
-WATCHED, LOST, SPOKEN, CLOSED = range(4)
+WATCHED, LOST, REPORTED, CLOSED = range(4)
 """A rank at work; one that lost another and waits to be ended; one that has said why it ends; one that ended well."""
 
 SHAPES_BYTES = 256
 
-_PLACE = struct.Struct(f"=qd?{SHAPES_BYTES}s")
+_ACTION = struct.Struct(f"=qd?{SHAPES_BYTES}s")
 _STEP = struct.Struct("=q")
 _PHASE = struct.Struct("=b")
-_STEP_AT = _PLACE.size
+_STEP_AT = _ACTION.size
 _PHASE_AT = _STEP_AT + _STEP.size
 _SIZE = _PHASE_AT + _PHASE.size
 
 
-class Place(NamedTuple):
-    """What a rank was last heard to do.
+class RankProgress(NamedTuple):
+    """The last entry of a rank: what it is doing.
 
     Attributes:
         position: in the rank's list of actions, or NO_ACTION or AT_REST.
@@ -39,7 +39,7 @@ class Place(NamedTuple):
         waiting: it needs other ranks to go on.
         shapes: of the tensors at hand, cut after SHAPES_BYTES bytes.
         step: from 0; -1 before the first.
-        phase: WATCHED, LOST, SPOKEN or CLOSED.
+        phase: WATCHED, LOST, REPORTED or CLOSED.
     """
 
     position: int
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 class ProgressRecord:
-    """The shared record of one rank.
+    """The record of one rank, shared by two processes.
 
     Args:
         descriptor: of the record made by another process; None makes a new one.
@@ -61,7 +61,7 @@ class ProgressRecord:
         if descriptor is None:
             # Of no disk: there, the kernel writing the page back could hold up the rank that changes it. And of no
             # folder: /dev/shm may be small, full or read-only.
-            descriptor = os.memfd_create("whereabouts")
+            descriptor = os.memfd_create("progress_record")
             os.ftruncate(descriptor, _SIZE)
             self.descriptor = descriptor
             self._memory = mmap.mmap(descriptor, _SIZE)
@@ -72,23 +72,25 @@ class ProgressRecord:
             self._memory = mmap.mmap(descriptor, _SIZE)
 
     def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
-        """The rank turns to the action at ``position``."""
-        _PLACE.pack_into(self._memory, 0, position, time.monotonic(), waiting, shapes.encode())
+        """Record that the rank turns to the action at ``position``."""
+        _ACTION.pack_into(self._memory, 0, position, time.monotonic(), waiting, shapes.encode())
 
     def step(self, number: int) -> None:
-        """The rank begins step ``number``, from 0."""
+        """Record that the rank begins step ``number``, from 0."""
         _STEP.pack_into(self._memory, _STEP_AT, number)
         self.at(NO_ACTION)
 
-    def turn(self, phase: int) -> None:
-        """Tell the guardian what there is still to watch for."""
+    def enter(self, phase: int) -> None:
+        """Record the rank's ``phase``: what there is still to watch for."""
         _PHASE.pack_into(self._memory, _PHASE_AT, phase)
 
-    def read(self) -> Place:
-        position, since_s, waiting, shapes = _PLACE.unpack_from(self._memory, 0)
+    def read(self) -> RankProgress:
+        """Return what was recorded last."""
+        position, since_s, waiting, shapes = _ACTION.unpack_from(self._memory, 0)
         (step,), (phase,) = _STEP.unpack_from(self._memory, _STEP_AT), _PHASE.unpack_from(self._memory, _PHASE_AT)
-        return Place(position, since_s, waiting, shapes.rstrip(b"\0").decode(errors="ignore"), step, phase)
+        return RankProgress(position, since_s, waiting, shapes.rstrip(b"\0").decode(errors="ignore"), step, phase)
 
     def close(self) -> None:
+        """Let go of the memory, in this process."""
         self._memory.close()
         os.close(self.descriptor)

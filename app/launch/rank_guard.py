@@ -1,6 +1,6 @@
-"""How a rank takes part in the end of a failed run: whoever knows the reason says it, everybody else is silent.
+"""The part of a rank in the end of a failed run: whoever knows the reason says it, everybody else is silent.
 
-Takes this rank's placement, settings and run folder; gives the guardian that the engine and the loop report to, and for
+Takes this rank's placement, settings and run folder; gives the watchdog that the engine and the loop report to, and for
 every exception whether this rank is the one to tell it.
 """
 
@@ -25,7 +25,8 @@ from pipelines.slides.slide import SlideError
 
 
 class RankGuard:
-    """The guardian of this rank, begun; a run on one rank needs none and has one that watches nobody.
+    """The watchdog of this rank, started, and what the rank says when it fails. A run on one rank has a watchdog that
+    watches nobody.
 
     Args:
         timeout_s: how long an action, or waiting for the other ranks, may take.
@@ -39,38 +40,38 @@ class RankGuard:
         self._file = fault_file
         self._interrupt = interrupt
         self._told_elsewhere = False
-        self.guardian = Watchdog(
+        self.watchdog = Watchdog(
             self._communicator.rank, stuck_s=timeout_s, fault_file=self._file if self._several else None
         )
         if self._several:
-            self.guardian.start()
+            self.watchdog.start()
 
     def explain(self, fault: Exception) -> str:
-        """Why the run fails: ``fault``, or what is behind it when this rank merely lost another. Then it waits to be
+        """Return why the run fails: ``fault``, or what is behind it when this rank merely lost another. Then wait to be
         ended by the launcher, for half a minute at most."""
         if self._lost_another(fault):
-            self._told_elsewhere = self.guardian.await_end(lambda: self._interrupt.requested)
+            self._told_elsewhere = self.watchdog.wait_for_abort(lambda: self._interrupt.requested)
             with contextlib.suppress(OSError):
                 return self._file.read_text().rstrip()
         if self.foresees(fault) or not self._several:
             return str(fault)
         reason = f"failed ({type(fault).__name__}: {fault})"
         advice = "".join(traceback.format_exception(fault)).rstrip()
-        return describe_fault(None, self._communicator.rank, None, self.guardian.steps, "", reason, advice)
+        return describe_fault(None, self._communicator.rank, None, self.watchdog.steps, "", reason, advice)
 
     def foresees(self, fault: Exception) -> bool:
-        """True when the text of ``fault`` says all there is to say; otherwise its traceback is needed."""
+        """Return whether the text of ``fault`` says all there is to say; otherwise its traceback is needed."""
         known = (RunError, SlideError, EngineFault, torch.OutOfMemoryError)
         return isinstance(fault, known) or self._lost_another(fault)
 
     def tells(self, fault: Exception) -> bool:
-        """True when this rank is to print ``fault``; False when it ends in silence, as another rank has said why.
+        """Return whether this rank is to print ``fault``; False when it ends in silence, as another rank has said why.
         Either way this process now has to end."""
         if not self._several:
             return True
         usage = isinstance(fault, (ValueError, OSError, MemoryError))  # what the command line tells without a traceback
         message = str(fault) if usage else self.explain(fault)
-        first = self.guardian.speak(None if self._told_elsewhere else message)
+        first = self.watchdog.report(None if self._told_elsewhere else message)
         # After the message is out: ranks that wait in the communicator's own farewell would wait for each other.
         atexit.register(self._communicator.abort)
         return first

@@ -1,4 +1,4 @@
-"""Whether this process goes on with a run that an earlier attempt of the same start began.
+"""Attempts of one start: whether this process goes on with a run that an earlier attempt began.
 
 Takes the environment, the process that started this one, and the record that attempts leave in the run folder; gives
 how many attempts there were before. What starts ranks again is known by its process (torchrun, ``--ranks``) or by the
@@ -49,7 +49,7 @@ class Attempts:
 
 
 def find_starter(environment: Mapping[str, str] = os.environ, *, is_agent: bool = False) -> Starter:
-    """What started this process.
+    """Return what started this process.
 
     Args:
         is_agent: this process is about to start the ranks itself.
@@ -64,7 +64,8 @@ def find_starter(environment: Mapping[str, str] = os.environ, *, is_agent: bool 
 
 
 def attempts_before(record: Attempts | None, starter: Starter) -> int:
-    """Attempts that ``starter`` has made; 0 when the folder is new, or holds a run that something else started.
+    """Return how many attempts ``starter`` has made; 0 when the folder is new, or holds a run that something else
+    started.
 
     A job that was not requeued is no proof: in one allocation a user starts many runs.
     """
@@ -76,7 +77,7 @@ def attempts_before(record: Attempts | None, starter: Starter) -> int:
 
 
 def describe_restart(before: int, step: int, repeated: int) -> str:
-    """The line that tells the user.
+    """Return the line that tells the user.
 
     Args:
         before: attempts before this one.

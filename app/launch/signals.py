@@ -9,7 +9,7 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Interrupt:
-    """Remembers that the run was asked to stop.
+    """The request to stop a run, remembered.
 
     A second Ctrl-C ends the process at once, as a user who presses it twice expects.
     """
@@ -18,7 +18,7 @@ class Interrupt:
         self.requested = False
 
     def listen(self) -> None:
-        """Take over the signals; from the main thread only."""
+        """Take over the signals of ``STOPPING``; from the main thread only."""
         for number in STOPPING:
             signal.signal(number, self._request)
 

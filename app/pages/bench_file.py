@@ -16,7 +16,7 @@ from typing import Any
 
 from app.settings.cli import RunError
 from app.settings.sizes import bytes_of
-from app.settings.strategy_names import WHOLE
+from parallel.strategy import WHOLE
 
 NAME = "bench.json"
 

@@ -9,26 +9,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from app.settings.cli import RunError
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_names import Parallel
 from parallel.graph.partition import Partition
-from parallel.plan.candidate import WHOLE, Candidate
 from parallel.plan.limit import too_small
 from parallel.plan.plan import Plan, PlanRow, best_of
 from parallel.plan.savings import RECOMPUTE, Savings
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES
+from parallel.strategy import WHOLE, Strategy
 from parallel.units import bytes_text
 
 if TYPE_CHECKING:
     from app.planning.machine import Machine
 
 TEXT = "plan.json"
+PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "shard_optimizer")
+"""What a plan decides besides the policy for activations."""
 
 
 def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say: Callable[[str], None]) -> None:
@@ -49,40 +50,41 @@ def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say:
     except ValueError as fault:  # not traced: it can only be computed as a whole
         if config.strategy.runs_undecided:
             raise RunError(f"--recompute optimal has to look into the model: {fault}. Use --recompute none") from fault
-        row = PlanRow(Candidate("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
+        row = PlanRow(Strategy("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
         plan = Plan(problem, row, f"none: {fault}", None)
-        say(f"plan: {row.candidate}; the model cannot be planned for: {fault}")
+        say(f"plan: {row.strategy}; the model cannot be planned for: {fault}")
     else:
         say(f"plan: {_described(plan.row)}")
     (folder / TEXT).write_text(plan.dumps())
 
 
-def planned(config: RunConfig, folder: Path) -> RunConfig:
-    """``config`` with the strategy of the folder's plan, where it is to be chosen."""
-    if not config.strategy.undecided and not config.strategy.runs_undecided:
-        return config
+def decided(settings: StrategySettings, folder: Path, device: str) -> Strategy:
+    """Return the strategy that is asked for, or that the plan in ``folder`` chose where that was left to it.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        RunError: the plan is missing or damaged.
+    """
+    if not settings.undecided and not settings.runs_undecided:
+        return settings.to_strategy(device)
     kept = _kept(folder)
     if kept is None:
         raise RunError(f"{folder / TEXT} is missing or damaged: remove {folder}, or name a strategy with --parallel")
-    return dataclasses.replace(config, strategy=follow(config.strategy, kept.row))
+    return follow(settings, kept.row, device)
 
 
-def follow(settings: StrategySettings, row: PlanRow) -> StrategySettings:
-    """``settings`` with everything that ``row`` decides."""
-    candidate = row.candidate
-    return dataclasses.replace(
-        settings,
-        parallel=cast(Parallel, candidate.name),
-        stages=candidate.depth if candidate.splits else None,
-        microbatches=candidate.m,
-        chunks=candidate.chunks if candidate.chunks > 1 else None,
-        cuts=",".join(row.cuts),
-        recompute=candidate.recompute,
-        recompute_runs=",".join(f"{first}:{last}" for first, last in row.chosen),
-        offload=settings.offload if settings.offload != "none" or not candidate.offload else "overlap",
-        offload_ahead=settings.offload_ahead or (f"{row.ahead_bytes >> 20}MiB" if row.ahead_bytes else None),
-        shard_optimizer="pair" if candidate.shard_optimizer else "none",
+def follow(settings: StrategySettings, row: PlanRow, device: str) -> Strategy:
+    """Return the strategy of ``row``, with whatever plans have no say in as ``settings`` ask for it."""
+    asked, policy = settings.to_strategy(device), row.strategy.policy
+    asked = asked.under(
+        recompute=policy.recompute,
+        chosen=policy.chosen,
+        offload=policy.offload if policy.moves else asked.policy.offload,
+        ahead=policy.ahead if policy.ahead and settings.offload_ahead is None else asked.policy.ahead,
     )
+    return dataclasses.replace(asked, **{name: getattr(row.strategy, name) for name in PLANNED})
 
 
 def savings_of(settings: StrategySettings) -> Savings:
@@ -135,22 +137,12 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
     Raises:
         RunError: none fits the memory.
     """
-    import torch  # once the settings are known to be right
-
-    from app.planning.engine_strategy import stages_of
-
-    candidate = Candidate(
-        strategy.name,
-        strategy.world,
-        strategy.depth,
-        strategy.m,
-        (strategy.chunks or 2) if strategy.name == "interleaved" else 1,
-        "optimal",
-        strategy.offload != "none",
-        strategy.shard_optimizer == "pair",
-    )
+    asked = strategy.to_strategy("cpu")
+    candidate = Strategy(
+        asked.name, asked.ranks, asked.depth, asked.m, asked.chunks, shard_optimizer=asked.shard_optimizer
+    ).under(recompute="optimal", offload=asked.policy.offload)
     graph, _ = planner.cutting.microbatch(planner.cutting.tiles(candidate))
-    split = stages_of(strategy, torch.device("cpu")).partition(graph) if strategy.splits else Partition(graph, (0,))
+    split = asked.partition(graph) if asked.splits else Partition(graph, (0,))
     row = planner.at(candidate, split)
     if row is None:
         raise RunError(
@@ -213,4 +205,4 @@ def _m(config: RunConfig) -> int:
 
 def _described(row: PlanRow) -> str:
     speed = "" if row.images_per_second is None else f", {row.images_per_second:.3g} images/s"
-    return f"{row.candidate}{speed}, {bytes_text(max(row.peak_bytes))} on the fullest rank expected"
+    return f"{row.strategy}{speed}, {bytes_text(max(row.peak_bytes))} on the fullest rank expected"

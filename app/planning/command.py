@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from app.settings.sizes import bytes_of
-from app.settings.strategy_names import Parallel
+from app.settings.strategy import Parallel
 from parallel.plan.savings import RECOMPUTE, Savings
 
 

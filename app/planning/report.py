@@ -23,7 +23,6 @@ from parallel.draw.graph_picture import graph_svg
 from parallel.draw.graph_text import graph_text
 from parallel.draw.model_view import ModelView
 from parallel.draw.schedule_svg import schedule_svg
-from parallel.plan.candidate import WHOLE
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
 from parallel.plan.limit import too_small
 from parallel.plan.plan import Plan, PlanRow, best_of
@@ -32,6 +31,7 @@ from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
 from parallel.schedule.registry import SCHEDULES
 from parallel.schedule.text import to_csv
+from parallel.strategy import WHOLE
 from parallel.units import bytes_text
 
 NAMES = (*WHOLE, *SCHEDULES)
@@ -165,12 +165,12 @@ def _write(
     if best is not None:
         plan = Plan(problem_of(command, machine), best, costs.source, costs.expected_error)
         (out / "plan.json").write_text(plan.dumps())
-        partition = planner.partition_of(best) if best.candidate.splits else None
+        partition = planner.partition_of(best) if best.strategy.splits else None
         timeline = planner.timeline(best)
         if timeline is not None:
-            title = f"{best.candidate}: {command.model}, {command.tile} px, simulated"
+            title = f"{best.strategy}: {command.model}, {command.tile} px, simulated"
             (out / "schedule.svg").write_text(schedule_svg(timeline, title=title))
-            (out / "schedule.csv").write_text(to_csv(schedule_of(best.candidate)[0]))
+            (out / "schedule.csv").write_text(to_csv(schedule_of(best.strategy)[0]))
     view = ModelView(
         graph,
         level=command.graph,

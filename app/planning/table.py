@@ -40,14 +40,14 @@ def print_largest(found: Sequence[LargestTile], limits: Sequence[str], memory: i
 def _best_of_each(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """Fastest first; then those that do not fit, nearest first; then those that cannot run."""
     found = []
-    for name in dict.fromkeys(row.candidate.name for row in rows):
-        own = [row for row in rows if row.candidate.name == name]
+    for name in dict.fromkeys(row.strategy.name for row in rows):
+        own = [row for row in rows if row.strategy.name == name]
         found.append(best_of(own) or min(own, key=lambda row: (bool(row.refused), row.over_bytes)))
     return sorted(found, key=lambda row: (bool(row.refused), row.over_bytes, -(row.images_per_second or 0.0)))
 
 
 def _line(row: PlanRow, mark: str) -> Sequence[str]:
-    candidate = row.candidate
+    candidate = row.strategy
     if row.refused:
         return (candidate.name, "", "", "no", "", "", "", row.refused)
     return (
@@ -77,4 +77,4 @@ def _largest_line(found: LargestTile) -> Sequence[str]:
     row = found.row
     speed = "" if row.images_per_second is None else f"{row.images_per_second:.3g}"
     peak = bytes_text(max(row.peak_bytes))
-    return (f"{found.name} {row.candidate.savings}".rstrip(), str(found.tile), str(row.candidate.m), peak, speed, over)
+    return (f"{found.name} {row.strategy.savings}".rstrip(), str(found.tile), str(row.strategy.m), peak, speed, over)

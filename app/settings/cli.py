@@ -1,9 +1,10 @@
 """The command-line frame that every ``python -m app.*`` shares.
 
 Takes a frozen dataclass (nested ones are flattened: every field is one flag and one YAML key) and a body; gives the
-exit code: 0 done, 1 failed, 2 wrong usage. ``--config FILE.yaml`` is read before the other flags, so flags win;
-``--print-config`` writes the resolved settings as YAML and stops. A settings class with a ``validate()`` method is
-asked for its faults, all at once, before anything runs.
+exit code: 0 done, 1 failed, 2 wrong usage. A field whose type is marked ``Suppress`` is no flag but a developer
+setting: a key of the file's ``developer:`` block, or ``--developer KEY=VALUE``. ``--config FILE.yaml`` is read before
+the other flags, so flags win; ``--print-config`` writes the resolved settings as YAML and stops. A settings class with
+a ``validate()`` method is asked for its faults, all at once, before anything runs.
 """
 
 from __future__ import annotations
@@ -12,14 +13,24 @@ import dataclasses
 import difflib
 import errno
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import TypeVar
 
 import tyro
 import yaml
 
 from app.settings.closed_pipe import readers_may_leave
+from app.settings.fields import (
+    BLOCK,
+    developer_settings,
+    developer_values,
+    flags_of,
+    in_blocks,
+    key_and_value,
+    refuse_as_flags,
+    with_values,
+)
 from parallel.profile.cache import own_torch_cache
 from pipelines.slides.slide import SlideError
 
@@ -100,42 +111,43 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
     """The settings, or None when ``--print-config`` asked only to see them.
 
     Raises:
-        ValueError: a configuration file that cannot be read, or an unknown key in it.
+        ValueError: a configuration file that cannot be read, or an unknown key in it; a developer setting that is
+            unknown, or given as a flag.
         SystemExit: from tyro: 0 after ``--help``, 2 after a wrong flag or value.
     """
-    argv, files = _take_option(argv, "--config")
+    argv, files = _take_option(argv, "--config", "a file name")
+    argv, given = _take_option(argv, f"--{BLOCK}", "KEY=VALUE")
+    hidden = developer_settings(config_type)
+    refuse_as_flags(argv, hidden)
     show = "--print-config" in argv
-    from_files = [arg for file in files for arg in _arguments_from_yaml(config_type, Path(file))]
+    from_files: list[str] = []
+    developer: dict[str, str] = {}
+    for file in files:
+        values, block = _read_yaml(config_type, Path(file))
+        from_files += values
+        developer |= block
+    developer |= developer_values(hidden, dict(map(key_and_value, given)), f"--{BLOCK}")
     argv = from_files + [arg for arg in argv if arg != "--print-config"]
     description = (config_type.__doc__ or "").strip() + (
         "\n\nAlso: --config FILE.yaml reads settings from a file (flags win), --print-config shows the resolved ones."
     )
+    if hidden:
+        description += (
+            f" What hardly anybody sets is under `{BLOCK}:` there, or given as --{BLOCK} KEY=VALUE: docs/developer.md."
+        )
     config = tyro.cli(config_type, args=argv, prog=prog, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    if developer:
+        block_type = dataclasses.make_dataclass(BLOCK, [(name, hidden[name]) for name in developer])
+        words = [f"--{name.replace('_', '-')}={text}" for name, text in developer.items()]
+        block = tyro.cli(block_type, args=words, prog=f"{prog} --{BLOCK}", config=(tyro.conf.FlagConversionOff,))
+        config = with_values(config, vars(block))
     if show:
-        print(yaml.safe_dump(flat(config), sort_keys=False), end="")
+        print(yaml.safe_dump(in_blocks(config), sort_keys=False), end="")
         return None
     return config
 
 
-def flat(config: Any) -> dict[str, Any]:
-    """All settings under their flags' names, nested dataclasses flattened, as YAML can hold them."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            values.update(flat(value))
-        else:
-            values[field.name] = _plain(value)
-    return values
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
-
-
-def _take_option(argv: list[str], option: str) -> tuple[list[str], list[str]]:
+def _take_option(argv: list[str], option: str, what: str) -> tuple[list[str], list[str]]:
     """``argv`` without ``option VALUE`` and ``option=VALUE``, and the values."""
     rest: list[str] = []
     values: list[str] = []
@@ -144,7 +156,7 @@ def _take_option(argv: list[str], option: str) -> tuple[list[str], list[str]]:
         if arg == option:
             value = next(arguments, None)
             if value is None:
-                raise ValueError(f"{option} needs a file name after it")
+                raise ValueError(f"{option} needs {what} after it")
             values.append(value)
         elif arg.startswith(option + "="):
             values.append(arg.removeprefix(option + "="))
@@ -153,34 +165,29 @@ def _take_option(argv: list[str], option: str) -> tuple[list[str], list[str]]:
     return rest, values
 
 
-def _flags(config_type: type) -> Iterator[tuple[str, Any]]:
-    """(name, type) of every field that is a flag, nested dataclasses flattened, positional arguments left out."""
-    hints = get_type_hints(config_type, include_extras=True)
-    for field in dataclasses.fields(config_type):
-        hint = hints[field.name]
-        if get_origin(hint) is Annotated:
-            continue
-        if dataclasses.is_dataclass(hint):
-            yield from _flags(hint)  # type: ignore[arg-type]  # a class, never an instance, stands in a type hint
-        else:
-            yield field.name, hint
-
-
-def _arguments_from_yaml(config_type: type, path: Path) -> list[str]:
-    """The flags that say the same as a YAML file, so that types and messages are those of the command line."""
+def _read_yaml(config_type: type, path: Path) -> tuple[list[str], dict[str, str]]:
+    """The flags and the developer settings that say the same as a YAML file, so that types and messages are those of
+    the command line."""
     try:
         loaded = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
         raise ValueError(f"--config {path} cannot be read: {fault}") from fault
     if loaded is None:
-        return []
+        return [], {}
     if not isinstance(loaded, dict):
         raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(loaded).__name__}")
-    known = dict(_flags(config_type))
+    known, hidden = dict(flags_of(config_type)), developer_settings(config_type)
+    block = loaded.pop(BLOCK, None) or {}
+    if not isinstance(block, dict):
+        raise ValueError(f"--config {path}: expected `key: value` lines under `{BLOCK}:`, found {block!r}")
     arguments: list[str] = []
     faults: list[str] = []
+    outside: list[str] = []
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
+        if name in hidden:
+            outside.append(f"`{key}`")
+            continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             faults.append(f"unknown key `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
@@ -195,6 +202,8 @@ def _arguments_from_yaml(config_type: type, path: Path) -> list[str]:
             arguments += [flag, *map(str, value)]
         else:
             arguments += [flag, str(value)]
+    if outside:
+        faults.append(f"write under `{BLOCK}:` what is a developer setting: {', '.join(outside)}")
     if faults:
         raise ValueError(f"--config {path}: " + "; ".join(faults) + f"\n       known keys: {', '.join(sorted(known))}")
-    return arguments
+    return arguments, developer_values(hidden, block, f"--config {path}")

@@ -21,17 +21,21 @@ def keeping_faults(asked: StrategySettings) -> list[str]:
             for flag, given in (
                 (f"--recompute {asked.recompute}", asked.recompute != "none"),
                 (f"--offload {asked.offload}", asked.offload != "none"),
-                (f"--offload-state {asked.offload_state}", asked.offload_state != "none"),
+                (f"--developer offload-state={asked.offload_state}", asked.offload_state != "none"),
             )
             if given
         ]
     if asked.recompute_runs and asked.recompute != "optimal":
-        found.append(f"--recompute-runs goes with --recompute optimal; got --recompute {asked.recompute}")
+        found.append(f"--developer recompute-runs goes with --recompute optimal; got --recompute {asked.recompute}")
     if any(len(run.split(":")) != 2 for run in asked.recompute_runs.split(",") if run):
         found.append(
-            f"--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got {asked.recompute_runs!r}"
+            "--developer recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; "
+            f"got {asked.recompute_runs!r}"
         )
-    for flag, text in (("--offload-ahead", asked.offload_ahead), ("--offload-host", asked.offload_host)):
+    for flag, text in (
+        ("--developer offload-ahead", asked.offload_ahead),
+        ("--developer offload-host", asked.offload_host),
+    ):
         if text is not None and bytes_of(text) is None:
             found.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
         elif text is not None and asked.offload != "overlap":

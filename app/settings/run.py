@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tyro.conf import Suppress
+
 from app.settings.checkpoint import CheckpointSettings
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
@@ -37,7 +39,7 @@ class DataSettings:
     """um/px of level 0 for every slide, instead of what the files say; column mpp of the CSV goes before it."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
-    index_workers: int = 0
+    index_workers: Suppress[int] = 0
     """Processes that search slides for tissue; 0: one per core."""
 
     def validate(self) -> list[str]:
@@ -69,15 +71,15 @@ class SplitSettings:
 class StreamSettings:
     """Reading tiles."""
 
-    open_slides: int = 16
+    open_slides: Suppress[int] = 16
     """Slides whose tiles are mixed with each other, and files held open at once."""
     balance: bool = False
     """Show each class equally often (classification)."""
-    read_threads: int = 0
+    read_threads: Suppress[int] = 0
     """Threads that decode tiles, per rank; 0: one for each core of the rank."""
-    read_ahead: str = "1GiB"
+    read_ahead: Suppress[str] = "1GiB"
     """Memory for tiles read ahead, per rank, in KiB, MiB or GiB; at least one batch is always held."""
-    device_prefetch: int = 0
+    device_prefetch: Suppress[int] = 0
     """Microbatches brought to the device, augmented and normalised while those before them are computed: by a thread on
     a CPU, on a stream of its own on a GPU; 0: each when it is its turn. Each takes its images in float32 on the device,
     and as much again while it is made; plans do not count on it. The numbers are the same."""
@@ -85,13 +87,13 @@ class StreamSettings:
     def validate(self) -> list[str]:
         found = []
         if self.open_slides < 1:
-            found.append(f"--open-slides must be at least 1; got {self.open_slides}")
+            found.append(f"--developer open-slides must be at least 1; got {self.open_slides}")
         if self.read_threads < 0:
-            found.append(f"--read-threads must be at least 0; got {self.read_threads}")
+            found.append(f"--developer read-threads must be at least 0; got {self.read_threads}")
         if self.device_prefetch < 0:
-            found.append(f"--device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
+            found.append(f"--developer device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
         if bytes_of(self.read_ahead) is None:
-            found.append(f"--read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
+            found.append(f"--developer read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
         return found
 
     @property
@@ -123,7 +125,7 @@ class OptimizerSettings:
     """Update rule."""
     lr: float = 1e-3
     """Peak learning rate, reached after the warm-up, then lowered to 0 along a cosine."""
-    momentum: float = 0.9
+    momentum: Suppress[float] = 0.9
     """Momentum of sgd."""
     weight_decay: float = 1e-4
     """Decay of the parameters, per unit of learning rate."""
@@ -137,7 +139,7 @@ class OptimizerSettings:
         if not self.lr > 0:
             found.append(f"--lr must be above 0; got {self.lr:g}")
         if not 0 <= self.momentum < 1:
-            found.append(f"--momentum must be within 0 and 1; got {self.momentum:g}")
+            found.append(f"--developer momentum must be within 0 and 1; got {self.momentum:g}")
         if not self.weight_decay >= 0:
             found.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
         if self.warmup < 0:
@@ -149,18 +151,18 @@ class OptimizerSettings:
 class ScoreSettings:
     """Validation."""
 
-    validate_every: int = 0
+    validate_every: Suppress[int] = 0
     """Steps between validations; 0: after each epoch. The end of the run is always validated."""
-    validation_tiles: int = 0
+    validation_tiles: Suppress[int] = 0
     """Tiles scored per validation slide, evenly spread; 0: all."""
     slide_score: Literal["mean", "max", "top-k"] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
-    top_k: int = 5
+    top_k: Suppress[int] = 5
     """Tiles that count under --slide-score top-k."""
 
     def validate(self) -> list[str]:
         return [
-            f"--{name} must be at least {least}; got {value}"
+            f"--developer {name} must be at least {least}; got {value}"
             for name, value, least in (
                 ("validate-every", self.validate_every, 0),
                 ("validation-tiles", self.validation_tiles, 0),
@@ -195,7 +197,7 @@ class RunConfig:
     max_restarts: int = 0
     """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
     torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
-    twin_steps: int = 5
+    twin_steps: Suppress[int] = 5
     """Steps measured from memory after training, to tell reading from computing; 0: none."""
     seed: int = 0
     """Of weights, order, augmentation and dropout: the same seed gives the same run."""
@@ -222,7 +224,7 @@ class RunConfig:
         if self.max_restarts < 0:
             found.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
-            found.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
+            found.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
         if self.twin_steps < 0:
-            found.append(f"--twin-steps must be at least 0; got {self.twin_steps}")
+            found.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
         return found

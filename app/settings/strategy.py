@@ -10,11 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tyro.conf import Suppress
+
 from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
-from app.settings.strategy_names import WHOLE, Parallel
-from parallel.memory.policy import Offload
+from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.schedule.registry import default_microbatches
+from parallel.strategy import WHOLE, Strategy
+
+Parallel = Literal[
+    "auto",
+    "single",
+    "ddp",
+    "fsdp",
+    "mp-basic",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero-bubble",
+    "mast",
+    "master",
+    "bidirectional",
+]
+
+AHEAD = {"cuda": 256 << 20, "cpu": 0}
+"""Bytes of activations on their way to or from the host, by kind of device."""
 
 JOIN_S = 50.0
 """Together with what connecting takes, a trouble of the start is told within a minute."""
@@ -34,17 +54,17 @@ class StrategySettings:
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
     and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
     this machine has."""
-    memory_excess: Literal["warn", "stop"] = "warn"
+    memory_excess: Suppress[Literal["warn", "stop"]] = "warn"
     """A run on a CPU whose tensors take more than --memory: warn at its end, or stop where a GPU of that size would."""
     ranks: int = 1
     """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
     stages: int | None = None
     """Ranks that a copy of the model is split over; more ranks make data-parallel groups. Default: all ranks."""
-    chunks: int | None = None
+    chunks: Suppress[int | None] = None
     """Stages on each rank, with interleaved; default: 2."""
-    cuts: str = ""
+    cuts: Suppress[str] = ""
     """Layers or modules that begin a new stage, comma separated, one fewer than stages; default: equal cost."""
-    schedule: Path | None = None
+    schedule: Suppress[Path | None] = None
     """CSV file of a schedule, one row a rank, in place of that of --parallel."""
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
@@ -56,39 +76,39 @@ class StrategySettings:
     all but what enters a rank's stage; block: all but what enters a block of the model; a number: all but what enters
     every so many layers; optimal: what costs least time of all that fits --memory, with the times of this machine. none
     leaves it to the plan with --parallel auto."""
-    recompute_runs: str = ""
+    recompute_runs: Suppress[str] = ""
     """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
     offload: Offload = "none"
     """Move what forward passes keep to the host's memory until their backward passes. overlap: copied beside what a GPU
     computes; a CPU is its own host, where this saves nothing of the machine's memory. none leaves it to the plan with
     --parallel auto."""
-    offload_ahead: str | None = None
+    offload_ahead: Suppress[str | None] = None
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
     --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
-    offload_host: str | None = None
+    offload_host: Suppress[str | None] = None
     """Memory of the host, such as 64GiB, that a rank may fill with --offload overlap; what does not fit stays on the
     device. Default: no limit."""
-    offload_state: Literal["none", "optimizer", "parameters"] = "none"
+    offload_state: Suppress[Literal["none", "optimizer", "parameters"]] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""
-    shard_optimizer: Literal["none", "pair"] = "none"
+    shard_optimizer: Suppress[Literal["none", "pair"]] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
-    gradient_buckets: str | None = None
+    gradient_buckets: Suppress[str | None] = None
     """Gradients that ranks sum at once, such as 4MiB, beside what their last backward passes compute; 0: all, once
     everything is computed. Default: 25MiB, and a first 1MiB with ddp over torch.distributed; plans count on that."""
-    norm_statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
+    norm_statistics: Suppress[Literal["per-microbatch", "deferred"]] = "per-microbatch"
     """When batch norm updates its running statistics: with each microbatch, or once a step over the whole batch."""
-    compile: bool = False
+    compile: Suppress[bool] = False
     """Compile each stage with torch.compile."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes a GPU when there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
-    channels_last: bool = True
+    channels_last: Suppress[bool] = True
     """Memory layout of images and convolutions; faster on most hardware."""
-    timeout_s: float = 1800.0
+    timeout_s: Suppress[float] = 1800.0
     """Seconds a rank waits for the others before the run is given up."""
-    join_timeout_s: float = JOIN_S
+    join_timeout_s: Suppress[float] = JOIN_S
     """Seconds that ranks have to arrive, once the first is there, before the start is given up."""
 
     @property
@@ -151,3 +171,35 @@ class StrategySettings:
             return self.world
         usual = self.groups * default_microbatches(self.name, self.depth)
         return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
+
+    def to_strategy(self, device: str) -> Strategy:
+        """Return what is asked for as the engine's own value; where a planner has yet to choose, as for a model that
+        fits everywhere.
+
+        Args:
+            device: "cpu" or "cuda".
+        """
+        runs = tuple((first, last) for first, last in (run.split(":") for run in self.recompute_runs.split(",") if run))
+        policy = ActivationPolicy(
+            self.recompute,
+            runs,
+            self.offload,
+            ahead=(bytes_of(self.offload_ahead) or 0) if self.offload_ahead else AHEAD[device],
+            host_bytes=bytes_of(self.offload_host) if self.offload_host else None,
+            optimizer=self.offload_state != "none",
+            parameters=self.offload_state == "parameters",
+        )
+        return Strategy(
+            self.name,
+            ranks=self.world,
+            depth=self.depth,
+            m=self.m,
+            chunks=(self.chunks or 2) if self.name == "interleaved" else 1,
+            cuts=tuple(cut.strip() for cut in self.cuts.split(",") if cut.strip()),
+            policy=policy,
+            shard_optimizer=self.shard_optimizer == "pair",
+            schedule_csv=self.schedule.read_text() if self.schedule else None,
+            statistics=self.norm_statistics,
+            compile=self.compile,
+            gradient_bytes=self.bucket_bytes,
+        )

@@ -17,11 +17,11 @@ def strategy_faults(settings: StrategySettings) -> list[str]:
     if settings.memory is not None and settings.memory_bytes is None:
         found.append(f"--memory takes a size such as 512MiB or 16GiB; got {settings.memory!r}")
     if settings.memory_excess == "stop" and settings.memory is None:
-        found.append("--memory-excess stop holds a run against --memory; give that, too")
+        found.append("--developer memory-excess=stop holds a run against --memory; give that, too")
     if not settings.timeout_s > 0:
-        found.append(f"--timeout-s must be above 0; got {settings.timeout_s:g}")
+        found.append(f"--developer timeout-s must be above 0; got {settings.timeout_s:g}")
     if not settings.join_timeout_s > 0:
-        found.append(f"--join-timeout-s must be above 0; got {settings.join_timeout_s:g}")
+        found.append(f"--developer join-timeout-s must be above 0; got {settings.join_timeout_s:g}")
     return found
 
 
@@ -45,22 +45,23 @@ def _option_faults(settings: StrategySettings) -> list[str]:
             f"{flag} is about a model split into stages; {rule}"
             for flag, given in (
                 ("--stages", settings.stages is not None and not settings.undecided),
-                ("--cuts", bool(settings.cuts)),
-                ("--schedule", settings.schedule is not None),
+                ("--developer cuts", bool(settings.cuts)),
+                ("--developer schedule", settings.schedule is not None),
                 ("--recompute stage", settings.recompute == "stage"),
-                ("--compile", settings.compile),
+                ("--developer compile", settings.compile),
             )
             if given
         ]
     if settings.chunks is not None and settings.name != "interleaved":
-        found.append(f"--chunks is for --parallel interleaved; got --parallel {settings.parallel}")
+        found.append(f"--developer chunks is for --parallel interleaved; got --parallel {settings.parallel}")
     if settings.shard_optimizer == "pair" and not (settings.splits and SCHEDULES[settings.name].replicas == 2):
         pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
         found.append(
-            f"--shard-optimizer pair needs two copies of the model ({pairs}); got --parallel {settings.parallel}"
+            f"--developer shard-optimizer=pair needs two copies of the model ({pairs}); "
+            f"got --parallel {settings.parallel}"
         )
     if settings.schedule is not None and not settings.schedule.is_file():
-        found.append(f"--schedule {settings.schedule} is not a file")
+        found.append(f"--developer schedule {settings.schedule} is not a file")
     return found
 
 
@@ -94,7 +95,7 @@ def _mesh_faults(settings: StrategySettings) -> list[str]:
             f"use {settings.world - settings.world % settings.depth} ranks, or other --stages"
         )
     if settings.chunks is not None and settings.chunks < 2:
-        found.append(f"--chunks must be at least 2; got {settings.chunks}")
+        found.append(f"--developer chunks must be at least 2; got {settings.chunks}")
     launch = find_launch()
     if settings.over_torch and launch and launch.mpi:
         found.append(

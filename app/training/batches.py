@@ -1,7 +1,9 @@
 """Which tiles a rank reads: pixels where they are fed to the model, targets where they are held against outputs.
 
-Takes what the engine wants of each microbatch; gives the stream of this rank's tiles and its microbatches. A tile that
-cannot be read is replaced by the rank that reads its pixels; the ranks that have only its target are told.
+Takes what the engine wants of each microbatch; gives the stream of this rank's tiles and its microbatches. Which tile
+replaces one that cannot be read follows from the files, and the rank that reads the pixels finds out. Ranks that have
+only targets are told, in the exchange that ends each step, that a tile of the next batch is replaced; only then, and
+where the next batch was not read in time, do the ranks exchange row numbers before a step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from torch import Tensor
 
 from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, Wants
-from pipelines.stream.ahead import AheadIterator
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.iterator import TileIterator
@@ -62,16 +63,27 @@ class RankReading:
         )
         return stream.batch(self.batch).shard(rows, images, targets)
 
-    def settle(self, batches: AheadIterator | TileIterator, batch: Batch) -> None:
-        """Bring the targets in ``batch`` to the tiles whose pixels were read. Collective."""
+    def unsettled(self, feed: DeviceFeed) -> bool:
+        """Return whether the ranks have to ``settle`` the next batch: a tile of it is replaced, or may yet be."""
+        return self.apart and not feed.next_as_wanted()
+
+    def settle(self, tiles: TileIterator, batch: Batch) -> bool:
+        """Bring the targets in ``batch``, of ``tiles``, to the tiles whose pixels were read. Collective.
+
+        Returns:
+            whether a target changed.
+
+        Raises:
+            SlideError, OSError: a target cannot be read.
+        """
         if not self.apart:
-            return
+            return False
         read = torch.zeros(self.batch, dtype=torch.int64)
         places = torch.from_numpy(batch.samples - batch.first_sample)
         here = torch.from_numpy(batch.has_image)
         read[places[here]] = torch.from_numpy(batch.rows)[here]
         self.communicator.all_reduce(read)  # the pixels of each tile are read on one rank
-        batches.follow(batch, read[places].numpy())
+        return tiles.follow(batch, read[places].numpy())
 
 
 def microbatches_of(feed: DeviceFeed, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:

@@ -24,7 +24,7 @@ from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels,
 from pipelines.labels.splits import Splits, fixed_splits, make_splits, split_folders
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index import TileTable, build_index, pinned
+from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ class Dataset:
         return SlidePool(self.specs, capacity)
 
 
-def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str], None]) -> Dataset:
+def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | SlideDone], None]) -> Dataset:
     """Find, label, index and split the slides of ``config``.
 
     Args:
         config: the run's settings.
         folder: receives tile index, overlays, split file and the list of failed slides.
-        progress: told what is going on, a line at a time.
+        progress: told what is going on, a line at a time, and of each slide that is indexed.
 
     Raises:
         ValueError: no slides, no labels, labels of one class, settings that do not fit the slides, or files in the run

@@ -1,4 +1,4 @@
-"""From settings to an engine: the one place of the application that knows which strategies there are.
+"""From a strategy to an engine: the one place of the application that knows which strategies there are.
 
 Takes a model on the CPU, a loss and where this process stands; gives what computes a step. A model that is split or
 sharded is never on the device as a whole: each rank moves its own stages or parts there.
@@ -13,129 +13,127 @@ from torch import nn
 from torch.optim import Optimizer
 
 from app.launch.watchdog import Watchdog
-from app.planning.engine_strategy import keeping_of, stages_of
 from app.settings.run import OptimizerSettings
-from app.settings.strategy import StrategySettings
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.memory.policy import SMALLEST
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.stage import Loss
+from parallel.strategy import Strategy
 from parallel.trace.trace_alone import updated_alone
 from parallel.trace.updated_faults import refuse_copies
 from parallel.trace.whole_module import in_segments
 
 
 def build_engine(
-    asked: StrategySettings,
+    strategy: Strategy,
     model: nn.Module,
     loss: Loss,
     make_optimizer: MakeOptimizer,
     communicator: Communicator,
     *,
+    batch: int,
     tile: int,
     seed: int,
     device: torch.device,
     autocast: torch.dtype | None = None,
-    guardian: Watchdog | None = None,
-    smallest: int = SMALLEST,
+    watchdog: Watchdog | None = None,
 ) -> DataParallelEngine | Engine:
-    """The engine that ``asked`` asks for.
+    """Return the engine that computes ``strategy``.
 
     Args:
         model: on the CPU, the same on every rank.
         make_optimizer: over the parameters it is given.
+        batch: tiles of a usual step over all ranks.
         tile: px of a usual tile.
         autocast: type for mixed precision; None computes in the model's own.
-        guardian: told of every action.
-        smallest: bytes of a tensor that is worth moving to the host.
+        watchdog: told of every action.
 
     Raises:
         ValueError: the model cannot be split as asked, or the schedule does not fit.
     """
-    shape = (-(-asked.batch // asked.m), 3, tile, tile)
-    if asked.name == "fsdp":
-        refuse_copies(updated_alone(model, shape, communicator), communicator.world, asked.name)
+    shape = (-(-batch // strategy.m), 3, tile, tile)
+    if strategy.name == "fsdp":
+        refuse_copies(updated_alone(model, shape, communicator), communicator.world, strategy.name)
         return FullyShardedEngine(
             model,
             loss,
             make_optimizer,
             communicator,
-            batch=asked.batch,
-            m=asked.m,
+            batch=batch,
+            m=strategy.m,
             device=device,
             seed=seed,
             autocast=autocast,
-            statistics=asked.norm_statistics,
+            statistics=strategy.statistics,
         )
-    if not asked.splits:
-        return _whole(asked, model, loss, make_optimizer, communicator, shape, seed, device, autocast, smallest)
+    if not strategy.splits:
+        return _whole(strategy, model, loss, make_optimizer, communicator, batch, shape, seed, device, autocast)
     engine = assemble(
         model,
         loss,
         make_optimizer,
         communicator,
-        stages_of(asked, device, smallest),
+        strategy,
         shape=shape,
-        batch=asked.batch,
+        batch=batch,
         seed=seed,
         autocast=autocast,
         device=device,
-        observer=guardian,
+        observer=watchdog,
     )
-    if guardian:
-        guardian.follow(engine.schedule)
+    if watchdog:
+        watchdog.follow(engine.schedule)
     return engine
 
 
 def _whole(
-    asked: StrategySettings,
+    strategy: Strategy,
     model: nn.Module,
     loss: Loss,
     make_optimizer: MakeOptimizer,
     communicator: Communicator,
+    batch: int,
     shape: tuple[int, ...],
     seed: int,
     device: torch.device,
     autocast: torch.dtype | None,
-    smallest: int,
 ) -> DataParallelEngine:
     """Each rank computes the whole model."""
-    keeping = keeping_of(asked, device, smallest)
+    policy = strategy.policy
     updated = updated_alone(model, shape, communicator)
-    refuse_copies(updated, communicator.world, asked.name)
-    model = in_segments(model, keeping, shape, communicator)
-    keeper = SavedTensors(keeping, device)
-    if keeping.parameters:
+    refuse_copies(updated, communicator.world, strategy.name)
+    model = in_segments(model, policy, shape, communicator)
+    keeper = SavedTensors(policy, device)
+    if policy.parameters:
         keeper.streams(HostParameters(model, device, Copies.for_device(device)))
     else:
         model.to(device)
     host = None
-    if keeping.optimizer:
+    if policy.optimizer:
         copies = Copies.for_device(device)
-        host = HostOptimizer(make_optimizer, dict(model.named_parameters()), copies, resident=keeping.parameters)
+        host = HostOptimizer(make_optimizer, dict(model.named_parameters()), copies, resident=policy.parameters)
     return DataParallelEngine(
         model,
         loss,
         host.optimizer if host else make_optimizer(model.parameters()),
         communicator,
-        batch=asked.batch,
-        m=asked.m,
+        batch=batch,
+        m=strategy.m,
         seed=seed,
         autocast=autocast,
-        statistics=asked.norm_statistics,
+        statistics=strategy.statistics,
         keeper=keeper,
         host=host,
         device=device,
-        bucket_bytes=asked.bucket_bytes,
-        updated=updated if keeping.segmented or keeping.offload != "none" else (),
+        bucket_bytes=strategy.gradient_bytes,
+        updated=updated if policy.segmented or policy.moves else (),
     )
 
 

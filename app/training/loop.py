@@ -50,7 +50,8 @@ class TrainingLoop:
         self._folder = folder
         self._interrupt = interrupt
         self._communicator = session.placement.communicator
-        self._batches = session.feed.ahead_of(iter(session.stream))
+        self._tiles = iter(session.stream)
+        self._unsettled = True
         self.outcome = Outcome(Throughput(session.config.strategy.batch))
         strategy = session.config.strategy
         self.memory = MemoryLimit(
@@ -60,9 +61,9 @@ class TrainingLoop:
             stops=strategy.memory_excess == "stop",
         )
         self.memory.impose()
-        session.feed.beside = self.memory.beside
         if session.config.resume:
             self._restore()
+        self._feed = session.feed(self._tiles, self._tiles.ready, self.memory.beside)
         self._check_replaced = functools.partial(
             self.outcome.check_replaced,
             folder.failed_slides,
@@ -95,15 +96,16 @@ class TrainingLoop:
         """
         outcome, total = self.outcome, self._session.total_steps
         bar = RunProgress(total, outcome.step, quiet=not self._is_first)
-        with self._batches, self._log, self._checkpoints, bar as progress:
+        with self._tiles, self._feed, self._log, self._checkpoints, bar as progress:
             stop, batch = False, None
             while outcome.step < total and not stop:
                 if batch is not None:
                     batch.release()
                 watch = Stopwatch()
-                self._session.guardian.step(outcome.step)
-                batch = next(self._batches)
-                self._session.reading.settle(self._batches, batch)
+                self._session.watchdog.step(outcome.step)
+                batch = next(self._feed)
+                if self._unsettled and self._session.reading.settle(self._tiles, batch):
+                    self._feed.renew(batch)
                 wait_s = watch.lap()
                 result = self._step(batch, outcome.step)
                 step_s = wait_s + watch.lap()
@@ -128,12 +130,12 @@ class TrainingLoop:
     def _step(self, batch: Batch, step: int) -> StepResult:
         session = self._session
         try:
-            microbatches = microbatches_of(session.feed, batch, session.reading.sizes)
-            with self.memory.watching(itertools.chain(session.engine.on_device(), session.feed.held())):
+            microbatches = microbatches_of(self._feed, batch, session.reading.sizes)
+            with self.memory.watching(itertools.chain(session.engine.on_device(), self._feed.held())):
                 result = session.engine.step(microbatches, step, session.learning_rate(step))
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
-        session.guardian.rest()
+        session.watchdog.rest()
         return result
 
     def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
@@ -155,7 +157,8 @@ class TrainingLoop:
         """Count the step on all ranks; True when any of them was asked to stop. The first says whether to save."""
         outcome = self.outcome
         due = self._is_first and self._checkpoints.due(outcome.step + 1)
-        votes = torch.tensor([int(self._interrupt.requested), result.tiles, int(due), replaced])
+        unsettled = self._session.reading.unsettled(self._feed)
+        votes = torch.tensor([int(self._interrupt.requested), result.tiles, int(due), replaced, int(unsettled)])
         self._communicator.all_reduce(votes)
         self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result.loss, step_s, wait_s, self._session)
         outcome.step += 1
@@ -164,6 +167,7 @@ class TrainingLoop:
         outcome.loss = result.loss
         outcome.throughput.add(step_s, wait_s)
         self._checkpoint_asked = bool(votes[2])
+        self._unsettled = bool(votes[4])
         return bool(votes[0])
 
     def _validation_due(self) -> bool:
@@ -211,7 +215,7 @@ class TrainingLoop:
         state = self._session.engine.state_dict()
         if self._is_first:
             state |= {
-                "stream": self._batches.get_state(),
+                "stream": {**self._tiles.get_state(), "batch": outcome.step},  # more may be taken
                 "random": _random_state(),
                 "step": outcome.step,
                 "images": outcome.images,
@@ -232,7 +236,7 @@ class TrainingLoop:
     def _restore(self) -> None:
         state = resume_state(self._folder.last, self._folder.best)
         self._session.engine.load_state_dict(state)
-        self._batches.set_state(state["stream"])
+        self._tiles.set_state(state["stream"])
         torch.set_rng_state(state["random"]["cpu"])
         if torch.cuda.is_available() and state["random"]["cuda"]:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
@@ -247,11 +251,13 @@ class TrainingLoop:
         if not steps:
             return
         twin = Throughput(self._session.config.strategy.batch)
-        self._session.feed.repeat(batch)
-        for k in range(steps + WARM_UP):
-            watch = Stopwatch()
-            self._step(batch, self.outcome.step + k)
-            twin.add(watch.lap(), 0.0)
+        self._feed.close()
+        self._tiles.close()  # nothing is read beside it
+        with self._session.feed(itertools.repeat(batch), lambda: True, self.memory.beside) as self._feed:
+            for k in range(steps + WARM_UP):
+                watch = Stopwatch()
+                self._step(next(self._feed), self.outcome.step + k)
+                twin.add(watch.lap(), 0.0)
         self.outcome.twin = twin
 
 

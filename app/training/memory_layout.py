@@ -14,7 +14,7 @@ from parallel.trace.fake_run import empty_like, once_each
 from parallel.trace.trace import left_as_it_was
 
 LEFT_OUT = (
-    "--channels-last is left out: the model takes its images apart in a way that this layout does not allow (view "
+    "channels_last is left out: the model takes its images apart in a way that this layout does not allow (view "
     "after a convolution, say); reshape in place of view would make it faster"
 )
 

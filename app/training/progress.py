@@ -5,17 +5,101 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from app.settings.launcher import find_launch
+from pipelines.tiles.index import SlideDone
 
 log = logging.getLogger("app.train")
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""Of a line of ``run.log``."""
+
 LINE_EVERY_S = 10.0
-"""Without a terminal: at most one line of steps in this many seconds."""
+"""Without a terminal: at most one line of steps or slides in this many seconds."""
+
+LINE_CELLS = 80
+"""Without a terminal: a line of slides is this long at most."""
+
+NAME_CELLS = 12
+"""A slide's name that would have to be shorter is left out."""
+
+
+def _on_terminal() -> bool:
+    launch = find_launch()
+    # Open MPI gives its ranks a terminal, wherever its own output goes.
+    return sys.stdout.isatty() and not (launch and launch.mpi)
+
+
+def shortened(name: str, cells: int) -> str:
+    """Return ``name`` as it fits into ``cells`` columns of a terminal: whole, or without its middle."""
+    if cell_len(name) <= cells:
+        return name
+    tail = (cells - 1) // 2
+    return f"{set_cell_size(name, cells - 1 - tail)}…{set_cell_size(name[::-1], tail)[::-1]}"
+
+
+class IndexProgress:
+    """Slides that were indexed: one line that changes on a terminal, now and then a line elsewhere.
+
+    Args:
+        say: takes every other line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._failed = 0
+        self._begun_s = self._last_line_s = time.monotonic()
+        self._console = Console()
+        self._status = self._console.status("indexing") if _on_terminal() else None
+
+    def __call__(self, told: str | SlideDone) -> None:
+        """Show what ``build_index`` tells."""
+        if isinstance(told, str):
+            self._say(told)
+            return
+        self._failed += told.failed
+        now = time.monotonic()
+        elapsed_s = now - self._begun_s
+        failed = f", {self._failed} failed" if self._failed else ""
+        if told.done == told.total:
+            self._stop()
+            self._say(f"indexed {told.total} slides in {timedelta(seconds=round(elapsed_s))}{failed}")
+        elif self._status is not None:
+            line = self._line(told, elapsed_s, failed, self._console.width - len("* "))
+            self._status.update(Text(line))
+            self._status.start()
+        elif now - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = now
+            print(self._line(told, elapsed_s, failed, LINE_CELLS), flush=True)
+
+    def _line(self, told: SlideDone, elapsed_s: float, failed: str, cells: int) -> str:
+        per_minute = 60 * told.done / max(elapsed_s, 1e-3)
+        left = timedelta(seconds=round((told.total - told.done) * elapsed_s / told.done))
+        rate = f"{per_minute / 60:.3g}/s" if per_minute >= 60 else f"{per_minute:.3g}/min"
+        line = f"indexing: {told.done}/{told.total} slides, {rate}, {left} left{failed}"
+        for_name = cells - len(line) - 2
+        return f"{line}  {shortened(told.slide_id, for_name)}" if for_name >= NAME_CELLS else line[:cells]
+
+    def _stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
 
 
 class RunProgress:
@@ -32,9 +116,7 @@ class RunProgress:
         self._quiet = quiet
         self._last_line_s = 0.0
         self._bar: Progress | None = None
-        launch = find_launch()
-        # Open MPI gives its ranks a terminal, wherever its own output goes.
-        if not quiet and sys.stdout.isatty() and not (launch and launch.mpi):
+        if not quiet and _on_terminal():
             self._bar = Progress(
                 TextColumn("training"),
                 BarColumn(),

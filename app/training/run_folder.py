@@ -22,8 +22,10 @@ import yaml
 
 from app.launch.folder_lock import sole_user
 from app.launch.restart import Attempts
-from app.settings.cli import RunError, flat
+from app.settings.cli import RunError
+from app.settings.fields import flat, in_blocks, out_of_blocks
 from app.settings.run import RunConfig
+from app.training.progress import LOG_FORMAT
 from pipelines.catalog.csv_cells import write_rows
 
 FREE_TO_CHANGE = frozenset(
@@ -129,7 +131,7 @@ class RunFolder:
             self._check_settings(asked)
             if again:
                 return
-        self._write_settings(asked)
+        self._write_settings(in_blocks(config))
 
     def attempts(self) -> Attempts | None:
         """What earlier attempts have left of themselves."""
@@ -149,8 +151,7 @@ class RunFolder:
 
     def settings(self) -> dict[str, Any]:
         """What the run in the folder was begun with, by flag; nothing when there is none."""
-        found: dict[str, Any] = yaml.safe_load(self.config.read_text()) if self.last.exists() else {}
-        return found
+        return out_of_blocks(yaml.safe_load(self.config.read_text())) if self.last.exists() else {}
 
     def tells_end(self, step: int) -> bool:
         """Whether the summary is there and is of a run that was completed with ``step`` steps."""
@@ -174,8 +175,8 @@ class RunFolder:
 
     def log_to_file(self) -> None:
         """Send everything logged to ``run.log``, and warnings to the user too."""
-        handler = logging.FileHandler(self.path / "run.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler = logging.FileHandler(self.path / "run.log", errors="backslashreplace")
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
         root = logging.getLogger()
         root.addHandler(handler)
         shown = logging.StreamHandler()

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from app.checkpoint.file import check_weights
 from app.launch.place import RankPlace, rank_cores
 from app.launch.watchdog import Watchdog
-from app.settings.cli import flat
+from app.settings.fields import flat
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset, class_counts
@@ -34,13 +34,15 @@ from models.registry import build_model
 from models.weights import load_weights
 from parallel.engine.step import TrainingEngine
 from parallel.schedule.microbatch import split_batch
+from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region
 from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed, allocate_pinned
-from pipelines.stream.iterator import TileIterator
+from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD, OnFault
 from pipelines.stream.stream import TileStream
 
@@ -53,24 +55,25 @@ class Session:
 
     Attributes:
         stream: training tiles of this rank.
-        feed: turns uint8 tiles into the model's input on the device.
+        pixels, validation_pixels: turn uint8 tiles into the model's input on the device.
         reading, validation_reading: what this rank reads of each global batch.
         ranges: tiles of the global batch in each microbatch, over all ranks.
         parameters: of the whole model, in numbers.
-        guardian: is told where this rank is.
+        watchdog: is told where this rank is.
         train_rows, validation_rows: rows of the dataset's tiles.
         notes: what the user should know about how the model was made.
         failed: where tiles are written down that cannot be read.
     """
 
     config: RunConfig
+    strategy: Strategy
     dataset: Dataset
     placement: RankPlace
     engine: TrainingEngine
     loss: nn.Module
     stream: TileStream
-    feed: DeviceFeed
-    validation_feed: DeviceFeed
+    pixels: PixelMaker
+    validation_pixels: PixelMaker
     pool: SlidePool
     reading: RankReading
     validation_reading: RankReading
@@ -78,7 +81,7 @@ class Session:
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
     parameters: int
-    guardian: Watchdog
+    watchdog: Watchdog
     notes: tuple[str, ...]
     failed: FailedSlides
 
@@ -120,24 +123,35 @@ class Session:
 
     def train_rows_of(self, samples: Sequence[int]) -> list[int]:
         """Rows of the dataset's tiles that training samples are drawn from, on whatever rank."""
-        order = self.stream.order
-        return [int(self.train_rows[order.epoch(i // order.length)[i % order.length]]) for i in samples]
+        rows: list[int] = self.train_rows[self.stream.source.rows_of(np.asarray(samples, np.int64))].tolist()
+        return rows
+
+    def feed(
+        self,
+        source: Iterator[Batch],
+        ready: Callable[[], bool],
+        beside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> DeviceFeed:
+        """Return training batches of ``source`` as the model takes them; the arguments are those of ``DeviceFeed``."""
+        return DeviceFeed(source, ready, self.pixels, prefetch=self.config.stream.device_prefetch, beside=beside)
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[Iterator[Outputs]]:
         """The share of this rank's group of the validation tiles, each exactly once over all groups."""
         stream = _tiles(self.config, self.dataset, self.validation_rows, epochs=1)
         stream = stream.read(self.pool, _told("left out of the scores", "validate", self.failed), replaces=False)
-        with iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement)) as batches:
-            yield self._outputs(batches)
+        prefetch = self.config.stream.device_prefetch
+        with (
+            iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement)) as tiles,
+            DeviceFeed(tiles, tiles.ready, self.validation_pixels, prefetch=prefetch) as feed,
+        ):
+            yield self._outputs(feed)
 
-    def _outputs(self, batches: TileIterator) -> Iterator[Outputs]:
-        reading = self.validation_reading
-        for batch in batches:
-            reading.settle(batches, batch)
-            sizes = sizes_of_part(batch, max(reading.sizes))
+    def _outputs(self, feed: DeviceFeed) -> Iterator[Outputs]:
+        for batch in feed:
+            sizes = sizes_of_part(batch, max(self.validation_reading.sizes))
             start = 0
-            for microbatch in microbatches_of(self.validation_feed, batch, sizes):
+            for microbatch in microbatches_of(feed, batch, sizes):
                 end = start + microbatch.shape[0]
                 yield Outputs(microbatch, batch.samples[start:end], batch.rows[start:end] != UNREAD)
                 start = end
@@ -145,22 +159,29 @@ class Session:
 
 
 def build_session(
-    config: RunConfig, dataset: Dataset, placement: RankPlace, failed: FailedSlides, guardian: Watchdog
+    config: RunConfig,
+    strategy: Strategy,
+    dataset: Dataset,
+    placement: RankPlace,
+    failed: FailedSlides,
+    watchdog: Watchdog,
 ) -> Session:
     """Model, optimizer, engine and streams for this rank.
+
+    Args:
+        strategy: that ``config`` asks for, or its planner chose.
 
     Raises:
         ValueError: a model, weights file or batch that does not fit the task or the ranks.
     """
-    strategy = config.strategy
     torch.manual_seed(config.seed)
     model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm)
     if config.net.weights:
         check_weights(config.net.weights)
     notes = tuple(load_weights(model, config.net.weights)) if config.net.weights else ()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    ranges = split_batch(strategy.batch, strategy.m)
-    channels_last = strategy.channels_last
+    ranges = split_batch(config.strategy.batch, strategy.m)
+    channels_last = config.strategy.channels_last
     if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, config.index.tile, config.index.tile)):
         channels_last, notes = False, (*notes, LEFT_OUT)
     if channels_last:
@@ -176,34 +197,30 @@ def build_session(
         loss,
         functools.partial(build_optimizer, config.optimization),
         placement.communicator,
+        batch=config.strategy.batch,
         tile=config.index.tile,
         seed=config.seed,
         device=placement.device,
         autocast=placement.autocast,
-        guardian=guardian,
+        watchdog=watchdog,
     )
-    feed = functools.partial(
-        DeviceFeed,
-        placement.device,
-        seed=config.seed,
-        channels_last=channels_last,
-        prefetch=config.stream.device_prefetch,
-    )
+    pixels = functools.partial(PixelMaker, placement.device, seed=config.seed, channels_last=channels_last)
     pool = dataset.pool(config.stream.open_slides + 2)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)
     reading = functools.partial(
-        RankReading.of, placement.communicator, strategy.batch, [ranges[i] for i in engine.share]
+        RankReading.of, placement.communicator, config.strategy.batch, [ranges[i] for i in engine.share]
     )
     training_reading = reading([engine.wants(i) for i in engine.share])
     return Session(
         config,
+        strategy,
         dataset,
         placement,
         engine,
         loss,
         _read_ahead(config, training_reading.sharded(stream), placement),
-        feed(config.augmentation),
-        feed(AugmentSettings(augment="none")),
+        pixels(config.augmentation),
+        pixels(AugmentSettings(augment="none")),
         pool,
         training_reading,
         reading([engine.predict_wants] * len(engine.share)),
@@ -211,7 +228,7 @@ def build_session(
         train_rows,
         spread(dataset, dataset.rows("val"), config.score.validation_tiles),
         parameters,
-        guardian,
+        watchdog,
         notes,
         failed,
     )

@@ -1,7 +1,8 @@
 """What the ranks did in the last step, left in the run folder: schedule, picture and trace.
 
-Takes an engine that splits the model; writes ``schedule.csv``, which ``--schedule`` takes back, ``schedule.svg``, the
-step as simulated from its own stage times above the step as measured, and ``trace.json`` of both for Perfetto.
+Takes an engine that splits the model; writes ``schedule.csv``, which the setting ``schedule`` takes back,
+``schedule.svg``, the step as simulated from its own stage times above the step as measured, and ``trace.json`` of both
+for Perfetto.
 """
 
 from __future__ import annotations

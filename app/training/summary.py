@@ -55,7 +55,7 @@ class RunSummary:
         peaks[:, self._communicator.rank] = torch.tensor(own)
         self._communicator.all_reduce(peaks)
         session = self._session
-        step = write_step(session.engine, self._communicator, session.config.strategy.name, self._folder.path)
+        step = write_step(session.engine, self._communicator, session.strategy.name, self._folder.path)
         if self._communicator.rank == 0:
             self._write(self._outcome.status, peaks.tolist(), None, step)
 
@@ -87,7 +87,8 @@ class RunSummary:
             self.say(f"warning: {warning}")
 
     def _figures(self, status: str, peaks: list[list[int]], error: str | None) -> dict[str, Any]:
-        session, outcome, config = self._session, self._outcome, self._session.config
+        session, outcome = self._session, self._outcome
+        config, strategy = session.config, session.strategy
         speed = outcome.throughput.images_per_second
         return {
             "status": status,
@@ -96,12 +97,12 @@ class RunSummary:
             "classes": list(session.dataset.classes),
             "model": config.net.model,
             "parameters": session.parameters,
-            "strategy": session.config.strategy.name,
+            "strategy": strategy.name,
             "ranks": self._communicator.world,
-            "stages": config.strategy.depth,
-            "recompute": config.strategy.recompute,
-            "offload": config.strategy.offload,
-            "offload_state": config.strategy.offload_state,
+            "stages": strategy.depth,
+            "recompute": strategy.policy.recompute,
+            "offload": strategy.policy.offload,
+            "offload_state": strategy.policy.state,
             "device": str(session.placement.device),
             "precision": "bf16" if session.placement.autocast else "fp32",
             "global_batch": config.strategy.batch,

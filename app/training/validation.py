@@ -77,7 +77,7 @@ class Outputs:
 
     Attributes:
         rows: int64 (n,), the validation rows it is of.
-        readable: bool (n,), which of them were read; known to ranks that have the targets.
+        readable: bool (n,), of which of them all was read that this rank was to read.
     """
 
     microbatch: Microbatch
@@ -103,9 +103,10 @@ def evaluate(
     losses = torch.zeros(len(rows), dtype=torch.float64)
     width = classes if dataset.task == "classify" else 2 * classes
     sums = torch.zeros((len(rows), width), dtype=torch.float64)
-    read = torch.zeros(len(rows), dtype=torch.int64)
+    unread = torch.zeros(len(rows), dtype=torch.int64)
     with engine.predicting(), microbatches() as stream:
         for part in stream:
+            unread[part.rows[~part.readable]] = 1
             output = engine.predict(part.microbatch)
             if output is None:
                 continue  # another rank of the group has it
@@ -121,10 +122,10 @@ def evaluate(
             )
             values = output.softmax(1) if dataset.task == "classify" else _overlaps(output, targets, classes)
             sums[where] = values.double().cpu()
-            read[where] = 1
-    for gathered in (losses, sums, read):
+    for gathered in (losses, sums, unread):
         communicator.all_reduce(gathered)
-    readable = read.numpy() > 0
+    sums[unread > 0] = 0  # pixels and targets may be read on two ranks: each has said what it could not read
+    readable = unread.numpy() == 0
     slide = dataset.tiles.slide[rows].astype(np.int64)
     mean_loss = float(losses.numpy()[readable].mean()) if readable.any() else None
     if dataset.task == "classify":

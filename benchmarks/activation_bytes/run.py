@@ -65,7 +65,7 @@ class Case:
         chunks = 2 if SCHEDULES[self.schedule].chunks else 1
         m = 2 if self.schedule == "mast" else M
         keeping = ActivationPolicy("stage") if self.recompute else KEEP_ALL
-        return Strategy(self.schedule, self.depth, self.depth, m, chunks=chunks, keeping=keeping)
+        return Strategy(self.schedule, self.depth, self.depth, m, chunks=chunks, policy=keeping)
 
     @property
     def name(self) -> str:

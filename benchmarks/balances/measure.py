@@ -47,7 +47,7 @@ def _stages(traced: Traced, partition: Partition) -> list[Stage]:
                 differentiable=[
                     edge.value for edge in partition.edges if edge.source == number and edge.differentiable
                 ],
-                draws=any(layer.random for layer in partition.layers_of(number)),
+                uses_rng=any(layer.random for layer in partition.layers_of(number)),
             )
         )
     return found

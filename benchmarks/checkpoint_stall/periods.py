@@ -101,11 +101,12 @@ def engine_of(communicator: Communicator, case: dict[str, Any]) -> TrainingEngin
     assert strategy_faults(asked) == []
     torch.manual_seed(0)
     return build_engine(
-        asked,
+        asked.to_strategy("cpu"),
         build_model(case["model"], classes=2).to(memory_format=torch.channels_last),
         F.cross_entropy,
         functools.partial(build_optimizer, OptimizerSettings(lr=LR)),
         communicator,
+        batch=case["batch"],
         tile=case["px"],
         seed=0,
         device=torch.device("cpu"),

@@ -46,20 +46,21 @@ def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
     folder = RunFolder(Path(tempfile.mkdtemp()))
     session = build_session(
         config,
+        config.strategy.to_strategy("cpu"),
         prepare(config, folder, print),
         place(config.strategy),
         FailedSlides(folder.failed_slides),
         Watchdog(0, stuck_s=config.strategy.timeout_s),
     )
     fed_s, wait_s, memory_s = [], [], []
-    with session.feed.ahead_of(iter(session.stream)) as batches:
+    with iter(session.stream) as tiles, session.feed(tiles, tiles.ready) as batches:
         for step in range(steps + WARM_UP):
             watch = Stopwatch()
             part = next(batches)
             wait_s.append(watch.lap())
-            session.engine.step(microbatches_of(session.feed, part, session.reading.sizes), step, 1e-4)
+            session.engine.step(microbatches_of(batches, part, session.reading.sizes), step, 1e-4)
             fed_s.append(wait_s[-1] + watch.lap())
-            session.engine.step(microbatches_of(session.feed, part, session.reading.sizes), step, 1e-4)
+            session.engine.step(microbatches_of(batches, part, session.reading.sizes), step, 1e-4)
             memory_s.append(watch.lap())
             part.release()
             print(f"step {step}: fed {fed_s[-1]:.2f} s, from memory {memory_s[-1]:.2f} s, waited {wait_s[-1]:.4f} s")

@@ -63,7 +63,8 @@ def measure(cell: Cell) -> dict[str, Any]:
     assert not faults, faults
     begun = time.perf_counter()
     # Tiles are small here, and what is to be moved is moved.
-    make = functools.partial(build_engine, asked, tile=trial.tile, seed=SEED, device=CPU, smallest=0)
+    strategy = asked.to_strategy("cpu").under(smallest=0)
+    make = functools.partial(build_engine, strategy, batch=asked.batch, tile=trial.tile, seed=SEED, device=CPU)
 
     def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
         return run_engine(trial, make, communicator)

@@ -34,9 +34,9 @@ OUT = ROOT / "bench-data" / "faults"
 README = Path(__file__).with_name("README.md")
 
 RANKS, MIDDLE = 3, 1
-SETTINGS = ("--model", "benchmarks.faults.model:make", "--cuts", CUTS, "--tile", "64", "--device", "cpu")
-SETTINGS += ("--batch", "4", "--microbatches", "4", "--steps", "1000000", "--validate-every", "1000000")
-SETTINGS += ("--checkpoint-every", "1000000", "--twin-steps", "0")
+SETTINGS = ("--model", "benchmarks.faults.model:make", "--developer", f"cuts={CUTS}", "--tile", "64", "--device", "cpu")
+SETTINGS += ("--batch", "4", "--microbatches", "4", "--steps", "1000000", "--developer", "validate-every=1000000")
+SETTINGS += ("--checkpoint-every", "1000000", "--developer", "twin-steps=0")
 SIGNALS = {
     "killed": signal.SIGKILL,
     "killed while it waits": signal.SIGKILL,
@@ -48,7 +48,7 @@ SIGNALS = {
 }
 """Fault -> what is sent to the middle rank; the other faults its own layer commits."""
 HANGS_S = "20"
-"""``--timeout-s`` for "hangs"; everything else is found under the default of half an hour too."""
+"""``timeout-s`` for "hangs"; everything else is found under the default of half an hour too."""
 CELLS = [("1f1b", fault) for fault in SIGNALS] + [("master", "killed"), ("master", "wrong shape within a stage")]
 """Strategy and fault, for each launcher."""
 BEGINS_WITHIN_S, ALLOWED_S, LEAVES_WITHIN_S = 240.0, 60.0, 5.0
@@ -111,7 +111,7 @@ def processes(marker: str) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
 
 
 def middle_rank(marker: str) -> psutil.Process:
-    """The process of rank ``MIDDLE``; its guardian, which has the same environment, is younger."""
+    """The process of rank ``MIDDLE``; its watchdog, which has the same environment, is younger."""
     names = [variables[0] for variables in (TORCHRUN, *MPI)]
     ranks = [
         process
@@ -134,7 +134,7 @@ def run_cell(launcher: Launcher, strategy: str, fault: str, slides: Path) -> Out
     shutil.rmtree(out, ignore_errors=True)
     marker.unlink(missing_ok=True)
     settings = ["--slides", str(slides), "--out", str(out), "--parallel", strategy, *SETTINGS]
-    settings += ["--timeout-s", HANGS_S] if fault == "hangs" else []
+    settings += ["--developer", f"timeout-s={HANGS_S}"] if fault == "hangs" else []
     environment = {**launcher.environment, "FAULT_KIND": fault, "FAULT_FILE": str(marker)}
     with printed.open("w") as file:
         process = subprocess.Popen(

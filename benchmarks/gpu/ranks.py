@@ -91,7 +91,7 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, float
         partial(torch.optim.SGD, lr=RATE),
         communicator,
         Strategy(
-            case["strategy"], RANKS, RANKS, M, keeping=ActivationPolicy(offload=case["offload"], smallest=smallest)
+            case["strategy"], RANKS, RANKS, M, policy=ActivationPolicy(offload=case["offload"], smallest=smallest)
         ),
         shape=shape,
         batch=M,

@@ -98,8 +98,9 @@ def measure_ours(
     command = [
         *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
         *("--ranks", *map(str, ranks), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
-        *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", steps, "--twin-steps", twin_steps),
-        *("--repeats", repeats, "--resume", "--out", str(OUT / model / name), "--trial-timeout-s", LONGEST_S),
+        *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", steps, "--repeats", repeats, "--resume"),
+        *("--developer", f"twin-steps={twin_steps}", "--developer", f"trial-timeout-s={LONGEST_S}"),
+        *("--out", str(OUT / model / name)),
     ]
     subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
 
@@ -155,9 +156,13 @@ def their_lines(model: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple
     """Torch's pipelines beside what ours of the same order did from memory.
 
     Args:
-        rows: of ours.
+        rows: of ours, of all models.
     """
-    speeds = {(row["tile_px"], row["ranks"], row["strategy"]): row["images_per_second_no_data"] for row in rows}
+    speeds = {
+        (row["tile_px"], row["ranks"], row["strategy"]): row["images_per_second_no_data"]
+        for row in rows
+        if row["model"] == model
+    }
     for path in sorted((OUT / model).glob("torch-*.json")):
         row = json.loads(path.read_text())
         name = (model, str(row["tile_px"]), str(row["ranks"]), row["strategy"])
@@ -184,7 +189,7 @@ def main() -> None:
             measure(model, tile, asked)
     found = [whole for model in ("resnet50", "unet") if (whole := joined(model))]
     rows = [row for whole in found for row in whole["rows"]]
-    theirs = [line for whole in found for line in their_lines(whole["rows"][0]["model"], whole["rows"])]
+    theirs = [each for model in ("resnet50", "unet") for each in their_lines(model, rows)]
     minutes = sum(whole["wall_s"] for whole in found) / 60
     text = results(
         "python -m benchmarks.images_per_second.run --write",

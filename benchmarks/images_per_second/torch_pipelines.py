@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
@@ -56,16 +57,17 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
         segments=argument["model"] == "unet",
         channels_last=True,
     )
-    theirs = TorchPipeline(argument["schedule"], work, communicator)
     live, steps_s = LiveBytes(argument["limit"]), []
-    live.add(theirs.state)
     try:
+        theirs = TorchPipeline(argument["schedule"], work, communicator)
+        live.add(theirs.state)
         for number in range(COUNTED):
             with live:
                 theirs.step(number)
     except Exception as fault:
         full = torch.OutOfMemoryError in (type(fault), type(fault.__cause__))  # torch wraps what a stage raises
-        Path(argument["fault"]).write_text("out of memory" if full else repr(fault))
+        with contextlib.suppress(FileExistsError), Path(argument["fault"]).open("x") as file:  # the first says why
+            file.write("out of memory" if full else repr(fault))
         raise
     for number in range(COUNTED, COUNTED + argument["steps"]):
         communicator.barrier()

@@ -26,8 +26,8 @@ OUT = ROOT / "bench-data" / "kill_resume"
 
 def command(slides: Path, out: Path, steps: int, *more: str) -> list[str]:
     settings = ["--model", "resnet18", "--tile", "128", "--batch", "4", "--microbatches", "2", "--steps", str(steps)]
-    settings += ["--checkpoint-every", "3", "--validate-every", "15", "--validation-tiles", "4", "--twin-steps", "0"]
-    settings += ["--augment", "device", "--seed", "7"]
+    settings += ["--developer", "validate-every=15", "--developer", "validation-tiles=4", "--developer", "twin-steps=0"]
+    settings += ["--checkpoint-every", "3", "--augment", "device", "--seed", "7"]
     return [sys.executable, "-m", "app.train", "--slides", str(slides), "--out", str(out), *settings, *more]
 
 

@@ -39,8 +39,7 @@ from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import RankBytes, rank_bytes, whole_bytes
-from parallel.plan.candidate import WHOLE
-from parallel.strategy import Strategy
+from parallel.strategy import WHOLE, Strategy
 from parallel.trace.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"

@@ -54,7 +54,7 @@ def rows_of(entry: Entry) -> Iterator[Row]:
         try:
             plain = _plain(trial)
         except RuntimeError as fault:  # of a view of what is channels_last
-            layout = f"with --no-channels-last: else {_reason(fault)}"
+            layout = f"with --developer channels-last=false: else {_reason(fault)}"
             trial = replace(trial, channels_last=False)
             plain = _plain(trial)
     except Exception as fault:
@@ -150,7 +150,8 @@ def _plain(trial: ExactnessTrial) -> StepsResult:
 
 def _ranks(trial: ExactnessTrial, settings: StrategySettings) -> list[StepsResult]:
     """The same step by an engine; what every rank has of it."""
-    make_engine = partial(build_engine, settings, tile=trial.tile, seed=trial.seed, device=CPU, smallest=0)
+    strategy = settings.to_strategy("cpu").under(smallest=0)
+    make_engine = partial(build_engine, strategy, batch=settings.batch, tile=trial.tile, seed=trial.seed, device=CPU)
 
     def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
         return run_engine(trial, make_engine, communicator)

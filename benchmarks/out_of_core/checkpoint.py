@@ -7,7 +7,6 @@ another step, from those of the run that was never interrupted. One rank, AdamW,
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import tempfile
 import time
@@ -31,7 +30,7 @@ from parallel.comm.communicator import Communicator
 from parallel.offload.live_bytes import LiveBytes
 
 PLACES = {"device": "none", "optimizer on the host": "optimizer", "all on the host": "parameters"}
-"""Where the state lies -> ``--offload-state``."""
+"""Where the state lies -> ``--developer offload-state``."""
 PX, STEPS = 256, 2
 MIB = 2**20
 HEADER = (
@@ -95,14 +94,18 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
 def _engine(communicator: Communicator, case: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
     return build_engine(
-        dataclasses.replace(
-            StrategySettings(parallel="single", batch=BATCH, microbatches=BATCH, device="cpu", offload="overlap"),
+        StrategySettings(
+            parallel="single",
+            batch=BATCH,
+            microbatches=BATCH,
+            offload="overlap",
             offload_state=PLACES[case["place"]],  # type: ignore[arg-type]
-        ),
+        ).to_strategy("cpu"),
         build_model(case["model"], classes=CLASSES).to(memory_format=torch.channels_last),
         loss,
         functools.partial(build_optimizer, OptimizerSettings(lr=LR)),
         communicator,
+        batch=BATCH,
         tile=case["px"],
         seed=0,
         device=torch.device("cpu"),

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.out_of_core.peaks import ROOM
-from benchmarks.out_of_core.problem import BATCH, least, planner, settings_of
+from benchmarks.out_of_core.problem import BATCH, least, planner
 from benchmarks.out_of_core.trial import largest_error
 from benchmarks.ranks import run_on_ranks
-from parallel.plan.candidate import Candidate
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tile
 from parallel.plan.plan import PlanRow
 from parallel.plan.savings import PLAIN, Savings
+from parallel.strategy import Strategy
 
 AGAIN = Savings(("stage", "block"), (False,))
 BOTH = Savings(("block", "optimal"), (True,))
@@ -58,13 +58,13 @@ def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder) / "ours.pt"
         while True:
-            case = {"model": model, "px": px, "settings": settings_of(row, ranks, state_on_host=away)}
+            case = {"model": model, "px": px, "batch": BATCH, "row": row.to_json(), "state_on_host": away}
             case["gradients"] = str(ours)
             taken = run_on_ranks(ranks, "benchmarks.out_of_core.trial:run", case)
             if max(one["device_bytes"] for one in taken) <= budget:
                 break
             px -= STEP
-            found = least(model, px, ranks, budget, row.candidate.name, planned.savings)
+            found = least(model, px, ranks, budget, row.strategy.name, planned.savings)
             assert found is not None
             row = found
         error = _error(model, px, ours, Path(folder))
@@ -74,7 +74,7 @@ def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile
         "ranks": ranks,
         "planned_px": planned.tile,
         "px": px,
-        "strategy": str(row.candidate),
+        "strategy": str(row.strategy),
         "predicted": list(row.peak_bytes),
         "device_bytes": [one["device_bytes"] for one in taken],
         "host_bytes": [one["host_bytes"] for one in taken],
@@ -86,19 +86,15 @@ def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile
 
 def _error(model: str, px: int, ours: Path, folder: Path) -> float | None:
     made = planner(model, px, 1, 1)
-    candidate = Candidate("single", 1, 1, BATCH)
+    candidate = Strategy("single", 1, 1, BATCH)
     partition = made.cutting.partition(candidate, within=False)
     assert partition is not None
-    (rank,) = made.cutting.rank_bytes(candidate, partition, made.cutting.keeping(candidate, partition))
+    (rank,) = made.cutting.rank_bytes(candidate, partition)
     if rank.total > ROOM:
         return None
     plain = folder / "plain.pt"
-    settings = settings_of(PlanRow(candidate), 1)
-    run_on_ranks(
-        1,
-        "benchmarks.out_of_core.trial:run",
-        {"model": model, "px": px, "settings": settings, "gradients": str(plain)},
-    )
+    case = {"model": model, "px": px, "batch": BATCH, "row": PlanRow(candidate).to_json(), "state_on_host": False}
+    run_on_ranks(1, "benchmarks.out_of_core.trial:run", case | {"gradients": str(plain)})
     return largest_error(ours, plain)
 
 

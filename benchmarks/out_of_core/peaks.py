@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.out_of_core.problem import GIB, planner, settings_of
+from benchmarks.out_of_core.problem import GIB, planner
 from benchmarks.ranks import run_on_ranks
-from parallel.plan.candidate import Candidate
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.plan.plan import PlanRow
+from parallel.strategy import Strategy
 
 WAYS = {
-    "none": {},
-    "recompute": {"recompute": "block"},
-    "offload": {"offload": True},
-    "both": {"recompute": "block", "offload": True},
+    "none": KEEP_ALL,
+    "recompute": ActivationPolicy("block"),
+    "offload": ActivationPolicy(offload="overlap"),
+    "both": ActivationPolicy("block", offload="overlap"),
 }
 ROOM = 19 * GIB
 """Bytes of this machine that a case may take, on the device and on the host, which are one here."""
@@ -28,21 +29,22 @@ def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
     """With what is predicted for each."""
     for model in models:
         for px in sizes:
-            for way, keeps in WAYS.items():
+            for way, policy in WAYS.items():
                 made = planner(model, px, 1, 2 * GIB, batch=1)
-                candidate = Candidate("single", 1, 1, 1, **keeps)  # type: ignore[arg-type]
+                candidate = Strategy("single", 1, 1, 1, policy=policy)
                 partition = made.cutting.partition(candidate, within=False)
                 assert partition is not None
-                keeping = made.cutting.keeping(candidate, partition)
-                (rank,) = made.cutting.rank_bytes(candidate, partition, keeping)
+                (rank,) = made.cutting.rank_bytes(candidate, partition)
                 yield {
                     "model": model,
                     "px": px,
                     "way": way,
-                    "settings": settings_of(PlanRow(candidate), 1, batch=1),
+                    "batch": 1,
+                    "row": PlanRow(candidate).to_json(),
+                    "state_on_host": False,
                     "predicted": rank.total - rank.parameters - rank.optimizer,
                     "predicted_device": rank.total,
-                    "predicted_host": made.cutting.host_bytes(candidate, partition, keeping),
+                    "predicted_host": made.cutting.host_bytes(candidate, partition),
                 }
 
 

@@ -10,19 +10,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from app.planning.auto import follow
 from app.planning.workload import Workload
-from app.settings.strategy import StrategySettings
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.nominal_cost import equal_cost
 from parallel.graph.scale import with_tiles
-from parallel.plan.candidate import WHOLE
 from parallel.plan.plan import PlanRow
 from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
+from parallel.strategy import WHOLE, Strategy
 
 BATCH = 4
 """Tiles of a step, each a microbatch of its own."""
@@ -57,11 +55,9 @@ def _nominal(graph: LayerGraph) -> Callable[[int], Costs]:
     return costs
 
 
-def settings_of(row: PlanRow, ranks: int, batch: int = BATCH, *, state_on_host: bool = False) -> dict[str, Any]:
-    """Of the strategy of ``row``, as JSON holds them."""
-    asked = StrategySettings(parallel="single", ranks=ranks, batch=batch, device="cpu", precision="fp32")
-    state = "optimizer" if state_on_host else "none"
-    return {**dataclasses.asdict(follow(asked, row)), "offload_state": state}
+def strategy_of(case: dict[str, Any]) -> Strategy:
+    """Return what ``case["row"]`` was planned as, with the optimizer's state where ``case["state_on_host"]`` has it."""
+    return PlanRow.from_json(case["row"]).strategy.under(optimizer=case["state_on_host"])
 
 
 def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savings) -> PlanRow | None:

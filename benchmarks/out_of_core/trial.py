@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.settings.run import OptimizerSettings
-from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine, build_optimizer
 from app.training.throughput import peak_resident_bytes
 from benchmarks.memory.run import resident, settle
-from benchmarks.out_of_core.problem import CLASSES
+from benchmarks.out_of_core.problem import CLASSES, strategy_of
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
@@ -62,7 +61,8 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     """A step.
 
     Args:
-        case: ``model``, ``px``, ``settings`` of the strategy; ``gradients``: file to write, or empty.
+        case: ``model``, ``px``, ``batch`` in tiles, ``row`` of a plan, ``state_on_host``; ``gradients``: file to write,
+            or empty.
 
     Returns:
         device_bytes at most, constant_bytes of them (parameters, optimizer), resident bytes over those before,
@@ -70,8 +70,6 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     """
     if communicator.world == 1:
         communicator = LocalCommunicator()  # as app.train does
-    settings = {**case["settings"], "schedule": None}
-    asked = StrategySettings(**settings)
     settle()
     before = resident("VmRSS")
     live = LiveBytes()
@@ -79,11 +77,12 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     with live:
         model = build_model(case["model"], classes=CLASSES).to(memory_format=torch.channels_last)
         engine = build_engine(
-            asked,
+            strategy_of(case),
             model,
             loss,
             functools.partial(build_optimizer, OptimizerSettings(lr=LR)),
             communicator,
+            batch=case["batch"],
             tile=case["px"],
             seed=0,
             device=torch.device("cpu"),

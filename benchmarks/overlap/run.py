@@ -29,7 +29,7 @@ from pipelines.tiles.index import IndexSettings
 OUT = Path(__file__).parents[2] / "bench-data" / "overlap"
 README = Path(__file__).with_name("README.md")
 RANKS, TILE, BATCH, EVERY, LONGEST_S = os.cpu_count() or 1, 512, 8, 5, 3600.0
-SHARED = {"min-tissue": "0.1", "twin-steps": "0", "validation": "0.0", "checkpoint-every": str(EVERY)}
+SHARED = {"min-tissue": "0.1", "validation": "0.0", "checkpoint-every": str(EVERY)}
 
 
 def measure(model: str, asked: argparse.Namespace) -> Iterator[str]:
@@ -44,6 +44,7 @@ def measure(model: str, asked: argparse.Namespace) -> Iterator[str]:
     ranks = 1 if asked.spare else RANKS
     case = Case("ddp" if ranks > 1 else "single", (), ranks, TILE, BATCH, 2 * ranks)
     shared = ["--slides", str(OUT / "slides"), "--model", model, "--steps", str(asked.steps)]
+    shared += ["--developer", "twin-steps=0"]
     shared += [word for name, value in SHARED.items() for word in (f"--{name}", value)]
     # There are no buckets where no gradients are summed.
     knobs = [k for k in KNOBS if k.name in asked.knobs and (ranks > 1 or k.name != "gradient-buckets")]

@@ -12,7 +12,7 @@ MOST = 16
 
 @dataclass(frozen=True)
 class Knob:
-    """A setting of ``app.train`` that overlaps something.
+    """A developer setting of ``app.train`` that overlaps something.
 
     Attributes:
         off: the value with which nothing overlaps; ``on``: one with which something does.
@@ -46,7 +46,7 @@ def settings_of(knobs: Sequence[Knob], most: int = MOST) -> list[Setting]:
 
 def arguments(knobs: Sequence[Knob], on: Setting) -> list[str]:
     """Return the words for ``app.train`` that put each of ``knobs`` on or off."""
-    return [word for knob in knobs for word in (f"--{knob.name}", knob.on if knob in on else knob.off)]
+    return [word for knob in knobs for word in ("--developer", f"{knob.name}={knob.on if knob in on else knob.off}")]
 
 
 def label(on: Setting) -> str:

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from app.launch.machine import usable_cores
 from app.settings.run import OptimizerSettings
-from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine, build_optimizer
 from benchmarks.plan_accuracy.problems import CLASSES, Problem, named
 from models.losses import PixelClassLoss, TileClassLoss
@@ -31,9 +30,10 @@ from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch
 from parallel.offload.activation_meter import ActivationMeter
-from parallel.plan.candidate import Candidate
+from parallel.plan.plan import PlanRow
 from parallel.profile.malloc import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
 from parallel.schedule.microbatch import split_batch
+from parallel.strategy import Strategy
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3
@@ -49,10 +49,10 @@ FREE = 0.4
 class Contender:
     """One way to train, at work."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, cuts: Iterable[str], communicator: Communicator) -> None:
-        self.problem, self.candidate = problem, candidate
+    def __init__(self, problem: Problem, strategy: Strategy, communicator: Communicator) -> None:
+        self.problem, self.strategy = problem, strategy
         self._communicator = communicator
-        self._sizes = [len(part) for part in split_batch(problem.batch, candidate.m)]
+        self._sizes = [len(part) for part in split_batch(problem.batch, strategy.m)]
         self._images, self._targets = _tiles(problem, max(self._sizes))
         trim()
         self._base = _status_bytes("VmRSS")
@@ -62,11 +62,12 @@ class Contender:
         model = build_model(problem.model, classes=CLASSES).to(memory_format=torch.channels_last)
         parameters = [weakref.ref(parameter) for parameter in model.parameters()]
         self._engine = build_engine(
-            _settings(problem, candidate, cuts),
+            strategy,
             model,
             PixelClassLoss() if problem.segments else TileClassLoss(),
             functools.partial(_optimizer, problem.optimizer),
             communicator,
+            batch=problem.batch,
             tile=problem.tile,
             seed=0,
             device=CPU,
@@ -88,7 +89,7 @@ class Contender:
 
     def kept(self) -> int | None:
         """Bytes that autograd keeps at most in a step. Of sharded parameters torch keeps more by itself: None."""
-        if self.candidate.name == "fsdp":
+        if self.strategy.name == "fsdp":
             return None
         meter = ActivationMeter()
         meter.exclude(self._parameters)
@@ -127,24 +128,24 @@ class Contender:
 
 
 def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was measured of each of ``argument["entries"]``, on this rank.
+    """What was measured of each of ``argument["rows"]``, on this rank.
 
     Candidates take turns, step by step, where all of them fit the machine at once; else one follows the other.
     """
     problem = named(argument["problem"])
     # As app.train starts its ranks: the cores of the machine are theirs together.
     torch.set_num_threads(max(1, usable_cores() // communicator.world))
-    entries = [(Candidate(**entry["candidate"]), entry["cuts"]) for entry in argument["entries"]]
+    strategies = [PlanRow.from_json(row).strategy for row in argument["rows"]]
     # Loads code and its tables, which are of no candidate.
-    _in_use(dataclasses.replace(problem, tile=LOADING_PX), *entries[0], communicator)
+    _in_use(dataclasses.replace(problem, tile=LOADING_PX), strategies[0], communicator)
     told = []
-    for lot in _lots(entries, problem, communicator):
-        found = [_in_use(problem, candidate, cuts, communicator) for candidate, cuts in lot]
+    for lot in _lots(strategies, problem, communicator):
+        found = [_in_use(problem, strategy, communicator) for strategy in lot]
         keep_freed_memory()
         contenders = []
-        for (candidate, cuts), about in zip(lot, found, strict=True):
+        for strategy, about in zip(lot, found, strict=True):
             trim()
-            contender = Contender(problem, candidate, cuts, communicator)
+            contender = Contender(problem, strategy, communicator)
             about["growth_bytes"] = contender.grow(WARM_UP)
             contenders.append(contender)
         for number in range(-1, argument["steps"]):
@@ -157,44 +158,26 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[s
     return told
 
 
-def _in_use(
-    problem: Problem, candidate: Candidate, cuts: Iterable[str], communicator: Communicator
-) -> dict[str, int | None]:
+def _in_use(problem: Problem, strategy: Strategy, communicator: Communicator) -> dict[str, int | None]:
     """What a step takes, and what of it autograd keeps, while the C library keeps nothing that tensors give back."""
     keep_nothing_freed()
     trim()
-    contender = Contender(problem, candidate, cuts, communicator)
+    contender = Contender(problem, strategy, communicator)
     found = {"in_use_bytes": contender.grow(2), "kept_bytes": contender.kept()}
     contender.close()
     return found
 
 
-def _lots(
-    entries: list[tuple[Candidate, list[str]]], problem: Problem, communicator: Communicator
-) -> list[list[tuple[Candidate, list[str]]]]:
+def _lots(strategies: list[Strategy], problem: Problem, communicator: Communicator) -> list[list[Strategy]]:
     """All at once or each alone; the same on every rank."""
     with torch.device("meta"):
         model = build_model(problem.model, classes=CLASSES)
     values = 4 if problem.optimizer == "adamw" else 3  # parameters, gradients and state
     state = values * sum(parameter.nbytes for parameter in model.parameters())
-    held = sum(state * problem.ranks / candidate.depth for candidate, _ in entries)
+    held = sum(state * problem.ranks / strategy.depth for strategy in strategies)
     together = torch.tensor([held < FREE * psutil.virtual_memory().available], dtype=torch.int64)
     communicator.broadcast(together)
-    return [entries] if together.item() else [[entry] for entry in entries]
-
-
-def _settings(problem: Problem, candidate: Candidate, cuts: Iterable[str]) -> StrategySettings:
-    return StrategySettings(
-        parallel=candidate.name,  # type: ignore[arg-type]
-        ranks=candidate.ranks,
-        stages=candidate.depth if candidate.splits else None,
-        chunks=candidate.chunks if candidate.chunks > 1 else None,
-        cuts=",".join(cuts),
-        batch=problem.batch,
-        microbatches=candidate.m,
-        recompute="stage" if candidate.stagewise else "none",
-        shard_optimizer="pair" if candidate.shard_optimizer else "none",
-    )
+    return [strategies] if together.item() else [[strategy] for strategy in strategies]
 
 
 def _optimizer(name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -11,10 +11,10 @@ import dataclasses
 from app.planning.machine import Machine, named_machine, this_machine
 from app.planning.workload import Workload
 from benchmarks.plan_accuracy.problems import CLASSES, QUICK, Problem
-from parallel.plan.candidate import WHOLE
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES
+from parallel.strategy import WHOLE
 
 NAMES = (*WHOLE, *SCHEDULES)
 

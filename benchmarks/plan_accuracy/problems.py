@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel.plan.candidate import Candidate
+from parallel.strategy import Strategy
 
 MIB = 1 << 20
 CLASSES = 2
@@ -35,7 +35,7 @@ class Problem:
     ranks: int
     batch: int
     optimizer: Literal["sgd", "adamw"]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Strategy, ...]
     segments: bool = False
     memory_bytes: int = PLENTY
 
@@ -46,20 +46,15 @@ class Problem:
         return f"{model}, {self.tile} px, {ranks}, {self.batch} tiles, {self.optimizer}{limit}"
 
 
-def _single(*microbatches: int) -> tuple[Candidate, ...]:
-    return tuple(Candidate("single", 1, 1, m) for m in microbatches)
+def _single(*microbatches: int) -> tuple[Strategy, ...]:
+    return tuple(Strategy("single", 1, 1, m) for m in microbatches)
 
 
-def _on(ranks: int, *asked: tuple[str, int, int] | tuple[str, int, int, str]) -> tuple[Candidate, ...]:
+def _on(ranks: int, *asked: tuple[str, int, int] | tuple[str, int, int, str]) -> tuple[Strategy, ...]:
     """Candidates from (name, depth, m) and, where it is asked for, "recompute"."""
     return tuple(
-        Candidate(
-            name,
-            ranks,
-            depth,
-            m,
-            chunks=2 if name == "interleaved" else 1,
-            recompute="stage" if "recompute" in extra else "none",
+        Strategy(name, ranks, depth, m, chunks=2 if name == "interleaved" else 1).under(
+            recompute="stage" if "recompute" in extra else "none"
         )
         for name, depth, m, *extra in asked
     )

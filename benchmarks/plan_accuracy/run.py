@@ -9,7 +9,6 @@ Wants an otherwise idle machine. Exit code 0 when everything asked was reached.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -46,7 +45,7 @@ def compared(problem: Problem, steps: int) -> dict[str, Any]:
         {
             "problem": problem.name,
             "steps": steps,
-            "entries": [{"candidate": dataclasses.asdict(row.candidate), "cuts": list(row.cuts)} for row in asked],
+            "rows": [row.to_json() for row in asked],
         },
     )
     return {
@@ -66,13 +65,13 @@ def compared(problem: Problem, steps: int) -> dict[str, Any]:
 
 def _among(choice: PlanRow, rows: Sequence[PlanRow]) -> bool:
     """It is measured anyway: the same way to train, cut at the same places."""
-    return any((row.candidate, row.cuts) == (choice.candidate, choice.cuts) for row in rows)
+    return any(row.strategy == choice.strategy for row in rows)
 
 
 def _name(row: PlanRow, rows: Sequence[PlanRow]) -> str:
     """The candidate; the planner's own may be one of the problem's, cut elsewhere to fit the memory."""
-    same = any(row.candidate == other.candidate for other in rows)
-    return f"{row.candidate}" + ", other cuts" * (same and not _among(row, rows))
+    same = any(str(row.strategy) == str(other.strategy) for other in rows)
+    return f"{row.strategy}" + ", other cuts" * (same and not _among(row, rows))
 
 
 def _measured(told: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -26,22 +26,46 @@ TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class TheirStage(nn.Module):
-    """A stage as torch's pipelines take it. Gloo sends what is contiguous: a model with channels last has its images
-    turned where they enter and leave."""
+    """A stage as torch's pipelines take it. Gloo sends what is contiguous, forward and back: images of a model with
+    channels last travel as (n, h, w, c), which are the same bytes.
+
+    Args:
+        gives: names of the values that the next stage takes, in its order; none of the last stage.
+    """
 
     def __init__(
-        self, stage: StageModule, last: bool, channels_last: bool, counted: Callable[[], AbstractContextManager[None]]
+        self,
+        stage: StageModule,
+        first: bool,
+        gives: tuple[str, ...],
+        channels_last: bool,
+        counted: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self.stage = stage
-        self._last = last
-        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        self._first, self._gives, self._turned = first, gives, channels_last
         self._counted = counted
 
     def forward(self, *values: Tensor) -> Any:
+        if self._turned and self._first:
+            values = tuple(value.contiguous(memory_format=torch.channels_last) for value in values)
+        if not self._first:
+            values = tuple(map(self._received, values))
         with self._counted():
-            given = self.stage(*(v.contiguous(memory_format=self._layout) if v.dim() == 4 else v for v in values))
-        return given[0] if self._last else tuple(value.contiguous() for value in given)
+            given = self.stage(*values)
+        if not self._gives:
+            return given[0]
+        made = dict(zip(self.stage.outputs, given, strict=True))
+        given = tuple(made[name] for name in self._gives)
+        if self._turned:
+            return tuple((v.permute(0, 2, 3, 1) if v.dim() == 4 else v).contiguous() for v in given)
+        return given
+
+    def _received(self, value: Tensor) -> Tensor:
+        value = value.view_as(value)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient.contiguous())
+        return value.permute(0, 3, 1, 2) if self._turned and value.dim() == 4 else value
 
 
 class TorchPipeline:
@@ -57,7 +81,13 @@ class TorchPipeline:
         self.name = f"torch {schedule}"
         self.ranks = tuple(range(communicator.world))
         rank, depth = communicator.rank, communicator.world
-        stage = cut_stage(trace(work.build(), work.shape), work.partition(depth), rank).train()
+        partition = work.partition(depth)
+        stage = cut_stage(trace(work.build(), work.shape), partition, rank).train()
+        gives = partition.inputs_of(rank + 1) if rank < depth - 1 else ()
+        if past := {*gives} - {*stage.outputs}:
+            raise ValueError(
+                f"torch's pipelines send values to the next stage alone; {', '.join(sorted(past))} pass one"
+            )
         self.state = (*stage.parameters(), *stage.buffers())
         counted: Callable[[], AbstractContextManager[None]] = nullcontext
         if meter:
@@ -73,7 +103,7 @@ class TorchPipeline:
         self._optimizer = work.make_optimizer(stage.parameters())
         self._images, self._labels = work.batch()
         self._pipeline = TORCH_SCHEDULES[schedule](
-            PipelineStage(TheirStage(stage, self._last, work.channels_last, counted), rank, depth, CPU),
+            PipelineStage(TheirStage(stage, self._first, gives, work.channels_last, counted), rank, depth, CPU),
             work.m,
             loss_fn=weighted_loss,
             scale_grads=False,

@@ -50,17 +50,17 @@ def draw_picture(curves: Sequence[Curve], published: tuple[int, float], title: s
 
 def _depths(curves: Sequence[Curve]) -> str:
     """Ranks of a group: the number most common, and whose is another."""
-    depths = [curve.candidate.depth for curve in curves]
+    depths = [curve.strategy.depth for curve in curves]
     common = max(depths, key=depths.count)
-    others = [f"{curve.candidate.name} {curve.candidate.depth}" for curve in curves if curve.candidate.depth != common]
+    others = [f"{curve.strategy.name} {curve.strategy.depth}" for curve in curves if curve.strategy.depth != common]
     return f"{common}" + (f" ({', '.join(others)})" if others else "")
 
 
 def _efficiency(chart: Axes, curves: Sequence[Curve], published: tuple[int, float]) -> None:
     for curve in curves:
-        candidate = curve.candidate
+        candidate = curve.strategy
         colour, marker = STYLES[candidate.name]
-        label = candidate.name + " with recomputation" * (candidate.recompute != "none")
+        label = candidate.name + " with recomputation" * (candidate.policy.recompute != "none")
         percent = [100 * part for part in curve.efficiency[ASSUMED.name]]
         chart.plot(curve.ranks, percent, color=colour, marker=marker, markersize=5, linewidth=1.8, label=label)
     plain = curves[0]
@@ -68,10 +68,10 @@ def _efficiency(chart: Axes, curves: Sequence[Curve], published: tuple[int, floa
         chart.plot(
             plain.ranks,
             [100 * part for part in plain.efficiency[change.name]],
-            color=STYLES[plain.candidate.name][0],
+            color=STYLES[plain.strategy.name][0],
             dashes=dashes,
             linewidth=1.4,
-            label=f"{WHAT_IF} {plain.candidate.name}, {change.name}",
+            label=f"{WHAT_IF} {plain.strategy.name}, {change.name}",
         )
     ranks = max(curves, key=lambda curve: len(curve.ranks)).ranks
     if ranks[-1] >= published[0]:

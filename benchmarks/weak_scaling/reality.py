@@ -20,8 +20,8 @@ from benchmarks.plan_accuracy.measure import Contender, trim
 from benchmarks.plan_accuracy.problems import CLASSES, Problem
 from benchmarks.ranks import run_on_ranks
 from parallel.comm.communicator import Communicator
-from parallel.plan.candidate import Candidate
 from parallel.plan.search import Planner
+from parallel.strategy import Strategy
 
 MODEL, TILE, TILES, DEPTH = "resnet110_v2", 128, 4, 2
 """Four tiles for each group of two ranks, in every step."""
@@ -29,9 +29,9 @@ MODEL, TILE, TILES, DEPTH = "resnet110_v2", 128, 4, 2
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds of one step of ``candidate``."""
+    """Seconds of one step of ``strategy``."""
 
-    candidate: Candidate
+    strategy: Strategy
     predicted_s: float
     measured_s: float
 
@@ -45,10 +45,10 @@ class Compared:
 
 def problems() -> list[Problem]:
     """On 1 rank without a split, on 2 as one group, on 4 as two."""
-    found = [Problem("1", MODEL, TILE, 1, TILES, "sgd", (Candidate("single", 1, 1, TILES),))]
+    found = [Problem("1", MODEL, TILE, 1, TILES, "sgd", (Strategy("single", 1, 1, TILES),))]
     for groups in (1, 2):
         candidates = tuple(
-            Candidate(name, groups * DEPTH, DEPTH, groups * microbatches)
+            Strategy(name, groups * DEPTH, DEPTH, groups * microbatches)
             for name, microbatches in (("mp-basic", TILES), ("mast", 2), ("master", TILES))
         )
         found.append(Problem(f"{groups} x {DEPTH}", MODEL, TILE, groups * DEPTH, groups * TILES, "sgd", candidates))
@@ -66,12 +66,12 @@ def compared(steps: int) -> list[Compared]:
         told = run_on_ranks(
             problem.ranks,
             "benchmarks.weak_scaling.reality:measure",
-            {"problem": problem.name, "steps": steps, "cuts": [row.cuts for row in rows]},
+            {"problem": problem.name, "steps": steps, "cuts": [row.strategy.cuts for row in rows]},
         )
         for row, *ranks in zip(rows, *told, strict=True):
             spans = [[rank[step] for rank in ranks] for step in range(steps)]
             seconds = [max(end for _, end in step) - min(begin for begin, _ in step) for step in spans]
-            found.append(Compared(row.candidate, row.step_s or 0.0, statistics.median(seconds)))
+            found.append(Compared(row.strategy, row.step_s or 0.0, statistics.median(seconds)))
     return found
 
 
@@ -82,7 +82,7 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> list[list[t
     contenders = []
     for candidate, cuts in zip(problem.candidates, argument["cuts"], strict=True):
         trim()
-        contenders.append(Contender(problem, candidate, cuts, communicator))
+        contenders.append(Contender(problem, dataclasses.replace(candidate, cuts=tuple(cuts)), communicator))
         contenders[-1].grow()
     for _ in range(argument["steps"]):
         for contender in contenders:

@@ -38,7 +38,7 @@ def simulation_table(curves: Sequence[Curve]) -> str:
             [
                 _name(curve),
                 str(curve.tiles),
-                str(curve.candidate.depth),
+                str(curve.strategy.depth),
                 bytes_text(curve.peak_bytes),
                 *(_percent(curve.efficiency[ASSUMED.name][curve.ranks.index(n)]) for n in shown),
                 f"{curve.images_per_second:.0f}",
@@ -67,8 +67,8 @@ def reality_table(found: Sequence[Compared]) -> str:
         ["ranks", "strategy", "predicted, s", "measured, s", "predicted / measured"],
         (
             [
-                str(one.candidate.ranks),
-                str(one.candidate),
+                str(one.strategy.ranks),
+                str(one.strategy),
                 f"{one.predicted_s:.3f}",
                 f"{one.measured_s:.3f}",
                 f"{one.ratio:.3f}",
@@ -91,15 +91,15 @@ def efficiency_table(found: Sequence[Compared]) -> str:
 
 def efficiencies(found: Sequence[Compared]) -> Iterator[tuple[str, float, float]]:
     """Strategy, and its efficiency on two groups over one: predicted, measured."""
-    of_one = {one.candidate.name: one for one in found if one.candidate.groups == 1}
+    of_one = {one.strategy.name: one for one in found if one.strategy.groups == 1}
     for two in found:
-        if two.candidate.groups == 2:
-            one = of_one[two.candidate.name]
-            yield two.candidate.name, one.predicted_s / two.predicted_s, one.measured_s / two.measured_s
+        if two.strategy.groups == 2:
+            one = of_one[two.strategy.name]
+            yield two.strategy.name, one.predicted_s / two.predicted_s, one.measured_s / two.measured_s
 
 
 def _name(curve: Curve) -> str:
-    candidate = curve.candidate
+    candidate = curve.strategy
     return f"{candidate.name} {candidate.savings}".rstrip()
 
 

@@ -20,12 +20,12 @@ from app.planning.workload import Workload
 from parallel.cost.layer_cost import LayerCost
 from parallel.cost.stage_cost import link_costs, stage_costs
 from parallel.graph.partition import Partition
-from parallel.plan.candidate import Candidate
 from parallel.plan.limit import too_small
 from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
 from parallel.plan.stages import slower_link
 from parallel.plan.step_time import StepTime, forecast_split
+from parallel.strategy import Strategy
 
 DEVICE, LINK, NETWORK, PER_NODE = "v100-16gb", "nvlink2", "edr-infiniband", 4
 """A node of four V100, as machines of POWER9 and V100 have them, with one port to the network."""
@@ -81,7 +81,7 @@ class Curve:
     """Of one strategy.
 
     Attributes:
-        candidate: of a single group.
+        strategy: of a single group.
         tiles: of a group in each step.
         peak_bytes: of the fullest rank.
         ranks: depth of a group, and that times 2, 4, ...
@@ -89,7 +89,7 @@ class Curve:
         efficiency: assumption -> by number of ranks, images/s over those of one group times the number of groups.
     """
 
-    candidate: Candidate
+    strategy: Strategy
     tiles: int
     peak_bytes: int
     ranks: tuple[int, ...]
@@ -100,7 +100,7 @@ class Curve:
     @property
     def images_per_second(self) -> float:
         """At the most ranks."""
-        return self.tiles * self.ranks[-1] / self.candidate.depth / self.step_s[-1]
+        return self.tiles * self.ranks[-1] / self.strategy.depth / self.step_s[-1]
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -123,30 +123,30 @@ def simulated(model: str, tile: int, most: int, strategies: tuple[tuple[str, int
 def _curve(planner: Planner, name: str, tiles: int, most: int) -> Curve:
     row = _smallest_group(planner, name, tiles)
     partition = planner.partition_of(row)
-    depth = row.candidate.depth
+    depth = row.strategy.depth
     ranks = tuple(depth * 2**k for k in range(int(math.log2(most // depth)) + 1))
-    found = [_step(ASSUMED, planner, row.candidate, partition, n) for n in ranks]
+    found = [_step(ASSUMED, planner, row.strategy, partition, n) for n in ranks]
     assert math.isclose(found[0][0], row.step_s or 0.0), (found[0], row)
     efficiency = {}
     for change in CHANGES:
-        one, *more = (_step(change, planner, row.candidate, partition, n)[0] for n in ranks)
+        one, *more = (_step(change, planner, row.strategy, partition, n)[0] for n in ranks)
         efficiency[change.name] = (1.0, *(one / each for each in more))
     steps, exchange = zip(*found, strict=True)
-    return Curve(row.candidate, tiles, max(row.peak_bytes), ranks, steps, exchange, efficiency)
+    return Curve(row.strategy, tiles, max(row.peak_bytes), ranks, steps, exchange, efficiency)
 
 
 def _smallest_group(planner: Planner, name: str, tiles: int) -> PlanRow:
     """Microbatches are of one tile; recomputation and a sharded optimizer come in where nothing fits without."""
     rows = []
     for depth in DEPTHS:
-        rows.append(planner.row(Candidate(name, depth, depth, tiles)))
+        rows.append(planner.row(Strategy(name, depth, depth, tiles)))
         if rows[-1].fits:
             return rows[-1]
     raise RuntimeError(f"{name}: {too_small(rows, planner.cluster)}")
 
 
 def _step(
-    change: Changed, planner: Planner, candidate: Candidate, partition: Partition, ranks: int
+    change: Changed, planner: Planner, candidate: Strategy, partition: Partition, ranks: int
 ) -> tuple[float, float]:
     """Seconds of a step on so many ranks, and those that summing gradients adds."""
     groups, task = ranks // candidate.depth, planner.task

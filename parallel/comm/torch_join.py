@@ -97,6 +97,6 @@ def _describe(missing: Sequence[int], world: int, timeout_s: float, ended: bool 
     shown = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
     who = f"rank {shown}" if len(missing) == 1 else f"ranks {shown}"
     return (
-        f"{who} of {world} did not come within {timeout_s:.3g} s (--join-timeout-s): look for what they say, and "
-        f"whether the launcher started {world} ranks; where starting takes longer, raise the limit"
+        f"{who} of {world} did not come within {timeout_s:.3g} s (--developer join-timeout-s): look for what they "
+        f"say, and whether the launcher started {world} ranks; where starting takes longer, raise the limit"
     )

@@ -87,7 +87,8 @@ def _advice(fault: Exception, address: str) -> str:
     if isinstance(fault, ConnectionRefusedError):
         return (
             "nothing listens there: rank 0 has not started, or has ended, which its own message tells; otherwise see "
-            "that MASTER_ADDR and MASTER_PORT are the same for all ranks; if it starts slowly, raise --join-timeout-s"
+            "that MASTER_ADDR and MASTER_PORT are the same for all ranks; if it starts slowly, raise "
+            "--developer join-timeout-s"
         )
     return (
         "there is no way to that host: set MASTER_ADDR to an address of a network that all hosts share, and see "

@@ -11,9 +11,9 @@ from functools import cached_property
 
 from parallel.draw.coarsen import coarsen
 from parallel.draw.outline import Level, Outline, saved_bytes, seconds_of
-from parallel.graph.articulation import values_across
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
+from parallel.graph.single_value_cuts import values_across
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from parallel.offload.saved_tensors import SavedTensors
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.schedule.microbatch import microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
-from parallel.stage.recompute_context import surroundings
+from parallel.stage.recompute_context import recompute_context
 from parallel.stage.rng import drawing
 from parallel.stage.stage import Loss
 from parallel.trace.norm_gradients import mend_norm_gradients
@@ -196,7 +196,7 @@ class DataParallelEngine:
 
     def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
         around = functools.partial(
-            surroundings, segment, self._device, self._statistics, self._precision, self._updated
+            recompute_context, segment, self._device, self._statistics, self._precision, self._updated
         )
         return self._keeper.through(segment, compute, values, self._state(), around)
 

@@ -162,7 +162,7 @@ class Engine:
 
     def close(self) -> None:
         for stage in self._work.stages.values():
-            stage.forget()
+            stage.reset()
         self._work.handover.clear()
 
     def _walk(self, feed: StepBatches, step: int) -> Tensor:

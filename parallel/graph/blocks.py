@@ -1,4 +1,4 @@
-"""From a graph to its blocks: bottlenecks, Inception modules, cells, levels of a U-Net, and what stands between them.
+"""The blocks of a graph: bottlenecks, Inception modules, cells, levels of a U-Net, and what stands between them.
 
 Takes a ``LayerGraph``; gives consecutive layers that belong together. A region between two values that each carry
 everything stays whole: it is a residual or branched block, however the model is written. Where long skips leave no
@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from parallel.graph.articulation import articulations, bytes_across
 from parallel.graph.layers import INPUT, OUTPUT, LayerGraph
-from parallel.graph.module_paths import heavy_positions, owner_of, repeated, scope_tree, units
+from parallel.graph.module_paths import heavy_positions, owner_path, repeated, scope_tree, unit_paths
+from parallel.graph.single_value_cuts import bytes_across, single_value_cuts
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Layers ``start`` to ``stop`` (not included), called after ``scope``, () where no module is all of the block."""
+    """Layers ``start`` to ``stop`` (not included), named after ``scope``, () where no module is all of the block."""
 
     start: int
     stop: int
@@ -26,43 +26,45 @@ class Block:
 
 
 def find_blocks(graph: LayerGraph) -> list[Block]:
-    """Blocks of the graph, in order, without gaps; the model's input and output are in none."""
-    return _with_light_layers(graph, units(graph), regions=True)
+    """Return the blocks of the graph, in order, without gaps; the model's input and output are in none."""
+    return _with_light_layers(graph, unit_paths(graph), regions=True)
 
 
 def block_cuts(graph: LayerGraph) -> tuple[int, ...]:
-    """Positions in ``graph.layers``, increasing, at which a block begins and a stage may begin."""
+    """Return positions in ``graph.layers``, increasing, at which a block begins and a stage may begin."""
     if "block_cuts" not in graph.remembered:
         starts = [block.start for block in find_blocks(graph)[1:]]
         allowed = (start for start in starts if 2 <= start < len(graph.layers) - 1 and graph.can_cut(start))
         graph.remembered["block_cuts"] = tuple(allowed)
-    found: tuple[int, ...] = graph.remembered["block_cuts"]
-    return found
+    cuts: tuple[int, ...] = graph.remembered["block_cuts"]
+    return cuts
 
 
 def find_modules(graph: LayerGraph) -> list[Block]:
-    """The model's first level of modules, as ``find_blocks`` gives blocks.
+    """Return the model's first level of modules, as ``find_blocks`` returns blocks.
 
     A module that holds nearly all is looked into where it leaves fewer than three.
     """
     root = scope = scope_tree(graph)
     while True:
         depth = len(scope.path) + 1
-        paths = [owner_of(layer)[:depth] for layer in graph.layers]
+        paths = [owner_path(layer)[:depth] for layer in graph.layers]
         outer = [path if path != scope.path[: len(path)] else () for path in paths]
         blocks = _with_light_layers(graph, outer, regions=False)
-        wrapped = [part for part in scope.parts.values() if 10 * part.heavy >= 9 * root.heavy > 0 and part.parts]
+        wrapped = [
+            child for child in scope.children.values() if 10 * child.heavy >= 9 * root.heavy > 0 and child.children
+        ]
         if len(blocks) > 2 or not wrapped:
             return blocks
         scope = wrapped[0]
 
 
 def _with_light_layers(graph: LayerGraph, unit_of: list[tuple[str, ...]], *, regions: bool) -> list[Block]:
-    """Blocks around the heavy layers.
+    """Return blocks around the heavy layers.
 
     Args:
         unit_of: path of the module that each layer belongs to, () for none.
-        regions: keep whole what lies between two articulations.
+        regions: keep whole what lies between two single-value cuts.
     """
     heavy = heavy_positions(graph)
     begin = next(k for k, layer in enumerate(graph.layers) if layer.kind != INPUT)
@@ -81,14 +83,14 @@ def _with_light_layers(graph: LayerGraph, unit_of: list[tuple[str, ...]], *, reg
             # What stands between a block and a lone linear layer, pooling mostly, makes a head with that layer.
             starts.append(before.stop)
         else:
-            places = range(before.stop, after.start + 1)
-            allowed = [place for place in places if graph.can_cut(place)] or places
-            starts.append(min(allowed, key=lambda place: (across[place], -place)))
+            between = range(before.stop, after.start + 1)
+            allowed = [position for position in between if graph.can_cut(position)] or between
+            starts.append(min(allowed, key=lambda position: (across[position], -position)))
     return [Block(start, stop, run.scope) for run, start, stop in zip(rich, starts, [*starts[1:], end], strict=True)]
 
 
 def _runs(unit_of: list[tuple[str, ...]], begin: int, end: int) -> list[Block]:
-    """Neighbours of one unit together, each other layer alone."""
+    """Return neighbours of one unit as one block, each other layer as a block alone."""
     runs: list[Block] = []
     for position in range(begin, end):
         if runs and unit_of[position] and unit_of[position] == runs[-1].scope:
@@ -101,11 +103,11 @@ def _runs(unit_of: list[tuple[str, ...]], begin: int, end: int) -> list[Block]:
 def _whole_regions(
     graph: LayerGraph, runs: list[Block], unit_of: list[tuple[str, ...]], heavy: frozenset[int]
 ) -> list[Block]:
-    """Runs of one region put together, unless units repeat in it."""
+    """Return the runs with those of one region put together, unless units repeat in it."""
     inside: set[int] = set()
-    for first, last in pairwise([*articulations(graph), len(graph.layers)]):
+    for first, last in pairwise([*single_value_cuts(graph), len(graph.layers)]):
         touched = [range(run.start, run.stop) for run in runs if run.scope and run.start < last and run.stop > first]
-        large = [list(places) for places in touched if len(heavy.intersection(places)) > 1]
+        large = [list(positions) for positions in touched if len(heavy.intersection(positions)) > 1]
         if not repeated(graph, large):
             inside.update(range(first + 1, last))
     merged: list[Block] = []
@@ -126,7 +128,7 @@ def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _joined(runs: list[Block]) -> list[Block]:
-    """Runs of one unit that only light layers stood between are one."""
+    """Return the runs with those of one unit put together that only light layers stood between."""
     result: list[Block] = []
     for run in runs:
         if result and run.scope and run.scope == result[-1].scope:

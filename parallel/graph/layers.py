@@ -40,8 +40,8 @@ class Layer:
         saved: (number, bytes) of each piece of memory that autograd keeps of it for backward, parameters and buffers
             not counted; layers that keep the same memory name the same number.
         ops: what its forward pass computes.
-        gives: (number, bytes) of each piece of memory that its value lies in, numbered as in ``saved``; with none, the
-            value is taken to lie in memory of its own.
+        output_storages: (number, bytes) of each storage that its value lies in, numbered as in ``saved``; with none,
+            the value is taken to lie in memory of its own.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Layer:
     scope: str = ""
     saved: tuple[tuple[int, int], ...] = ()
     ops: tuple[Op, ...] = ()
-    gives: tuple[tuple[int, int], ...] = ()
+    output_storages: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,18 @@ class LayerGraph:
 
     @functools.cached_property
     def owned_bytes(self) -> tuple[int, ...]:
-        """By position: of a layer's parameters; a module that is called again has none left."""
+        """Return by position the bytes of a layer's parameters; a module that is called again has none left."""
         seen: set[str] = set()
-        found = []
+        owned = []
         for layer in self.layers:
-            found.append(0 if layer.module in seen else layer.param_bytes)
+            owned.append(0 if layer.module in seen else layer.param_bytes)
             if layer.module:
                 seen.add(layer.module)
-        return tuple(found)
+        return tuple(owned)
 
     @functools.cached_property
     def last_uses(self) -> tuple[int, ...]:
-        """For each position the last that uses its value; its own where none does."""
+        """Return for each position the last that uses its value; its own where none does."""
         last = list(range(len(self.layers)))
         for position, layer in enumerate(self.layers):
             for name in layer.inputs:
@@ -107,18 +107,19 @@ class LayerGraph:
 
     @functools.cached_property
     def freed_bytes(self) -> tuple[int, ...]:
-        """By position: of what a layer keeps and no layer before it; its backward pass is the last to need that."""
+        """Return by position the bytes that a layer saves and no layer before it; its backward pass is the last to need
+        them."""
         seen: set[int] = set()
-        found = []
+        freed = []
         for layer in self.layers:
-            own = {number: size for number, size in layer.saved if number not in seen}
-            seen |= own.keys()
-            found.append(sum(own.values()))
-        return tuple(found)
+            first_saved = {number: size for number, size in layer.saved if number not in seen}
+            seen |= first_saved.keys()
+            freed.append(sum(first_saved.values()))
+        return tuple(freed)
 
     @functools.cached_property
     def asked_back(self) -> frozenset[str]:
-        """Names of the values that the output's gradient flows back to.
+        """Return names of the values that the output's gradient flows back to.
 
         Parameters before what only a detached value uses, or nothing, have no gradient at all, which an optimizer takes
         for another thing than zero. Layers around a value that is changed in place count as one, since what goes in
@@ -140,22 +141,22 @@ class LayerGraph:
         return frozenset(names)
 
     def flows_back(self, name: str) -> bool:
-        """True where a gradient may come back for a value: also for one that is differentiable only once something was
-        written into it."""
+        """Return whether a gradient may come back for a value: also for one that is differentiable only once something
+        was written into it."""
         position = self.position[name]
         return name in self.asked_back and (self.layers[position].differentiable or position in self._written)
 
     @functools.cached_property
     def _written(self) -> frozenset[int]:
-        """Positions around values that are changed in place, where a layer there is differentiable."""
+        """Return positions around values that are changed in place, where a layer there is differentiable."""
         spans = [range(first, last + 1) for first, last in self.inseparable]
         return frozenset(k for span in spans if any(self.layers[k].differentiable for k in span) for k in span)
 
     def can_cut(self, position: int) -> bool:
-        """True when a stage may end before ``layers[position]``."""
+        """Return whether a stage may end before ``layers[position]``."""
         return position not in self._held
 
     @functools.cached_property
     def _held(self) -> frozenset[int]:
-        """Positions before which no cut may fall."""
-        return frozenset(at for first, last in self.inseparable for at in range(first + 1, last + 1))
+        """Return positions before which no cut may fall."""
+        return frozenset(k for first, last in self.inseparable for k in range(first + 1, last + 1))

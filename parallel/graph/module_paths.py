@@ -1,4 +1,4 @@
-"""From the paths of modules to units: the modules that are blocks of a model, whatever calls them.
+"""Units of a model by the paths of its modules: those that are its blocks, whatever calls them.
 
 Takes a ``LayerGraph``; gives the unit of each layer. A module is looked into when it only strings modules together
 (``layer1``, a list of cells) or repeats one several times in series (a dense block), and is a unit otherwise: a
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from parallel.graph.articulation import carries
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.graph.single_value_cuts import carries_data
 
 
-def owner_of(layer: Layer) -> tuple[str, ...]:
-    """Path of the module whose forward calls the layer."""
+def owner_path(layer: Layer) -> tuple[str, ...]:
+    """Return the path of the module whose forward calls the layer."""
     path = layer.scope.split(".") if layer.scope else []
     return tuple(path[:-1] if layer.module else path)
 
 
 def heavy_positions(graph: LayerGraph) -> frozenset[int]:
-    """Positions of the layers that multiply matrices: convolutions, linear layers, attention; of all that compute
-    where the graph knows no flops."""
+    """Return positions of the layers that multiply matrices: convolutions, linear layers, attention; of all that
+    compute where the graph knows no flops."""
     known = frozenset(position for position, layer in enumerate(graph.layers) if layer.flops > 0)
     return known or frozenset(
         k for k, layer in enumerate(graph.layers) if layer.kind not in (INPUT, OUTPUT, "get_attr")
@@ -35,44 +35,44 @@ class Scope:
     Attributes:
         path: in the model.
         positions: in ``graph.layers``, of all layers inside, in order.
-        parts: modules directly inside that hold layers themselves, in the order they first run.
-        glue: its own forward computes something between them, with data.
+        children: modules directly inside that hold layers themselves, in the order they first run.
+        computes: its own forward computes something between them, with data.
         heavy: number of layers inside that multiply matrices.
     """
 
     path: tuple[str, ...]
     positions: list[int] = field(default_factory=list)
-    parts: dict[str, Scope] = field(default_factory=dict)
-    glue: bool = False
+    children: dict[str, Scope] = field(default_factory=dict)
+    computes: bool = False
     heavy: int = 0
 
     @property
     def inner(self) -> list[Scope]:
-        """Parts with more than one heavy layer."""
-        return [part for part in self.parts.values() if part.heavy > 1]
+        """Return the children with more than one heavy layer."""
+        return [child for child in self.children.values() if child.heavy > 1]
 
 
 def scope_tree(graph: LayerGraph) -> Scope:
-    """The model's own scope, with all others inside."""
+    """Return the model's own scope, with all others inside."""
     root, heavy = Scope(()), heavy_positions(graph)
     for position, layer in enumerate(graph.layers):
-        scope, path = root, owner_of(layer)
+        scope, path = root, owner_path(layer)
         for depth in range(len(path) + 1):
             if depth:
-                scope = scope.parts.setdefault(path[depth - 1], Scope(path[:depth]))
+                scope = scope.children.setdefault(path[depth - 1], Scope(path[:depth]))
             scope.positions.append(position)
             scope.heavy += position in heavy
-        scope.glue = scope.glue or (not layer.module and carries(layer))
+        scope.computes = scope.computes or (not layer.module and carries_data(layer))
     return root
 
 
 def signature(graph: LayerGraph, positions: list[int]) -> tuple[str, ...]:
-    """What two calls of equal modules have in common: the kinds of their layers."""
+    """Return what two calls of equal modules have in common: the kinds of their layers."""
     return tuple(graph.layers[position].kind for position in positions)
 
 
 def in_series(graph: LayerGraph, first: list[int], second: list[int]) -> bool:
-    """A layer of ``second`` depends on one of ``first``; positions of both in order."""
+    """Return whether a layer of ``second`` depends on one of ``first``; positions of both in order."""
     reached = {graph.layers[position].name for position in first}
     for layer in graph.layers[first[0] : second[-1] + 1]:
         if layer.name not in reached and any(name in reached for name in layer.inputs):
@@ -80,20 +80,21 @@ def in_series(graph: LayerGraph, first: list[int], second: list[int]) -> bool:
     return any(graph.layers[position].name in reached for position in second)
 
 
-def repeated(graph: LayerGraph, parts: list[list[int]]) -> list[list[int]]:
-    """Those of ``parts`` (positions, in order of their first) that follow or precede an equal one, in series."""
-    kinds = [signature(graph, part) for part in parts]
-    found: set[int] = set()
+def repeated(graph: LayerGraph, groups: list[list[int]]) -> list[list[int]]:
+    """Return those of ``groups`` (positions, in order of their first) that follow or precede an equal one, in
+    series."""
+    repeats: set[int] = set()
     latest: dict[tuple[str, ...], int] = {}
-    for k, kind in enumerate(kinds):
-        if kind in latest and in_series(graph, parts[latest[kind]], parts[k]):
-            found |= {latest[kind], k}
+    for k, group in enumerate(groups):
+        kind = signature(graph, group)
+        if kind in latest and in_series(graph, groups[latest[kind]], group):
+            repeats |= {latest[kind], k}
         latest[kind] = k
-    return [parts[k] for k in sorted(found)]
+    return [groups[k] for k in sorted(repeats)]
 
 
-def units(graph: LayerGraph) -> list[tuple[str, ...]]:
-    """For each layer, the path of its unit; () for layers that are called between units."""
+def unit_paths(graph: LayerGraph) -> list[tuple[str, ...]]:
+    """Return for each layer the path of its unit; () for layers that are called between units."""
     root = scope_tree(graph)
     copies: dict[tuple[str, ...], int] = {}
     for scope in _all(root):
@@ -102,29 +103,31 @@ def units(graph: LayerGraph) -> list[tuple[str, ...]]:
     opened = {scope.path for scope in _all(root) if _is_opened(graph, scope, root, copies)}
     result: list[tuple[str, ...]] = []
     for layer in graph.layers:
-        path = owner_of(layer)
+        path = owner_path(layer)
         depth = next((depth for depth in range(len(path) + 1) if path[:depth] not in opened), None)
         result.append(() if depth is None else path[:depth])
     return result
 
 
 def _all(scope: Scope) -> list[Scope]:
-    return [scope, *(inside for part in scope.parts.values() for inside in _all(part))]
+    return [scope, *(inside for child in scope.children.values() for inside in _all(child))]
 
 
 def _is_opened(graph: LayerGraph, scope: Scope, root: Scope, copies: dict[tuple[str, ...], int]) -> bool:
     if not scope.path or (2 * scope.heavy > root.heavy and len(scope.inner) > 1):
         return True
-    if len(scope.inner) > 1 and not scope.glue:
+    if _only_strings(scope):
         return True
     if not scope.inner:
         # A plain chain, as VGG's: a unit only where the model has it several times.
-        return not scope.glue and scope.heavy > 1 and copies[signature(graph, scope.positions)] == 1
-    again = repeated(graph, [part.positions for part in scope.inner])
-    heavy = len(heavy_positions(graph).intersection(position for part in again for position in part))
-    return 2 * heavy >= scope.heavy or any(_strings(part) and 2 * part.heavy >= scope.heavy for part in scope.inner)
+        return not scope.computes and scope.heavy > 1 and copies[signature(graph, scope.positions)] == 1
+    repeats = repeated(graph, [child.positions for child in scope.inner])
+    heavy = len(heavy_positions(graph).intersection(position for group in repeats for position in group))
+    if 2 * heavy >= scope.heavy:
+        return True
+    return any(_only_strings(child) and 2 * child.heavy >= scope.heavy for child in scope.inner)
 
 
-def _strings(scope: Scope) -> bool:
-    """It only strings several modules together."""
-    return len(scope.inner) > 1 and not scope.glue
+def _only_strings(scope: Scope) -> bool:
+    """Return whether the module only strings several others together."""
+    return len(scope.inner) > 1 and not scope.computes

@@ -1,4 +1,4 @@
-"""What layers would cost on a device that nobody has: enough to split a model evenly, the same on every rank.
+"""Costs of layers on a nominal device: enough to split a model evenly, the same on every rank.
 
 Takes the ``LayerGraph``; gives seconds by position in ``graph.layers``.
 """
@@ -18,7 +18,7 @@ PASSES = 3
 
 
 def equal_cost(graph: LayerGraph) -> list[float]:
-    """Estimated seconds per layer, forward and backward, for the traced shapes.
+    """Return estimated seconds per layer, forward and backward, for the traced shapes.
 
     The device is a nominal one, so that every rank of every machine finds the same split; only ratios matter.
     """

@@ -1,6 +1,6 @@
-"""What a layer computes, operation by operation: what a prediction of its time needs, without a tensor in it.
+"""The operations of a layer: what a prediction of its time needs, without a tensor in it.
 
-Noted by ``fake_run`` while a traced model runs on tensors without data. No torch here.
+Recorded by ``fake_run`` while a traced model runs on tensors without data. No torch here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers -> stages, and what passes between the stages.
+"""Partitions of a model: which layers each stage has, and what passes between the stages.
 
 A partition is a list of cuts through the graph's order, so that every value flows from earlier stages to later ones. A
 value that several stages use is sent to each of them directly by the stage that made it. Cuts come from a list
@@ -17,11 +17,12 @@ from itertools import accumulate, pairwise
 
 from parallel.graph.layers import INPUT, RANDOM_STATE, Layer, LayerGraph
 from parallel.graph.nominal_cost import equal_cost
+from parallel.graph.single_value_cuts import bytes_across
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """``value`` goes from stage ``source``, which makes it, to stage ``target``, which uses it."""
+    """A ``value`` that stage ``source`` makes and sends to stage ``target``, which uses it."""
 
     source: int
     target: int
@@ -42,13 +43,13 @@ class Partition:
 
     @property
     def depth(self) -> int:
-        """Number of stages, D."""
+        """Return the number of stages, D."""
         return len(self.starts)
 
     @functools.cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Between stages, by source, target and value."""
-        found = {
+        """Return the edges between stages, by source, target and value."""
+        edges = {
             Edge(source, target, value, self.graph.flows_back(value))
             for target in range(self.depth)
             for layer in self.layers_of(target)
@@ -56,12 +57,12 @@ class Partition:
             if (source := self.stage_of(value)) < target
         }
         drawing = [stage for stage in range(self.depth) if any(layer.random for layer in self.layers_of(stage))]
-        found |= {Edge(source, target, RANDOM_STATE, False) for source, target in pairwise(drawing)}
-        return tuple(sorted(found))
+        edges |= {Edge(source, target, RANDOM_STATE, False) for source, target in pairwise(drawing)}
+        return tuple(sorted(edges))
 
     @functools.cached_property
     def links(self) -> Mapping[tuple[int, int], bool]:
-        """(source, target) -> a gradient comes back; for every pair of stages between which a value passes."""
+        """Return (source, target) -> whether a gradient comes back, for all stages between which a value passes."""
         links: dict[tuple[int, int], bool] = {}
         for edge in self.edges:
             link = (edge.source, edge.target)
@@ -69,30 +70,31 @@ class Partition:
         return links
 
     def stage_of(self, name: str) -> int:
-        """The stage that makes the value ``name``."""
+        """Return the stage that makes the value ``name``."""
         return bisect.bisect_right(self.starts, self.graph.position[name]) - 1
 
     def layers_of(self, stage: int) -> tuple[Layer, ...]:
-        """In the order they run."""
+        """Return the layers of ``stage``, in the order they run."""
         end = self.starts[stage + 1] if stage + 1 < self.depth else len(self.graph.layers)
         return self.graph.layers[self.starts[stage] : end]
 
     def inputs_of(self, stage: int) -> tuple[str, ...]:
-        """Names of the values that ``stage`` is given, in the order of ``edges``; the model's input for stage 0."""
+        """Return names of the values that ``stage`` is given, in the order of ``edges``; the model's input for stage
+        0."""
         if stage == 0:
             return tuple(layer.name for layer in self.graph.layers if layer.kind == INPUT)
         return tuple(edge.value for edge in self.edges if edge.target == stage and edge.value != RANDOM_STATE)
 
     def outputs_of(self, stage: int) -> tuple[str, ...]:
-        """Names of the values of ``stage`` that others use, in the order they are made; the last stage gives what the
-        model returns."""
+        """Return names of the values of ``stage`` that others use, in the order they are made; of the last stage the
+        name of what the model returns."""
         if stage == self.depth - 1:
             return (self.graph.layers[-1].name,)
         sent = {edge.value for edge in self.edges if edge.source == stage}
         return tuple(layer.name for layer in self.layers_of(stage) if layer.name in sent)
 
     def bytes_over(self, source: int, target: int) -> int:
-        """Bytes that one microbatch sends from ``source`` to ``target``, for the traced shapes."""
+        """Return the bytes that one microbatch sends from ``source`` to ``target``, for the traced shapes."""
         return sum(
             self.graph.by_name[edge.value].output_bytes
             for edge in self.edges
@@ -101,12 +103,12 @@ class Partition:
 
 
 def cut_positions(graph: LayerGraph) -> list[int]:
-    """Positions at which a stage may begin: the model's input alone, or its output alone, is no stage."""
+    """Return positions at which a stage may begin: the model's input alone, or its output alone, is no stage."""
     return [position for position in range(2, len(graph.layers) - 1) if graph.can_cut(position)]
 
 
 def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
-    """The partition whose stages, after the first, begin at ``cuts``.
+    """Return the partition whose stages, after the first, begin at ``cuts``.
 
     Args:
         cuts: names of layers, or paths of modules ("layer3", "layer2.0.conv1"), in the order they run.
@@ -114,17 +116,17 @@ def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
     Raises:
         ValueError: all that is wrong with the list: unknown names, cuts out of order, cuts where none may fall.
     """
-    places = _places(graph)
+    positions = _positions_by_name(graph)
     allowed = cut_positions(graph)
     faults, starts = [], [0]
     for cut in cuts:
-        if cut not in places:
-            close = difflib.get_close_matches(cut, places, n=3)
+        if cut not in positions:
+            close = difflib.get_close_matches(cut, positions, n=3)
             faults.append(
                 f"{cut!r} is no layer or module of the model" + (f"; close are {', '.join(close)}" if close else "")
             )
             continue
-        start = places[cut]
+        start = positions[cut]
         if not graph.can_cut(start):
             first, last = next(r for r in graph.inseparable if r[0] < start <= r[1])
             faults.append(
@@ -142,7 +144,8 @@ def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
 
 
 def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | None = None) -> Partition:
-    """The partition into ``stages`` whose slowest stage is fastest; of those, the one with fewest bytes over its cuts.
+    """Return the partition into ``stages`` whose slowest stage is fastest; of those, the one with fewest bytes over its
+    cuts.
 
     Exact over all places where a cut may fall.
 
@@ -159,14 +162,14 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     sums = list(accumulate(costs, initial=0.0))
     ends = [0, *allowed, len(graph.layers)]
     upto = [sums[end] for end in ends]
-    crossing = _bytes_at(graph)
+    crossing = bytes_across(graph)
     limit = _smallest_limit(upto, stages)
     chosen = _fewest_bytes(upto, [crossing[end] for end in ends], stages, limit)
     return Partition(graph, tuple(ends[block] for block in chosen))
 
 
 def too_many(graph: LayerGraph, most: int, stages: int) -> str:
-    """That a model of at most ``most`` stages cannot have ``stages``, and why not."""
+    """Return the message that a model of at most ``most`` stages cannot have ``stages``, and why not."""
     text = (
         f"the model can be cut into 1 to {most} stages; got {stages}. A stage needs a layer of its own, and values "
         "changed in place and shared parameters hold layers together"
@@ -180,15 +183,15 @@ def too_many(graph: LayerGraph, most: int, stages: int) -> str:
     return text
 
 
-def _places(graph: LayerGraph) -> dict[str, int]:
-    """Position of every name a cut can be given by; a layer's name goes before a module's path."""
-    places: dict[str, int] = {}
+def _positions_by_name(graph: LayerGraph) -> dict[str, int]:
+    """Return the position of every name a cut can be given by; a layer's name goes before a module's path."""
+    positions: dict[str, int] = {}
     for position, layer in enumerate(graph.layers):
-        parts = layer.scope.split(".")
-        for length in range(1, len(parts) + 1):
+        names = layer.scope.split(".")
+        for length in range(1, len(names) + 1):
             if layer.scope:
-                places.setdefault(".".join(parts[:length]), position)
-    return places | {layer.name: position for position, layer in enumerate(graph.layers)}
+                positions.setdefault(".".join(names[:length]), position)
+    return positions | {layer.name: position for position, layer in enumerate(graph.layers)}
 
 
 def _nearest(graph: LayerGraph, allowed: Sequence[int], start: int) -> str:
@@ -198,19 +201,8 @@ def _nearest(graph: LayerGraph, allowed: Sequence[int], start: int) -> str:
     return f"; the nearest places are before {' and before '.join(names)}" if names else "; no place is left"
 
 
-def _bytes_at(graph: LayerGraph) -> list[int]:
-    """For every position, the bytes of the values made before it and used from it on."""
-    change = [0] * (len(graph.layers) + 2)
-    last = {name: position for position, layer in enumerate(graph.layers) for name in layer.inputs}
-    for position, layer in enumerate(graph.layers):
-        if layer.name in last:
-            change[position + 1] += layer.output_bytes
-            change[last[layer.name] + 1] -= layer.output_bytes
-    return list(accumulate(change))
-
-
 def _smallest_limit(upto: Sequence[float], stages: int) -> float:
-    """The cost of the slowest stage at best, where ``upto[j]`` is the cost of the first j blocks.
+    """Return the least cost of the slowest of ``stages``, where ``upto[j]`` is the cost of the first j blocks.
 
     Best cost of the first j blocks in d stages, from that in d - 1: the best last cut is where the two sides meet.
     """
@@ -224,12 +216,13 @@ def _smallest_limit(upto: Sequence[float], stages: int) -> float:
 
 
 def _met(before: Sequence[float], upto: Sequence[float], total: float, i: int) -> bool:
-    """What stands before a cut after ``i`` blocks costs at least as much as what stands behind it."""
+    """Return whether what stands before a cut after ``i`` blocks costs at least as much as what stands behind it."""
     return before[i] >= total - upto[i]
 
 
 def _fewest_bytes(upto: Sequence[float], crossing: Sequence[int], stages: int, limit: float) -> list[int]:
-    """Blocks that begin a stage: no stage above ``limit`` and none empty, the sum of ``crossing`` at them smallest."""
+    """Return the blocks that begin a stage: no stage above ``limit`` and none empty, the sum of ``crossing`` at them
+    smallest."""
     blocks = len(upto) - 1
     bytes_: list[float] = [0 if j == 0 else float("inf") for j in range(blocks + 1)]
     chosen: list[list[int]] = []

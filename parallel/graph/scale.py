@@ -1,4 +1,4 @@
-"""From the graph of a microbatch of one tile to that of any number of tiles, without tracing again.
+"""Graphs for microbatches of any number of tiles, from that of one tile, without tracing again.
 
 Takes a ``LayerGraph``; gives one with its bytes, flops and operations scaled. What belongs to parameters stays: their
 bytes, what operations read of them, and the copies of lower precision that autocast makes. Statistics that
@@ -20,7 +20,7 @@ CAST = "_to_copy"
 
 
 def with_tiles(graph: LayerGraph, tiles: int) -> LayerGraph:
-    """``graph``, traced with one tile, for a microbatch of ``tiles`` tiles.
+    """Return ``graph``, traced with one tile, for a microbatch of ``tiles`` tiles.
 
     Raises:
         ValueError: ``tiles`` is not positive.
@@ -47,13 +47,13 @@ def _scaled(layer: Layer, tiles: int) -> Layer:
         flops=layer.flops * tiles,
         saved=tuple(saved),
         ops=tuple(_scaled_op(op, _parameter_bytes(op, layer), tiles) for op in layer.ops),
-        gives=tuple((number, size * tiles) for number, size in layer.gives),
+        output_storages=tuple((number, size * tiles) for number, size in layer.output_storages),
     )
 
 
 @functools.lru_cache(maxsize=1024)  # the blocks of a model repeat their operations
 def _scaled_op(op: Op, fixed: int, tiles: int) -> Op:
-    """``op``, of which ``fixed`` bytes are read of parameters."""
+    """Return ``op`` for ``tiles`` tiles; ``fixed`` of the bytes it reads are of parameters."""
     if _casts_parameter(op):
         return op
     shape = op.convolution
@@ -71,7 +71,7 @@ def _casts_parameter(op: Op) -> bool:
 
 
 def _parameter_bytes(op: Op, layer: Layer) -> int:
-    """What ``op`` reads of parameters: known of convolutions, and of layers of one operation."""
+    """Return the bytes that ``op`` reads of parameters: known of convolutions, and of layers of one operation."""
     if op.convolution is not None:
         shape = op.convolution
         size = op.written_bytes // (shape.batch * shape.channels_out * math.prod(shape.size_out))

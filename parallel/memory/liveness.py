@@ -66,8 +66,8 @@ def maker(graph: LayerGraph, position: int) -> int:
 
 
 def _value(layer: Layer) -> tuple[tuple[int | str, int], ...]:
-    if layer.gives or not layer.output_bytes:
-        return layer.gives
+    if layer.output_storages or not layer.output_bytes:
+        return layer.output_storages
     return ((layer.name, layer.output_bytes),)
 
 

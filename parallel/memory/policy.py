@@ -31,7 +31,8 @@ class ActivationPolicy:
 
     Attributes:
         recompute: "none"; "stage": nothing is kept but what enters a stage; "block": what enters a block of the model
-            (``blocks``); a number k, as text: what enters every k layers; "chosen": as ``chosen`` says.
+            (``blocks``); a number k, as text: what enters every k layers; "optimal": what enters the runs
+            of ``chosen``, which a planner finds.
         chosen: names of the first and last layer of each run of layers that is computed again.
         offload: what is kept is moved to the host.
         ahead: bytes of activations that offloading leaves on the device, or brings back ahead of their use; of all
@@ -52,11 +53,11 @@ class ActivationPolicy:
     parameters: bool = False
 
     def __post_init__(self) -> None:
-        known = self.recompute in ("none", "stage", "block", "chosen") or (
+        known = self.recompute in ("none", "stage", "block", "optimal") or (
             self.recompute.isdecimal() and int(self.recompute) > 0
         )
         assert known, self.recompute
-        assert self.recompute == "chosen" or not self.chosen, self.chosen
+        assert self.recompute == "optimal" or not self.chosen, self.chosen
 
     @property
     def stagewise(self) -> bool:
@@ -66,7 +67,22 @@ class ActivationPolicy:
     @property
     def segmented(self) -> bool:
         """Parts of a stage are computed again within its backward pass."""
-        return self.recompute not in ("none", "stage")
+        return bool(self.chosen) if self.recompute == "optimal" else self.recompute not in ("none", "stage")
+
+    @property
+    def moves(self) -> bool:
+        """What is kept goes to the host."""
+        return self.offload != "none"
+
+    @property
+    def saves(self) -> bool:
+        """Takes time to need less memory for what is kept."""
+        return self.recompute != "none" or self.moves
+
+    @property
+    def state(self) -> Literal["none", "optimizer", "parameters"]:
+        """What is on the host besides activations, as ``--offload-state`` names it."""
+        return "parameters" if self.parameters else "optimizer" if self.optimizer else "none"
 
 
 KEEP_ALL = ActivationPolicy()

@@ -65,7 +65,7 @@ def chosen_runs(
             rooms[stage] = min(rooms[stage], part * (limit_bytes - own))
 
     def taken(runs: Runs) -> list[int]:
-        stages = memory.kept(partition, ActivationPolicy("chosen", runs))
+        stages = memory.kept(partition, ActivationPolicy("optimal", runs))
         ranks = rank_bytes(
             partition,
             placement,
@@ -101,7 +101,7 @@ def chosen_runs_of_whole(
     memory = StageMemory(graph) if memory is None else memory
 
     def taken(runs: Runs) -> list[int]:
-        (stage,) = memory.kept(partition, ActivationPolicy("chosen", runs))
+        (stage,) = memory.kept(partition, ActivationPolicy("optimal", runs))
         return [whole_bytes(name, ranks, m, graph, slots, device, stage=stage).total]
 
     room = limit_bytes - (2 + slots) * sum(graph.owned_bytes)

@@ -33,7 +33,7 @@ CLOSE = 1.15
 """Times the budget from which steps may lead below it."""
 SCALES = (0.94, 0.88, 0.78, 0.6, 1.07, 1.15, 1.3, 1.6)
 """Times the budget that a plan is made for: what it really takes may be less or more."""
-RULE = ActivationPolicy("chosen")
+RULE = ActivationPolicy("optimal")
 
 Plan = tuple[Segment, ...]
 

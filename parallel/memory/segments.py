@@ -28,7 +28,7 @@ def segments_of(partition: Partition, stage: int, keeping: ActivationPolicy) -> 
     stop = partition.starts[stage + 1] if stage + 1 < partition.depth else len(graph.layers)
     if not keeping.segmented:
         return (Segment(start, stop, False),)
-    if keeping.recompute == "chosen":
+    if keeping.recompute == "optimal":
         return _of_runs(start, stop, _runs(graph, keeping.chosen))
     places = [place for place in _places(graph, keeping.recompute) if start < place < stop]
     bounds = list(pairwise([start, *places, stop]))

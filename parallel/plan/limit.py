@@ -61,7 +61,7 @@ def working_set(graph: LayerGraph, layer: Layer) -> int:
     given = [graph.by_name[name] for name in layer.inputs]
     saved = sum(size for _, size in layer.saved)
     shared = {number for number, _ in layer.saved}
-    around = [one for one in (*given, layer) if shared.isdisjoint(number for number, _ in one.gives)]
+    around = [one for one in (*given, layer) if shared.isdisjoint(number for number, _ in one.output_storages)]
     forward = saved + sum(one.output_bytes for one in around)
     backward = saved + sum(one.output_bytes for one in (*given, layer) if one.differentiable)
     return max(forward, backward)
@@ -75,7 +75,7 @@ def too_small(rows: Sequence[PlanRow], cluster: Cluster) -> str:
         return f"no strategy can run: {'; '.join(reasons) or 'more ranks than --batch has tiles'}"
     nearest = min(known, key=lambda row: row.over_bytes)
     return (
-        f"nothing fits in {bytes_text(cluster.memory_bytes)} a rank: {nearest.candidate} needs least, "
+        f"nothing fits in {bytes_text(cluster.memory_bytes)} a rank: {nearest.strategy} needs least, "
         f"{bytes_text(cluster.needed_bytes(max(nearest.peak_bytes)))}. Use more ranks, a smaller --tile, or "
         "--precision bf16"
     )

@@ -6,13 +6,13 @@ torch here.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.plan.candidate import Candidate
+from parallel.memory.policy import ActivationPolicy
+from parallel.strategy import Strategy
 
 VERSION = 2
 SIMPLER = 0.01
@@ -21,68 +21,74 @@ SIMPLER = 0.01
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What is known of one candidate before it runs.
+    """What is known of one strategy before it runs.
 
     Attributes:
-        cuts: names of the layers that begin a stage.
         images_per_second: predicted; None where times are not known or it cannot run.
         bubble: part of the ranks' time in which they wait for each other.
         peak_bytes: per rank of one group, from its first.
         over_bytes: by how much the fullest rank misses the memory, or the host's; 0 where it fits.
         refused: why it cannot run whatever the memory.
-        chosen: names of the first and last layer of each run of layers that is computed again, where recomputation is
-            "optimal".
-        ahead_bytes: that offloading leaves on the device, or brings back ahead of their use.
     """
 
-    candidate: Candidate
-    cuts: tuple[str, ...] = ()
+    strategy: Strategy
     images_per_second: float | None = None
     step_s: float | None = None
     bubble: float | None = None
     peak_bytes: tuple[int, ...] = ()
     over_bytes: int = 0
     refused: str = ""
-    chosen: tuple[tuple[str, str], ...] = ()
-    ahead_bytes: int = 0
 
     @property
     def fits(self) -> bool:
         return not self.refused and self.over_bytes == 0
 
     def to_json(self) -> dict[str, Any]:
-        """As a row of ``candidates.json``."""
-        candidate = dataclasses.asdict(self.candidate)
+        """Return the row as ``candidates.json`` has it."""
+        strategy = self.strategy
         return {
-            "strategy": candidate.pop("name"),
+            "strategy": strategy.name,
             "fits": self.fits,
             "images_per_second": self.images_per_second,
             "peak_memory_bytes": list(self.peak_bytes),
             "over_bytes": self.over_bytes,
             "step_s": self.step_s,
             "bubble": self.bubble,
-            "cuts": list(self.cuts),
+            "cuts": list(strategy.cuts),
             "refused": self.refused,
-            "recomputed": [list(run) for run in self.chosen],
-            "ahead_bytes": self.ahead_bytes,
-            **candidate,
+            "recomputed": [list(run) for run in strategy.policy.chosen],
+            "ahead_bytes": strategy.policy.ahead,
+            "ranks": strategy.ranks,
+            "depth": strategy.depth,
+            "m": strategy.m,
+            "chunks": strategy.chunks,
+            "recompute": strategy.policy.recompute,
+            "offload": strategy.policy.moves,
+            "shard_optimizer": strategy.shard_optimizer,
         }
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> PlanRow:
-        names = [field.name for field in dataclasses.fields(Candidate)]
-        candidate = Candidate(**{name: row["strategy" if name == "name" else name] for name in names})
+        """Return the row that ``to_json`` wrote.
+
+        Raises:
+            KeyError: something of it is missing.
+        """
+        policy = ActivationPolicy(
+            row["recompute"],
+            tuple((first, last) for first, last in row["recomputed"]),
+            "overlap" if row["offload"] else "none",
+            row["ahead_bytes"],
+        )
+        ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
         return cls(
-            candidate,
-            tuple(row["cuts"]),
+            Strategy(row["strategy"], ranks, depth, m, chunks, tuple(row["cuts"]), policy, row["shard_optimizer"]),
             row["images_per_second"],
             row["step_s"],
             row["bubble"],
             tuple(row["peak_memory_bytes"]),
             row["over_bytes"],
             row["refused"],
-            tuple((first, last) for first, last in row["recomputed"]),
-            row["ahead_bytes"],
         )
 
 
@@ -143,5 +149,5 @@ def best_of(rows: Iterable[PlanRow]) -> PlanRow | None:
 
 def _better(row: PlanRow, best: PlanRow) -> bool:
     if row.images_per_second is None and best.images_per_second is None:
-        return len(row.candidate.savings.split("+")) < len(best.candidate.savings.split("+"))
+        return len(row.strategy.savings.split("+")) < len(best.strategy.savings.split("+"))
     return (row.images_per_second or 0) > (1 + SIMPLER) * (best.images_per_second or 0)

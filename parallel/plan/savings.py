@@ -1,6 +1,6 @@
 """Which ways of needing less memory a search may take, and in which order it tries them.
 
-Takes a ``Candidate``; gives it again with its optimizer state shared, parts of it computed again, or what it keeps
+Takes a strategy; gives it again with its optimizer state shared, parts of it computed again, or what it keeps
 moved to the host. Each costs time. No torch here.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel.plan.candidate import Candidate
+from parallel.strategy import Strategy
 
 RECOMPUTE = ("none", "stage", "block", "optimal")
 
@@ -20,24 +20,24 @@ class Savings:
     """What is open to a search.
 
     Attributes:
-        recompute: of ``Candidate``, the values it may have; "none" where nothing has to be computed again.
-        offload: likewise.
+        recompute: of ``ActivationPolicy``, the values it may have; "none" where nothing has to be computed again.
+        offload: whether what is kept may be moved to the host.
     """
 
     recompute: tuple[str, ...] = RECOMPUTE
     offload: tuple[bool, ...] = (False, True)
 
-    def tiers(self, candidate: Candidate) -> Iterator[list[Candidate]]:
+    def tiers(self, candidate: Strategy) -> Iterator[list[Strategy]]:
         """``candidate`` first, where nothing else is asked for; then variants of it that need less memory and more
         time. Which of a tier is the fastest depends on the machine; those of a later tier need less memory."""
         again = [how for how in self.recompute if how != "none" and _can_recompute(candidate, how)]
         if self.recompute != ("optimal",):
             again = [how for how in again if how != "optimal"]  # takes long to find: for what is chosen in the end
         moves = candidate.name != "fsdp"
-        recomputed = [dataclasses.replace(candidate, recompute=how) for how in again]
-        moving = [one for one in (candidate, *recomputed) if moves and one.recompute != "optimal"]
-        moved = [dataclasses.replace(variant, offload=True) for variant in moving]
-        chosen = [dataclasses.replace(candidate, recompute="optimal", offload=True)] if moves else []
+        recomputed = [candidate.under(recompute=how) for how in again]
+        moving = [each for each in (candidate, *recomputed) if moves and each.policy.recompute != "optimal"]
+        moved = [variant.under(offload="overlap") for variant in moving]
+        chosen = [candidate.under(recompute="optimal", offload="overlap")] if moves else []
         chosen = chosen if _can_recompute(candidate, "optimal") else []
         for tier in ([candidate], [*recomputed, *moved[:1]], moved[1:], chosen):
             variants = [variant for variant in tier if self._allow(variant)]
@@ -46,14 +46,14 @@ class Savings:
             if variants and candidate.paired:
                 yield [dataclasses.replace(variant, shard_optimizer=True) for variant in variants]
 
-    def refined(self, candidate: Candidate) -> Candidate | None:
+    def refined(self, candidate: Strategy) -> Strategy | None:
         """``candidate`` with the best choice of what is computed again in place of blocks or stages; None where it does
         not compute again, or that is not open."""
-        chosen = dataclasses.replace(candidate, recompute="optimal")
-        rough = candidate.recompute in ("stage", "block") and not candidate.offload
+        chosen = candidate.under(recompute="optimal")
+        rough = candidate.policy.recompute in ("stage", "block") and not candidate.policy.moves
         return chosen if rough and self._allow(chosen) and _can_recompute(candidate, "optimal") else None
 
-    def refusal(self, candidate: Candidate) -> str:
+    def refusal(self, candidate: Strategy) -> str:
         """Why nothing that ``tiers`` gives can run."""
         if any(self.tiers(candidate)):
             return "no choice of what is computed again was found that fits the memory"
@@ -66,8 +66,8 @@ class Savings:
             reason = "has no stage that could be computed again later"
         return f"{asked} is asked for, and {candidate.name} {reason}"
 
-    def _allow(self, variant: Candidate) -> bool:
-        return variant.recompute in self.recompute and variant.offload in self.offload
+    def _allow(self, variant: Strategy) -> bool:
+        return variant.policy.recompute in self.recompute and variant.policy.moves in self.offload
 
 
 ANY = Savings()
@@ -76,7 +76,7 @@ ON_DEVICE = Savings(offload=(False,))
 """Computing again, but moving nothing."""
 
 
-def _can_recompute(candidate: Candidate, how: str) -> bool:
+def _can_recompute(candidate: Strategy, how: str) -> bool:
     if how == "stage":
         return candidate.splits and candidate.m > 1
     return candidate.name not in ("fsdp", "zero-bubble")

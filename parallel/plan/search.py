@@ -8,6 +8,7 @@ then with both (``savings``); each costs time, so the first that fits is taken. 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +17,7 @@ from dataclasses import dataclass
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import link_costs, stage_costs
 from parallel.graph.partition import Partition
-from parallel.memory.policy import ActivationPolicy
-from parallel.plan.candidate import Candidate, candidates, leanest
+from parallel.plan.candidates import candidates, leanest
 from parallel.plan.limit import Limit, limit_of
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.savings import ANY, Savings
@@ -25,6 +25,7 @@ from parallel.plan.stages import StageCache, slower_link
 from parallel.plan.step_time import StepTime, forecast_split, forecast_whole, schedule_of, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
+from parallel.strategy import Strategy
 
 GAIN = 4 / 3
 """Times as fast, at most, as with all of it computed again: a forward pass is about a third of both."""
@@ -43,7 +44,7 @@ class Planner:
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster
         self.cutting = StageCache(task, cluster)
-        self._known: dict[Candidate, _Fitting | None] = {}
+        self._known: dict[Strategy, _Fitting | None] = {}
 
     def rows(
         self,
@@ -58,7 +59,7 @@ class Planner:
         free = []
         for name in names:
             if reason := self.task.refused.get(name):
-                yield PlanRow(Candidate(name, ranks, 1, 1), refused=reason)
+                yield PlanRow(Strategy(name, ranks, 1, 1), refused=reason)
             else:
                 free.append(name)
         most = self.cutting.most_stages
@@ -66,15 +67,15 @@ class Planner:
         if self.task.one_copy:
             several = [candidate for candidate in found if candidate.copies > 1]
             found = [candidate for candidate in found if candidate.copies == 1]
-            for name in {one.name: None for one in several if one.name not in {other.name for other in found}}:
-                yield PlanRow(Candidate(name, ranks, 1, 1), refused=self.task.one_copy)
+            for name in {each.name: None for each in several if each.name not in {other.name for other in found}}:
+                yield PlanRow(Strategy(name, ranks, 1, 1), refused=self.task.one_copy)
         if len(found) <= FEW:
             yield from (self.row(candidate, savings) for candidate in found)
             return
         for name in free:
             yield from self._promising([candidate for candidate in found if candidate.name == name], savings)
 
-    def _promising(self, found: Iterable[Candidate], savings: Savings) -> Iterator[PlanRow]:
+    def _promising(self, found: Iterable[Strategy], savings: Savings) -> Iterator[PlanRow]:
         """Rows of one strategy, those with the highest bound of images/s first, as long as it is above the best."""
         best = 0.0
         for bound, candidate in sorted(((self._bound(one), one) for one in found), key=lambda pair: -pair[0]):
@@ -85,7 +86,7 @@ class Planner:
                 best = max(best, row.images_per_second or 0.0)
             yield row
 
-    def _bound(self, candidate: Candidate) -> float:
+    def _bound(self, candidate: Strategy) -> float:
         """Images per second that no partition and no memory could raise: nobody waits but for the slowest rank."""
         _, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
         microbatches = sum(weights_of(candidate, self.task.batch))
@@ -98,7 +99,7 @@ class Planner:
             slowest = max(map(sum, held)) if not candidate.paired else sum(loads) / candidate.depth
         return self.task.batch / (microbatches * slowest) if slowest else math.inf
 
-    def row(self, candidate: Candidate, savings: Savings = ANY) -> PlanRow:
+    def row(self, candidate: Strategy, savings: Savings = ANY) -> PlanRow:
         """Of ``candidate``, with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost about as
         much; the variant that misses by least where none does."""
         best: _Fitting | None = None
@@ -116,20 +117,20 @@ class Planner:
         """``rows``; the best of each strategy that may come to be the best of all with the best choice of what it
         computes again."""
         found, best = list(rows), best_of(rows)
-        for name in dict.fromkeys(row.candidate.name for row in rows):
-            own = best_of(row for row in rows if row.candidate.name == name)
+        for name in dict.fromkeys(row.strategy.name for row in rows):
+            own = best_of(row for row in rows if row.strategy.name == name)
             if own and best and GAIN * (own.images_per_second or 0) >= (best.images_per_second or 0):
                 found[found.index(own)] = self._refined(own, savings)
         return found
 
     def _refined(self, row: PlanRow, savings: Savings) -> PlanRow:
-        candidate = savings.refined(row.candidate)
+        candidate = savings.refined(dataclasses.replace(row.strategy, cuts=()))
         fitting = None if candidate is None else self._least(candidate)
         if fitting is None or fitting.over_bytes:
             return row
         return best_of([row, self._timed(fitting)]) or row
 
-    def _least(self, candidate: Candidate) -> _Fitting | None:
+    def _least(self, candidate: Strategy) -> _Fitting | None:
         """Of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that miss by
         less; None where it cannot run."""
         if candidate not in self._known:
@@ -156,7 +157,7 @@ class Planner:
                 found = row
         return found
 
-    def forecast(self, candidate: Candidate, *, within: bool = False) -> PlanRow | None:
+    def forecast(self, candidate: Strategy, *, within: bool = False) -> PlanRow | None:
         """Of ``candidate`` as it is.
 
         Args:
@@ -165,70 +166,63 @@ class Planner:
         fitting = self._fitting(candidate, within)
         return None if fitting is None else self._timed(fitting)
 
-    def at(self, candidate: Candidate, partition: Partition) -> PlanRow | None:
+    def at(self, candidate: Strategy, partition: Partition) -> PlanRow | None:
         """Of ``candidate`` with stages that are given; None where no choice of what is computed again fits."""
         fitting = self._fitting_at(candidate, partition)
         return None if fitting is None else self._timed(fitting)
 
-    def _fitting(self, candidate: Candidate, within: bool) -> _Fitting | None:
+    def _fitting(self, candidate: Strategy, within: bool) -> _Fitting | None:
         """What ``candidate`` takes, which is known sooner than its time; None where no cuts fit as asked."""
         partition = self.cutting.partition(candidate, within=within)
         return None if partition is None else self._fitting_at(candidate, partition)
 
-    def _fitting_at(self, candidate: Candidate, partition: Partition) -> _Fitting | None:
+    def _fitting_at(self, candidate: Strategy, partition: Partition) -> _Fitting | None:
         """As ``_fitting``, for stages that are given."""
-        keeping = self.cutting.keeping(candidate, partition)
-        if keeping is None:
+        decided = self.cutting.decided(candidate, partition)
+        if decided is None:
             return None
-        peaks = tuple(one.total for one in self.cutting.rank_bytes(candidate, partition, keeping))
+        peaks = tuple(rank.total for rank in self.cutting.rank_bytes(decided, partition))
         over = max(peaks) - self.cluster.usable_bytes
-        if candidate.offload and self.cluster.host_bytes < math.inf:
-            on_host = self.cutting.host_bytes(candidate, partition, keeping)
+        if decided.policy.moves and self.cluster.host_bytes < math.inf:
+            on_host = self.cutting.host_bytes(decided, partition)
             # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
             left = max(0, -over) if self.cluster.kind == "cpu" else 0
             over = max(over, on_host - round(self.cluster.host_bytes) - left)
-        return _Fitting(candidate, partition, keeping, peaks, max(0, over))
+        return _Fitting(decided, partition, peaks, max(0, over))
 
     def _timed(self, fitting: _Fitting) -> PlanRow:
-        candidate, partition = fitting.candidate, fitting.partition
-        graph, _ = self.cutting.microbatch(self.cutting.tiles(candidate))
-        found = self._forecast(candidate, partition, fitting.keeping)
+        step = self._forecast(fitting.strategy, fitting.partition)
         return PlanRow(
-            candidate,
-            tuple(graph.layers[start].name for start in partition.starts[1:]),
-            self.task.batch / found.step_s if found.step_s else None,
-            found.step_s or None,
-            found.bubble,
+            fitting.strategy,
+            self.task.batch / step.step_s if step.step_s else None,
+            step.step_s or None,
+            step.bubble,
             fitting.peak_bytes,
             fitting.over_bytes,
-            chosen=fitting.keeping.chosen,
-            ahead_bytes=fitting.keeping.ahead,
         )
 
     def partition_of(self, row: PlanRow) -> Partition:
         """The stages of a row, for microbatches of the row's size; one where each rank computes the whole model."""
-        graph, _ = self.cutting.microbatch(self.cutting.tiles(row.candidate))
-        return Partition(graph, (0, *(graph.position[cut] for cut in row.cuts)))
+        graph, _ = self.cutting.microbatch(self.cutting.tiles(row.strategy))
+        return Partition(graph, (0, *(graph.position[cut] for cut in row.strategy.cuts)))
 
     def limit(self, row: PlanRow) -> Limit:
         """What fills the fullest rank most, or the host where a row misses that by more."""
-        candidate, partition = row.candidate, self.partition_of(row)
-        keeping = candidate.keeping(row.chosen, row.ahead_bytes)
-        held = self.cutting.rank_bytes(candidate, partition, keeping)
+        strategy, partition = row.strategy, self.partition_of(row)
+        held = self.cutting.rank_bytes(strategy, partition)
         fullest = max(range(len(held)), key=lambda rank: held[rank].total)
         if row.over_bytes > max(0, held[fullest].total - self.cluster.usable_bytes):
-            return Limit("host", self.cutting.host_bytes(candidate, partition, keeping))
-        stages = {0} if not candidate.splits else {s for s, _ in schedule_of(candidate)[1].held_by(fullest)}
+            return Limit("host", self.cutting.host_bytes(strategy, partition))
+        stages = {0} if not strategy.splits else {s for s, _ in schedule_of(strategy)[1].held_by(fullest)}
         layers = [layer for stage in sorted(stages) for layer in partition.layers_of(stage)]
         return limit_of(held[fullest], partition.graph, layers)
 
     def timeline(self, row: PlanRow) -> Timeline | None:
         """The simulated step of the first group; None where each rank computes the whole model."""
-        keeping = row.candidate.keeping(row.chosen, row.ahead_bytes)
-        return self._forecast(row.candidate, self.partition_of(row), keeping).timeline
+        return self._forecast(row.strategy, self.partition_of(row)).timeline
 
-    def _forecast(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> StepTime:
-        stages = self.cutting.stage_costs(candidate, partition, keeping)
+    def _forecast(self, candidate: Strategy, partition: Partition) -> StepTime:
+        stages = self.cutting.stage_costs(candidate, partition)
         params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
         batch, slots = self.task.batch, self.task.slots
         if candidate.splits:
@@ -240,14 +234,13 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Fitting:
-    """A candidate, its stages, what becomes of what they keep, and what its ranks take.
+    """A strategy with everything decided, its stages, and what its ranks take.
 
     Attributes:
         over_bytes: by how much the fullest rank misses the memory, or the host's.
     """
 
-    candidate: Candidate
+    strategy: Strategy
     partition: Partition
-    keeping: ActivationPolicy
     peak_bytes: tuple[int, ...]
     over_bytes: int

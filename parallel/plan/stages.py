@@ -22,19 +22,19 @@ from parallel.graph.nominal_cost import equal_cost
 from parallel.graph.partition import Partition, cut_positions
 from parallel.graph.scale import with_tiles
 from parallel.memory.host_bytes import host_bytes
-from parallel.memory.policy import MIB, ActivationPolicy
+from parallel.memory.policy import MIB
 from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.memory.recompute_beside_offload import runs_beside_offload
 from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
-from parallel.plan.candidate import Candidate
 from parallel.plan.policy_cost import keeping_costs
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.step_cost import StageCost
+from parallel.strategy import Strategy
 
 MANY = 400
 """Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
@@ -72,7 +72,7 @@ class StageCache:
         """That the model can be cut into."""
         return len(self._places) + 1
 
-    def tiles(self, candidate: Candidate) -> int:
+    def tiles(self, candidate: Strategy) -> int:
         """Of the largest microbatch."""
         return -(-self.task.batch // candidate.m)
 
@@ -82,7 +82,7 @@ class StageCache:
             self._microbatches[tiles] = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
         return self._microbatches[tiles]
 
-    def partition(self, candidate: Candidate, *, within: bool) -> Partition | None:
+    def partition(self, candidate: Strategy, *, within: bool) -> Partition | None:
         """The best stages for a candidate.
 
         Args:
@@ -94,7 +94,7 @@ class StageCache:
             return None if within else Partition(graph, (0,))
         paired = candidate.paired and candidate.depth <= DEEP
         # Of what is left on the device in the end, what enters a stage is the part that its cuts decide.
-        candidate = dataclasses.replace(candidate, recompute="stage" if candidate.saves else "none", offload=False)
+        candidate = candidate.under(recompute="stage" if candidate.policy.saves else "none", offload="none")
         key: object = candidate if within else (tiles, candidate.stages, candidate.depth, paired)
         if key not in self._partitions:
             links = [self.cluster.link(rank, rank + 1) for rank in range(candidate.depth - 1)]
@@ -115,33 +115,36 @@ class StageCache:
                 return None
         return self._partitions[key]
 
-    def keeping(self, candidate: Candidate, partition: Partition) -> ActivationPolicy | None:
-        """What becomes of what the stages of a candidate keep; None where no choice of what is computed again fits.
-        Where copies run beside the computation, a little is left on the device and brought back ahead, so that nobody
-        waits for the first of them."""
-        ahead = self._ahead(candidate)
-        if candidate.recompute == "optimal":
+    def decided(self, candidate: Strategy, partition: Partition) -> Strategy | None:
+        """Return a candidate with these stages' names and all that its policy leaves open; None where no choice of what
+        is computed again fits. Where copies run beside the computation, a little is left on the device and brought back
+        ahead, so that nobody waits for the first of them."""
+        runs: Runs | None = ()
+        if candidate.policy.recompute == "optimal":
             key = (candidate, partition.starts)
             if key not in self._runs:
                 self._runs[key] = self._chosen(candidate, partition)
             runs = self._runs[key]
-            return None if runs is None else candidate.keeping(runs, ahead)
-        return candidate.keeping(ahead=ahead)
+        if runs is None:
+            return None
+        cuts = tuple(partition.graph.layers[start].name for start in partition.starts[1:])
+        return dataclasses.replace(candidate.under(chosen=runs, ahead=self._ahead(candidate)), cuts=cuts)
 
-    def _ahead(self, candidate: Candidate) -> int:
-        if not candidate.offload or self.cluster.kind != "cuda":
+    def _ahead(self, candidate: Strategy) -> int:
+        if not candidate.policy.moves or self.cluster.kind != "cuda":
             return 0
         ahead = AHEAD * max((piece.bytes for piece in self._memory_of(candidate).pieces if piece.saved), default=0)
-        return -(-ahead // MIB) * MIB  # as settings say it
+        return -(-ahead // MIB) * MIB  # for people to read
 
-    def _chosen(self, candidate: Candidate, partition: Partition) -> Runs | None:
-        if candidate.offload:
+    def _chosen(self, candidate: Strategy, partition: Partition) -> Runs | None:
+        if candidate.policy.moves:
             ahead = self._ahead(candidate)
             if self.least_bytes(candidate, partition) > self.cluster.usable_bytes:
                 return None
 
             def taken(runs: Runs) -> int:
-                return max(one.total for one in self.rank_bytes(candidate, partition, candidate.keeping(runs, ahead)))
+                under = candidate.under(chosen=runs, ahead=ahead)
+                return max(rank.total for rank in self.rank_bytes(under, partition))
 
             return runs_beside_offload(partition, taken, self.cluster.usable_bytes)
         graph, costs = self.microbatch(self.tiles(candidate))
@@ -168,7 +171,7 @@ class StageCache:
             memory=memory,
         )
 
-    def least_bytes(self, candidate: Candidate, partition: Partition) -> int:
+    def least_bytes(self, candidate: Strategy, partition: Partition) -> int:
         """That the fullest rank takes at least, whatever is computed again or moved: parameters, the optimizer's state
         where it is not shared, and a backward pass."""
         memory, bounds = self._memory_of(candidate), list(pairwise([*partition.starts, len(partition.graph.layers)]))
@@ -185,9 +188,9 @@ class StageCache:
             found += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
         return max(found)
 
-    def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> list[RankBytes]:
-        """Of the ranks of the first group; of any rank where each computes the whole model."""
-        stages = self._memory_of(candidate).kept(partition, keeping)
+    def rank_bytes(self, candidate: Strategy, partition: Partition) -> list[RankBytes]:
+        """Return the bytes of the ranks of the first group; of any rank where each computes the whole model."""
+        stages = self._memory_of(candidate).kept(partition, candidate.policy)
         if not candidate.splits:
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
             return [whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stages[0])]
@@ -203,29 +206,29 @@ class StageCache:
             stages=stages,
         )
 
-    def host_bytes(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> int:
-        """That the fullest rank of the first group takes on the host."""
-        if keeping.offload == "none":
+    def host_bytes(self, candidate: Strategy, partition: Partition) -> int:
+        """Return the bytes that the fullest rank of the first group takes on the host."""
+        if not candidate.policy.moves:
             return 0
-        stages = self._memory_of(candidate).host(partition, keeping)
+        stages = self._memory_of(candidate).host(partition, candidate.policy)
         if not candidate.splits:
             return stages[0].kept + stages[0].again
         return max(host_bytes(schedule_of(candidate)[0], stages, weights_of(candidate, self.task.batch)))
 
-    def stage_costs(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> list[StageCost]:
-        """Of the largest microbatch, with what ``keeping`` takes."""
+    def stage_costs(self, candidate: Strategy, partition: Partition) -> list[StageCost]:
+        """Return the costs of the stages for the largest microbatch, with what the candidate's policy takes."""
         _, costs = self.microbatch(self.tiles(candidate))
         return keeping_costs(
             partition,
             stage_costs(partition, costs),
             costs,
-            keeping,
+            candidate.policy,
             copy_bandwidth=self.cluster.copy_bandwidth,
             beside=self.cluster.kind == "cuda",
             memory=self._memory_of(candidate),
         )
 
-    def _memory_of(self, candidate: Candidate) -> StageMemory:
+    def _memory_of(self, candidate: Strategy) -> StageMemory:
         tiles = self.tiles(candidate)
         if tiles not in self._memories:
             self._memories[tiles] = StageMemory(self.microbatch(tiles)[0])
@@ -238,18 +241,18 @@ class StageCache:
             self._windows[tiles] = Windows(graph, costs.seconds, [0, *self._places, len(graph.layers)])
         return self._windows[tiles].among(positions)
 
-    def _rule(self, candidate: Candidate) -> MemoryRule:
+    def _rule(self, candidate: Strategy) -> MemoryRule:
         schedule, placement = schedule_of(candidate)
         return MemoryRule(
             (float(self.cluster.usable_bytes),) * candidate.depth,
             in_flight(schedule, placement),
             2.0 + self.task.slots,
             2.0 if candidate.shard_optimizer else None,
-            candidate.stagewise,
+            candidate.policy.stagewise,
         )
 
 
-def slower_link(candidate: Candidate, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
+def slower_link(candidate: Strategy, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
     """Between two stages: of both replicas, the slower link."""
     ends = [stage % candidate.depth for stage in (source, target)]
     ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
-from parallel.plan.candidate import Candidate
 from parallel.schedule.action import Kind, Schedule
 from parallel.schedule.microbatch import share_of, split_batch
 from parallel.schedule.passes import add_recompute
@@ -24,6 +23,7 @@ from parallel.schedule.simulate import simulate
 from parallel.schedule.simulate_shared import simulate_shared
 from parallel.schedule.step_cost import LinkCost, StageCost
 from parallel.schedule.timeline import Timeline
+from parallel.strategy import Strategy
 
 DDP_BUCKET = 25 << 20
 """Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
@@ -54,14 +54,14 @@ class StepTime:
     timeline: Timeline | None = None
 
 
-def schedule_of(candidate: Candidate) -> tuple[Schedule, Placement]:
+def schedule_of(candidate: Strategy) -> tuple[Schedule, Placement]:
     """What the ranks of the first group of a split model compute, and where.
 
     Raises:
         ValueError: the schedule does not run with these numbers.
     """
     share = share_of(0, candidate.groups, candidate.m)
-    return _schedule(candidate.name, candidate.depth, candidate.chunks, len(share), candidate.stagewise)
+    return _schedule(candidate.name, candidate.depth, candidate.chunks, len(share), candidate.policy.stagewise)
 
 
 @functools.lru_cache(maxsize=64)  # the same few are asked for by turns: for memory, for time, for a shorter step
@@ -71,14 +71,14 @@ def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: 
     return (add_recompute(schedule) if recompute else schedule), placement
 
 
-def weights_of(candidate: Candidate, batch: int) -> list[float]:
+def weights_of(candidate: Strategy, batch: int) -> list[float]:
     """Of the first group's microbatches, 1 for the largest."""
     sizes = [len(part) for part in split_batch(batch, candidate.m)]
     return [sizes[i] / max(sizes) for i in share_of(0, candidate.groups, candidate.m)]
 
 
 def forecast_split(
-    candidate: Candidate,
+    candidate: Strategy,
     batch: int,
     costs: Sequence[StageCost],
     links: dict[tuple[int, int], LinkCost],
@@ -110,7 +110,7 @@ def forecast_split(
 
 
 def _adding(
-    candidate: Candidate, costs: Sequence[StageCost], gradient_bytes: Sequence[int], cluster: Cluster
+    candidate: Strategy, costs: Sequence[StageCost], gradient_bytes: Sequence[int], cluster: Cluster
 ) -> list[StageCost]:
     """``costs`` with what adding gradients up takes, in the mean over the microbatches of a replica: the first has
     nothing to add to."""
@@ -135,7 +135,7 @@ class _LeftOut:
 
 
 def _step(
-    candidate: Candidate,
+    candidate: Strategy,
     batch: int,
     costs: Sequence[StageCost],
     links: dict[tuple[int, int], LinkCost],
@@ -164,7 +164,7 @@ def _step(
 
 
 def _summed_s(
-    candidate: Candidate,
+    candidate: Strategy,
     timeline: Timeline,
     placement: Placement,
     gradient_bytes: Sequence[int],
@@ -192,7 +192,7 @@ def _summed_s(
 
 
 def forecast_whole(
-    candidate: Candidate,
+    candidate: Strategy,
     batch: int,
     forward_s: float,
     backward_s: float,

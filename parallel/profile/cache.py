@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in the user's cache for the next time.
+"""The user's cache of what was measured on this machine.
 
 Takes all that a measurement holds for, and its text; gives the file where it is kept. Where there is no such folder, or
 it cannot be written, what was measured is used and not kept.
@@ -27,6 +27,7 @@ def kept_at(key: dict[str, Any], what: str = "costs") -> Path | None:
     """Return the file of the measurement, whether there is one or not; None for a user without a home.
 
     Args:
+        key: all that the measurement holds for.
         what: was measured; first part of the file's name.
     """
     folder = _folder()

@@ -1,4 +1,4 @@
-"""From a device to a model of what layers cost on it, by timing operations for some seconds; kept for the next time.
+"""Calibration: a model of what layers cost on a device, from some seconds of timed operations; kept for the next time.
 
 Takes a device and how ranks will use it; gives a ``CostModel``. Ranks that share a machine share its memory and its
 caches, so as many processes as will run together are timed together. Readings are the fastest of several runs. Models
@@ -57,7 +57,8 @@ def load_or_calibrate(
     heap_kept: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
-    """The model kept of an earlier calibration as long as this one, else a new one, which is kept. As ``calibrate``.
+    """Return the model kept of an earlier calibration as long as this one, else a new one, which is kept. As
+    ``calibrate``.
 
     One that was made on a busy machine is used only as long as that is busy.
     """
@@ -104,7 +105,7 @@ def calibrate(
     heap_kept: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
-    """Time operations on ``device`` and fit a model to them.
+    """Time operations on ``device`` and return the model that fits them.
 
     Args:
         threads: of each rank, on a CPU.
@@ -126,14 +127,15 @@ def calibrate(
         "seconds": seconds,
     }
     use = CoreUse()
-    found = _run([settings | {"seed": seed} for seed in range(together)], seconds)
+    readings = _run([settings | {"seed": seed} for seed in range(together)], seconds)
     others = use.others() if device.type == "cpu" else 0.0
     key = calibration_key(device, threads, together, dtype, channels_last, heap_kept)
-    return dataclasses.replace(fit_model(found, key, seconds), others=others)
+    return dataclasses.replace(fit_model(readings, key, seconds), others=others)
 
 
 def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
-    """The model that explains ``readings``, as ``calibrate_worker`` gives them; ``key`` as ``calibration_key``."""
+    """Return the model that explains ``readings``, as ``calibrate_worker`` gives them; ``key`` as
+    ``calibration_key``."""
     products: dict[str, list[tuple[OpWork, dict[str, float]]]] = defaultdict(list)
     curves: dict[str, dict[str, list[list[float]]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
     fresh: list[list[float]] = []
@@ -175,7 +177,7 @@ def calibration_key(
     channels_last: bool,
     heap_kept: bool = False,
 ) -> dict[str, Any]:
-    """All that a calibration holds for."""
+    """Return all that a calibration holds for."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
     return {
         "format": FORMAT,
@@ -191,11 +193,11 @@ def calibration_key(
 
 
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Readings of one worker for each of ``settings``, all at work at the same time."""
+    """Return the readings of one worker for each of ``settings``, all at work at the same time."""
     with contextlib.ExitStack() as open_processes:
         workers = []
-        for each in settings:
-            command = [sys.executable, "-m", "parallel.profile.calibrate_worker", json.dumps(each)]
+        for own in settings:
+            command = [sys.executable, "-m", "parallel.profile.calibrate_worker", json.dumps(own)]
             worker = subprocess.Popen(
                 command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
@@ -212,14 +214,14 @@ def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, A
         readings = []
         for worker in workers:
             out, err = worker.communicate(timeout=4 * seconds + 300)
-            found = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
-            if not any(reading["what"] == "convolution" for reading in found):
+            own_readings = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
+            if not any(reading["what"] == "convolution" for reading in own_readings):
                 last = err.strip().splitlines()[-1:] or [f"nothing; exit code {worker.returncode}"]
                 raise RuntimeError(
                     f"a calibration has to time operations on {settings[0]['device']}, and its process said: "
                     f"{last[0]}. Plan with --device-spec and the name of a device instead"
                 )
-            readings += found
+            readings += own_readings
     return readings
 
 
@@ -232,12 +234,12 @@ def _pass_model(works: Sequence[OpWork], seconds: Sequence[float]) -> tuple[Pass
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:
-    """Means of what was read for the same number of bytes."""
-    at: dict[float, list[float]] = defaultdict(list)
+    """Return the means of what was read for the same number of bytes."""
+    by_bytes: dict[float, list[float]] = defaultdict(list)
     for moved, seconds in points:
-        at[moved].append(max(seconds, LEAST_S))
-    ascending = sorted(at)
-    return Curve(tuple(ascending), tuple(float(np.mean(at[moved])) for moved in ascending))
+        by_bytes[moved].append(max(seconds, LEAST_S))
+    ascending = sorted(by_bytes)
+    return Curve(tuple(ascending), tuple(float(np.mean(by_bytes[moved])) for moved in ascending))
 
 
 def _shape(reading: dict[str, Any]) -> Convolution | Product:

@@ -36,7 +36,14 @@ SHARE_OF_MOVING = 0.35
 
 
 def readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> Iterator[dict[str, Any]]:
-    """Everything a model is fitted to, one reading at a time; at least one of every kind of product."""
+    """Yield everything a model is fitted to, one reading at a time; at least one of every kind of product.
+
+    Args:
+        setting: where and how operations are timed.
+        seconds: budget.
+        seed: of the shapes of products.
+        heap_kept: the ranks call ``keep_freed_memory``.
+    """
     begin = time.perf_counter()
     left: Callable[[float], bool] = lambda share: time.perf_counter() - begin < share * seconds  # noqa: E731
     if heap_kept:
@@ -64,13 +71,14 @@ def readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> It
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    torch.set_num_threads(given["threads"])
-    setting = Setting(torch.device(given["device"]), getattr(torch, given["dtype"]), given["channels_last"])
+    """Print readings for the settings on the command line, once told to begin."""
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(settings["threads"])
+    setting = Setting(torch.device(settings["device"]), getattr(torch, settings["dtype"]), settings["channels_last"])
     setting.tensor(1)  # starts the accelerator
     print("ready", flush=True)
     sys.stdin.readline()
-    for reading in readings(setting, given["seconds"], given["seed"], given["heap_kept"]):
+    for reading in readings(setting, settings["seconds"], settings["seed"], settings["heap_kept"]):
         print(json.dumps(reading), flush=True)
 
 

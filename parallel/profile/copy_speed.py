@@ -1,4 +1,4 @@
-"""From a device to the speed of copies between it and the host, measured in a second and kept for the next time.
+"""The speed of copies between a device and the host, measured in a second and kept for the next time.
 
 Takes a device and how ranks will use it; gives a ``CopySpeed``. On a GPU copies go as offloading makes them: from and
 to page-locked memory, on streams of their own. A CPU is its own host: there they are copies in memory, made by as many
@@ -31,7 +31,7 @@ WARM_UP, COPIES = 3, 9
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """Of large copies of one rank, while all others of its machine copy, too.
+    """The speed of large copies of one rank, while all others of its machine copy, too.
 
     Attributes:
         to_host, to_device: bytes per second.
@@ -42,24 +42,24 @@ class CopySpeed:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of what goes out and comes back."""
+        """Return the bytes per second of what goes out and comes back."""
         return 2 / (1 / self.to_host + 1 / self.to_device)
 
 
 def load_or_measure_copies(device: torch.device, *, threads: int = 1, together: int = 1) -> CopySpeed:
-    """The speed kept of an earlier measurement, else measured now and kept. As ``measure_copies``."""
+    """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_copies``."""
     key = calibration_key(device, threads, together, torch.uint8, False) | {"format": f"copies {FORMAT}"}
     path = kept_at(key, "copies")
     kept = _load(path) if path else None
     if kept is not None:
         return kept
-    found = measure_copies(device, threads=threads, together=together)
-    keep(path, json.dumps({"key": key, **asdict(found)}))
-    return found
+    speed = measure_copies(device, threads=threads, together=together)
+    keep(path, json.dumps({"key": key, **asdict(speed)}))
+    return speed
 
 
 def measure_copies(device: torch.device, *, threads: int = 1, together: int = 1) -> CopySpeed:
-    """The median of several copies each way, after a warm-up.
+    """Return the median of several copies each way, after a warm-up.
 
     Args:
         threads: of each rank, on a CPU.
@@ -85,16 +85,16 @@ def _of_gpu(device: torch.device) -> CopySpeed:
         copies.synchronize(copies.to_host(on_device, on_host))
         copies.synchronize(copies.to_device(on_host)[1])
     median = {
-        way: statistics.median(each.bandwidth for each in copies.clock.times if each.direction == way)
+        way: statistics.median(time.bandwidth for time in copies.clock.times if time.direction == way)
         for way in ("out", "back")
     }
     return CopySpeed(median["out"], median["back"])
 
 
 def _in_memory(together: int) -> list[float]:
-    """Seconds of copies from one place of memory to another, by ``together`` threads at once."""
+    """Return seconds of copies from one place of memory to another, by ``together`` threads at once."""
     begin = threading.Barrier(together)
-    found: list[float] = []
+    seconds: list[float] = []
 
     def copy() -> None:
         source, target = (torch.ones(SIZE, dtype=torch.uint8) for _ in range(2))
@@ -103,18 +103,18 @@ def _in_memory(together: int) -> list[float]:
             start = time.perf_counter()
             target.copy_(source)
             if number >= WARM_UP:
-                found.append(time.perf_counter() - start)
+                seconds.append(time.perf_counter() - start)
 
     ranks = [threading.Thread(target=copy) for _ in range(together)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
-    return found
+    return seconds
 
 
 def _load(path: Path) -> CopySpeed | None:
-    """The speed in a file; None where there is none, or it is damaged."""
+    """Return the speed in a file; None where there is none, or it is damaged."""
     try:
         kept: dict[str, Any] = json.loads(path.read_text())
         speed = CopySpeed(float(kept["to_host"]), float(kept["to_device"]))

@@ -1,4 +1,4 @@
-"""How much of this process's cores other programs take: what is timed meanwhile takes too long.
+"""The share of this process's cores that other programs take: what is timed meanwhile takes too long.
 
 Processes that this one has started and waited for are its own. Works where Linux says what each core has done; what a
 virtual machine's host took counts as others' too.
@@ -17,7 +17,7 @@ LOOK_S = 0.5
 
 
 class CoreUse:
-    """Counts from when it is made."""
+    """The work on the cores since this was made."""
 
     def __init__(self) -> None:
         self._cores = sorted(os.sched_getaffinity(0))
@@ -29,10 +29,10 @@ class CoreUse:
         return min(1.0, max(0.0, (busy_s - own_s) / (passed_s * len(self._cores))))
 
     def _read(self) -> tuple[float, float, float]:
-        """Seconds: of the clock, of work on the cores, of this process and what it has waited for."""
-        every = psutil.cpu_times(percpu=True)
-        told = [every[core] for core in self._cores if core < len(every)]
-        busy_s = sum(core.user + core.nice + core.system + core.irq + core.softirq + core.steal for core in told)
+        """Return seconds: of the clock, of work on the cores, of this process and what it has waited for."""
+        machine = psutil.cpu_times(percpu=True)
+        cores = [machine[core] for core in self._cores if core < len(machine)]
+        busy_s = sum(core.user + core.nice + core.system + core.irq + core.softirq + core.steal for core in cores)
         own = os.times()
         return time.monotonic(), busy_s, own.user + own.system + own.children_user + own.children_system
 

@@ -18,12 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.profile.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
-from parallel.stage.in_flight import can_need_grad
+from parallel.stage.microbatch_state import can_need_grad
 from parallel.trace.trace import Traced
 
 
 class Runs(NamedTuple):
-    """Seconds of every run of a layer: forward, backward, and the half of backward for what went in."""
+    """The seconds of every run of a layer: forward, backward, and the half of backward for what went in."""
 
     forward: list[float]
     backward: list[float]
@@ -31,13 +31,15 @@ class Runs(NamedTuple):
 
 
 def time_layers(traced: Traced, images: Tensor, repeats: int) -> list[Runs]:
-    """By position in the graph. Buffers, modes and random state of the model stay as they are.
+    """Return the runs of each layer, by position in the graph. Buffers, modes and random state of the model stay as
+    they are.
 
     Args:
+        images: a microbatch, (n, c, h, w).
         repeats: runs of each layer, after one that is not counted.
     """
     devices = [images.device] if images.device.type == "cuda" else []
-    with _kept(traced), torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with _restored(traced), torch.random.fork_rng(devices=devices), torch.enable_grad():
         traced.training.train()
         for path, (mode, _) in traced.modes.items():
             traced.model.get_submodule(path).training = mode
@@ -58,8 +60,8 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         runs = self.runs[n.name] = Runs([], [], [])
         if n.op in ("placeholder", "get_attr", "output"):
-            for each in runs:
-                each.append(0.0)
+            for seconds in runs:
+                seconds.append(0.0)
             return super().run_node(n)
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         parameters = [p for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
@@ -67,27 +69,27 @@ class _Interpreter(fx.Interpreter):
         for _ in range(self._repeats + 1):
             value = None  # the next run may use its memory
             value = self._once(n, parameters, runs)
-        for each in runs:
-            del each[0]
+        for seconds in runs:
+            del seconds[0]
         value = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
         sums = self._sums(n, value)
-        for each in (runs.backward, runs.backward_input):
-            each[:] = [seconds + sums for seconds in each]
+        for seconds in (runs.backward, runs.backward_input):
+            seconds[:] = [backward_s + sums for backward_s in seconds]
         return value
 
     def _once(self, n: fx.Node, parameters: list[nn.Parameter], runs: Runs) -> Any:
         sweep(self._setting)
         # Copies, since the operation may change what it is given, which must not be a leaf then.
-        given = {
+        copies = {
             node: tree_map(_copy, self.env[node]) for node in n.all_input_nodes if node.name in self._differentiable
         }
-        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda node: given.get(node, self.env[node]))
-        edges = [get_gradient_edge(leaf) for value in given.values() for leaf in _wanting(value)]
+        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda node: copies.get(node, self.env[node]))
+        edges = [get_gradient_edge(leaf) for value in copies.values() for leaf in _differentiable_leaves(value)]
         call: Callable[..., Any] = getattr(self, n.op)
         start = now(self._setting)
         value = call(n.target, args, kwargs)
         runs.forward.append(now(self._setting) - start)
-        outputs = _wanting(value)
+        outputs = _differentiable_leaves(value)
         runs.backward.append(self._backward(outputs, [*edges, *parameters], retain=bool(parameters)))
         runs.backward_input.append(self._backward(outputs, edges) if parameters else runs.backward[-1])
         return value
@@ -103,39 +105,39 @@ class _Interpreter(fx.Interpreter):
         return max(now(self._setting) - start - empty_backward_s(self._setting), LEAST_S)
 
     def _sums(self, n: fx.Node, value: Any) -> float:
-        """Seconds to add up the gradients of ``value``, where several layers use it."""
+        """Return the seconds to add up the gradients of ``value``, where several layers use it."""
         uses = sum(user.name in self._differentiable for user in n.users)
         if n.name not in self._differentiable or uses < 2:
             return 0.0
-        taken = []
+        seconds = []
         for _ in range(self._repeats + 1):
             start = now(self._setting)
             tree_map(lambda leaf: leaf + leaf if isinstance(leaf, Tensor) else leaf, value)
-            taken.append(now(self._setting) - start)
-        return (uses - 1) * statistics.median(taken)
+            seconds.append(now(self._setting) - start)
+        return (uses - 1) * statistics.median(seconds)
 
 
 @contextmanager
-def _kept(traced: Traced) -> Iterator[None]:
-    """Buffers and modes are put back."""
-    modes = [(part, part.training) for part in (*traced.model.modules(), *traced.training.modules())]
+def _restored(traced: Traced) -> Iterator[None]:
+    """Put buffers and modes back at the end of the block."""
+    modes = [(module, module.training) for module in (*traced.model.modules(), *traced.training.modules())]
     buffers = [(buffer, buffer.detach().clone()) for buffer in traced.model.buffers()]
     try:
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        for module, mode in modes:
+            module.training = mode
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
 
 
 def _copy(leaf: Any) -> Any:
-    """With a history, as in training."""
+    """Return a copy with a history, as in training."""
     if not isinstance(leaf, Tensor) or not can_need_grad(leaf):
         return leaf
     return leaf.detach().requires_grad_().clone()
 
 
-def _wanting(value: Any) -> list[Tensor]:
+def _differentiable_leaves(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]

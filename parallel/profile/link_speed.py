@@ -1,4 +1,4 @@
-"""From this machine to the speed of messages and sums between its ranks, measured in some seconds and kept.
+"""The speed of messages and sums between ranks of this machine, measured in some seconds and kept.
 
 Takes how many ranks will run on the machine's cores; gives a ``LinkSpeed``. So many are started and talk over Gloo as
 those of a run do: messages there and back, sums by themselves, and the sums and gathered parameters of
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Between the ranks of this machine, all at it at once.
+    """The speed between the ranks of this machine while all of them talk at once.
 
     Attributes:
         message_bandwidth, message_s: bytes per second of a large message one way, and seconds of an empty one.
@@ -59,20 +59,22 @@ class LinkSpeed:
 
     @property
     def messages(self) -> LinkSpec:
+        """Return the link of messages."""
         return LinkSpec("between ranks of this machine", self.message_bandwidth, self.message_s)
 
     @property
     def sums(self) -> LinkSpec:
+        """Return the link of sums."""
         return LinkSpec("sums of ranks of this machine", self.sum_bandwidth, self.sum_s)
 
 
 def links_kept_at(ranks: int, threads: int) -> Path | None:
-    """The file of the speed between ``ranks`` of ``threads`` each, whether there is one or not."""
+    """Return the file of the speed between ``ranks`` of ``threads`` each, whether there is one or not."""
     return kept_at(_key(ranks, threads), "links")
 
 
 def load_or_measure_links(ranks: int, *, threads: int = 1) -> LinkSpeed:
-    """The speed kept of an earlier measurement, else measured now and kept. As ``measure_links``.
+    """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_links``.
 
     One of an earlier version is measured anew, and one that was taken on a busy machine as soon as that is calm.
     """
@@ -98,7 +100,7 @@ def load_or_measure_links(ranks: int, *, threads: int = 1) -> LinkSpeed:
 
 
 def measure_links(ranks: int, *, threads: int = 1, rounds: int = ROUNDS) -> LinkSpeed:
-    """Medians over ``rounds``, after a warm-up.
+    """Return the speed from medians over ``rounds``, after a warm-up.
 
     Args:
         ranks: started for it; 2 or more.
@@ -110,24 +112,24 @@ def measure_links(ranks: int, *, threads: int = 1, rounds: int = ROUNDS) -> Link
     use = CoreUse()
     with tempfile.TemporaryDirectory(prefix="megatile-links-") as name:
         path = Path(name) / "seconds.json"
-        asked = json.dumps({"ranks": ranks, "threads": threads, "rounds": rounds, "path": str(path)})
-        command = [sys.executable, "-m", "parallel.profile.link_worker", "start", asked]
+        settings = json.dumps({"ranks": ranks, "threads": threads, "rounds": rounds, "path": str(path)})
+        command = [sys.executable, "-m", "parallel.profile.link_worker", "start", settings]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-            told = done.stderr.strip().splitlines()[-1:] or [f"nothing; exit code {done.returncode}"]
+            last = done.stderr.strip().splitlines()[-1:] or [f"nothing; exit code {done.returncode}"]
         except subprocess.TimeoutExpired:
-            told = [f"nothing for {TIMEOUT_S:g} s"]
+            last = [f"nothing for {TIMEOUT_S:g} s"]
         if not path.exists():
             raise RuntimeError(
                 f"a plan has to know how fast {ranks} ranks of this machine talk to each other, and those that were "
-                f"started to measure it said: {told[0]}. Plan with --device-spec and the name of a device instead"
+                f"started to measure it said: {last[0]}. Plan with --device-spec and the name of a device instead"
             )
         seconds = json.loads(path.read_text())
     return dataclasses.replace(speed_of(seconds, ranks), others=use.others())
 
 
 def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
-    """What follows from ``seconds``, as ``link_worker.measure`` gives them.
+    """Return the speed that follows from ``seconds``, as ``link_worker.measure`` returns them.
 
     A ring sends 2 (n - 1) / n of what n ranks sum, in 2 (n - 1) turns (Patarasuk and Yuan 2009).
     """
@@ -153,7 +155,7 @@ def _key(ranks: int, threads: int) -> dict[str, Any]:
 
 
 def _load(path: Path) -> LinkSpeed | None:
-    """The speed in a file; None where there is none, it is damaged, or of an earlier version, which is told."""
+    """Return the speed in a file; None where there is none, it is damaged, or of an earlier version, which is told."""
     try:
         kept: dict[str, Any] = json.loads(path.read_text())
         if kept["format"] != FORMAT:

@@ -37,7 +37,11 @@ WARM_UP = 2
 
 
 def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
-    """Median seconds of each thing that is timed, and the bytes of it; every rank calls it."""
+    """Return median seconds of each thing that is timed, and the bytes of it; every rank calls it.
+
+    Args:
+        rounds: that count, after ``WARM_UP``.
+    """
     message, summed = torch.ones(MESSAGE_BYTES // 4), torch.zeros(SUM_BYTES // 4)
     word = torch.zeros(1)
     images = torch.randn(TILES, CHANNELS, SIDE, SIDE).to(memory_format=torch.channels_last)
@@ -69,12 +73,12 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
 
 
 def _there_and_back(communicator: Communicator, tensor: Tensor) -> None:
-    """Between every two neighbours at once; the last of an odd number of ranks has none."""
+    """Send ``tensor`` and back between every two neighbours at once; the last of an odd number of ranks has none."""
     rank, peer = communicator.rank, communicator.rank ^ 1
     if peer >= communicator.world:
         return
-    place = torch.empty_like(tensor)
-    arriving = communicator.irecv(place, peer, 0)
+    buffer = torch.empty_like(tensor)
+    arriving = communicator.irecv(buffer, peer, 0)
     if rank > peer:
         arriving.wait()
     leaving = communicator.isend(tensor, peer, 0)
@@ -93,17 +97,18 @@ def _step(forward: Callable[[Tensor], Tensor], module: nn.Module, images: Tensor
 
 
 def main() -> int:
+    """Start the ranks, or be one of them; return the exit code."""
     what, text = sys.argv[1:3]
-    asked = json.loads(text)
+    settings = json.loads(text)
     if what == "start":
-        return launch_ranks(asked["ranks"], [sys.executable, "-m", "parallel.profile.link_worker", "rank", text])
-    torch.set_num_threads(asked["threads"])
+        return launch_ranks(settings["ranks"], [sys.executable, "-m", "parallel.profile.link_worker", "rank", text])
+    torch.set_num_threads(settings["threads"])
     keep_freed_memory()  # as ranks do when they are placed
     torch.manual_seed(0)
     communicator = TorchCommunicator(CPU, WAITS_S, WAITS_S)
-    medians = measure(communicator, asked["rounds"])
+    medians = measure(communicator, settings["rounds"])
     if communicator.rank == 0:
-        Path(asked["path"]).write_text(json.dumps(medians))
+        Path(settings["path"]).write_text(json.dumps(medians))
     communicator.close()
     return 0
 

@@ -15,7 +15,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees for its next allocations. True where the C library can do it (glibc)."""
+    """Let this process keep what it frees for its next allocations; return whether the C library can (glibc)."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -26,7 +26,7 @@ def measure(
     channels_last: bool = True,
     repeats: int = 3,
 ) -> Costs:
-    """Seconds of every layer. Weights, buffers and random state stay as they are.
+    """Return the seconds of every layer. Weights, buffers and random state stay as they are.
 
     Args:
         traced: a model whose weights are on ``device``, in the memory layout of training.
@@ -51,7 +51,7 @@ def measure(
 
 
 def _spread(readings: Sequence[Runs]) -> float | None:
-    """How far the middle run of a layer is from its fastest, in the middle over the layers."""
+    """Return how far the middle run of a layer is from its fastest, in the middle over the layers."""
     sums = [[sum(run) for run in zip(runs.forward, runs.backward, strict=True)] for runs in readings]
     spreads = [float(np.median(runs)) / min(runs) - 1 for runs in sums if min(runs) > 0]
     return float(np.median(spreads)) if spreads else None

@@ -39,7 +39,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and how operations are timed.
+    """The device, type and layout with which operations are timed.
 
     Attributes:
         channels_last: memory layout of images and of the kernels of convolutions.
@@ -52,16 +52,19 @@ class Setting:
     clock: Clock = time.perf_counter
 
     def tensor(self, *shape: int) -> Tensor:
-        """Random numbers, in the layout of the setting where there are four dims."""
-        made = torch.randn(shape, device=self.device, dtype=self.dtype)
-        return made.contiguous(memory_format=torch.channels_last) if self.channels_last and len(shape) == 4 else made
+        """Return random numbers, in the layout of the setting where there are four dims."""
+        values = torch.randn(shape, device=self.device, dtype=self.dtype)
+        if self.channels_last and len(shape) == 4:
+            return values.contiguous(memory_format=torch.channels_last)
+        return values
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Seconds of one operation.
+    """The seconds of one operation.
 
     Attributes:
+        forward_s: of the forward pass.
         input_s: of the backward pass for the gradient of what goes in.
         weight_s: of the backward pass for the gradients of the parameters alone; 0 where there are none.
     """
@@ -72,23 +75,23 @@ class Reading:
 
 
 def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None = None) -> float:
-    """Seconds of a run: the median of several.
+    """Return the seconds of a run: the median of several.
 
     Args:
         fresh: what is in the caches when a run begins; None: what the run before has left there.
     """
     at_once = 1 if setting.device.type == "cpu" else SIDE_BY_SIDE
     run()
-    taken: list[float] = []
-    while len(taken) < LEAST_RUNS or (len(taken) < MOST_RUNS and sum(taken) * at_once < ENOUGH_S):
+    seconds: list[float] = []
+    while len(seconds) < LEAST_RUNS or (len(seconds) < MOST_RUNS and sum(seconds) * at_once < ENOUGH_S):
         if fresh is not None:
             sweep(setting)
             fresh.add_(0)
         start = now(setting)
         for _ in range(at_once):
             run()
-        taken.append((now(setting) - start) / at_once)
-    return statistics.median(taken)
+        seconds.append((now(setting) - start) / at_once)
+    return statistics.median(seconds)
 
 
 def sweep(setting: Setting) -> None:
@@ -103,7 +106,7 @@ def _swept() -> Tensor:
 
 
 def time_convolution(shape: Convolution, setting: Setting) -> Reading:
-    """A convolution of two dims with a kernel of its own."""
+    """Return the times of a convolution of two dims with a kernel of its own."""
     images = setting.tensor(shape.batch, shape.channels_in, *shape.size_in).requires_grad_()
     outer, inner = (
         (shape.channels_in, shape.channels_out) if shape.transposed else (shape.channels_out, shape.channels_in)
@@ -125,7 +128,7 @@ def time_convolution(shape: Convolution, setting: Setting) -> Reading:
 
 
 def time_product(shape: Product, setting: Setting) -> Reading:
-    """A linear layer."""
+    """Return the times of a linear layer."""
     rows = setting.tensor(shape.rows, shape.inner).requires_grad_()
     weight = setting.tensor(shape.columns, shape.inner).requires_grad_()
     bias = setting.tensor(shape.columns).requires_grad_()
@@ -137,8 +140,9 @@ class Moving:
     """An operation that moves bytes.
 
     Attributes:
-        run: it, on so many images (n, c, h, w) and on its parameters, if it has any.
-        parameters: tensors of a number for each channel.
+        run: computes it from images and parameters.
+        inputs: number of images (n, c, h, w) that it takes.
+        parameters: number of its tensors that have a value for each channel.
         backward: a backward pass follows.
         copies: autograd keeps a copy of what goes in, which graphs have as an operation of its own.
     """
@@ -192,7 +196,7 @@ MOVING: dict[str, Moving] = {
 
 
 def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Reading]:
-    """The operation ``name`` on ``images`` (n, c, h, w): as a graph has it, and its times.
+    """Return the operation ``name`` on ``images`` (n, c, h, w) as a graph has it, and its times.
 
     Each run works on values that were just written, as those are that another layer gives.
     """
@@ -202,16 +206,16 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
     backward: list[float] = []
     output, call_s = images, empty_backward_s(setting)
     while len(forward) <= LEAST_RUNS or (len(forward) <= MOST_RUNS and sum(forward) + sum(backward) < 2 * ENOUGH_S):
-        given = [images.detach().requires_grad_(moving.backward).clone() for _ in range(moving.inputs)]
-        wanted: list[Any] = [get_gradient_edge(each) for each in given] if moving.backward else []
+        inputs = [images.detach().requires_grad_(moving.backward).clone() for _ in range(moving.inputs)]
+        wanted: list[Any] = [get_gradient_edge(tensor) for tensor in inputs] if moving.backward else []
         with torch.set_grad_enabled(not moving.copies):
             start = now(setting)
-            output = moving.run(*given, *parameters)
+            output = moving.run(*inputs, *parameters)
             forward.append(now(setting) - start)
         if moving.copies:
-            given = [images.detach().requires_grad_().clone() for _ in wanted]
-            wanted = [get_gradient_edge(each) for each in given]
-            output = moving.run(*given, *parameters)
+            inputs = [images.detach().requires_grad_().clone() for _ in wanted]
+            wanted = [get_gradient_edge(tensor) for tensor in inputs]
+            output = moving.run(*inputs, *parameters)
         if moving.backward:
             gradient = torch.ones_like(output)
             sweep(setting)
@@ -227,10 +231,10 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
 
 
 def time_fresh(size: int, setting: Setting) -> float:
-    """Seconds that ``size`` bytes cost for being new to the process each time, besides being written."""
-    kept = torch.empty(size, dtype=torch.uint8, device=setting.device)
-    new_s = typical_s(lambda: torch.empty_like(kept).fill_(1), setting)
-    return max(new_s - typical_s(lambda: kept.fill_(1), setting), 0.0)
+    """Return the seconds that ``size`` bytes cost for being new to the process each time, besides being written."""
+    memory = torch.empty(size, dtype=torch.uint8, device=setting.device)
+    new_s = typical_s(lambda: torch.empty_like(memory).fill_(1), setting)
+    return max(new_s - typical_s(lambda: memory.fill_(1), setting), 0.0)
 
 
 def _time(run: Callable[[], Tensor], images: Tensor, weights: list[Tensor], setting: Setting) -> Reading:
@@ -241,8 +245,8 @@ def _time(run: Callable[[], Tensor], images: Tensor, weights: list[Tensor], sett
 
 @functools.cache
 def empty_backward(device: torch.device) -> Callable[[], object]:
-    """A call of autograd's engine that has nothing to do. A training step makes one for all its layers, so that it is
-    taken off each; called just before, it also brings the engine back into caches that a layer has swept."""
+    """Return a call of autograd's engine that has nothing to do. A training step makes one for all its layers, so that
+    it is taken off each; called just before, it also brings the engine back into caches that a layer has swept."""
     leaf = torch.zeros(1, device=device, requires_grad=True)
     output, gradient = leaf.view(1), torch.ones(1, device=device)
     return lambda: torch.autograd.grad(output, leaf, gradient, retain_graph=True)
@@ -250,7 +254,7 @@ def empty_backward(device: torch.device) -> Callable[[], object]:
 
 @functools.cache
 def empty_backward_s(setting: Setting) -> float:
-    """Seconds of ``empty_backward``."""
+    """Return the seconds of ``empty_backward``."""
     return min(typical_s(empty_backward(setting.device), setting) for _ in range(LEAST_RUNS))
 
 
@@ -262,12 +266,12 @@ def _backward_s(output: Tensor, wanted: list[Tensor], setting: Setting) -> float
 
 
 def _bytes(tensor: Tensor) -> int:
-    """As graphs have them, which are traced in float32 where arithmetic is in a half type."""
+    """Return the bytes that graphs have, which are traced in float32 where arithmetic is in a half type."""
     return tensor.numel() * max(tensor.element_size(), 4)
 
 
 def now(setting: Setting) -> float:
-    """Seconds on the setting's clock, once the device has done all that it was given."""
+    """Return the seconds on the setting's clock, once the device has done all that it was given."""
     if setting.device.type == "cuda":
         torch.cuda.synchronize(setting.device)
     return setting.clock()

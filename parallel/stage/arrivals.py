@@ -1,4 +1,4 @@
-"""Where the gradients of what a stage received end up, without the stage holding what it received.
+"""Gradients of what a stage received, caught without the stage holding what it received.
 
 A leaf of autograd's graph lives as long as the graph. What goes through ``arrived`` instead is only alias of the value:
 it lives as long as layers use it or autograd saves it, and its gradient is kept here.
@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_map
 
 
 class Arrival:
-    """One received tensor that asks for a gradient."""
+    """The gradient of one received tensor that asks for one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.gradient: Tensor | None = None
         self._form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
     def take(self) -> Tensor:
-        """Its gradient; zeros where nothing flowed back."""
+        """Return the gradient and let go of it; zeros where nothing flowed back."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
             return gradient
@@ -44,7 +44,7 @@ class _Arrive(torch.autograd.Function):
 
 
 def arrived(value: Any) -> tuple[Any, list[Arrival]]:
-    """``value`` as a stage is to use it, and the arrivals of its tensors that ask for a gradient, in order."""
+    """Return ``value`` as a stage is to use it, and the arrivals of its tensors that ask for a gradient, in order."""
     arrivals: list[Arrival] = []
 
     def enter(leaf: Any) -> Any:

@@ -29,18 +29,19 @@ from parallel.trace.updated_search import tracking_layers
 
 
 class RunningStatistics(Protocol):
-    """The running statistics of one module. Touches no layer of another."""
+    """The running statistics of one module, kept right over a step; no layer of another module is touched."""
 
     def begin_step(self, m: int) -> None:
-        """``m`` microbatches follow, over all ranks. Layers now in training mode take part."""
+        """Begin a step of ``m`` microbatches over all ranks. Layers now in training mode take part."""
         ...
 
     def microbatch(self, i: int, tiles: int) -> AbstractContextManager[None]:
-        """Around the forward pass of microbatch ``i`` of ``tiles`` tiles, numbered over all ranks; in any order."""
+        """Return a context for the forward pass of microbatch ``i`` of ``tiles`` tiles, numbered over all ranks; in any
+        order."""
         ...
 
     def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
-        """Around a recomputed forward pass: its outputs are the same, and nothing is counted.
+        """Return a context for a recomputed forward pass: its outputs are the same, and nothing is counted.
 
         Args:
             within: modules of which some are computed; None: all.
@@ -55,7 +56,7 @@ class RunningStatistics(Protocol):
 def running_statistics(
     module: nn.Module, communicator: Communicator, mode: Literal["per-microbatch", "deferred"]
 ) -> RunningStatistics:
-    """The running statistics of ``module``, of which every rank of ``communicator`` holds a copy.
+    """Return the running statistics of ``module``, of which every rank of ``communicator`` holds a copy.
 
     Raises:
         ValueError: ``deferred`` with layers other than BatchNorm1d, 2d and 3d.
@@ -66,7 +67,7 @@ def running_statistics(
 
 
 class OrderedStatistics:
-    """Once per microbatch, in microbatch order.
+    """Running statistics updated once per microbatch, in microbatch order.
 
     With momentum a, one update is r <- (1 - a) r + a s. Started from r = 0 it leaves exactly the addend a s, whatever
     the kind of layer, and ranks exchange addends. ``momentum=None`` keeps the mean over all updates: started from
@@ -82,6 +83,7 @@ class OrderedStatistics:
         self._communicator = communicator
 
     def begin_step(self, m: int) -> None:
+        """Begin a step of ``m`` microbatches over all ranks, for the layers now in training mode."""
         self._active = [layer for layer in self._layers if layer.training]
         self._m = m
         self._next = 0
@@ -89,6 +91,7 @@ class OrderedStatistics:
 
     @contextmanager
     def microbatch(self, i: int, tiles: int) -> Iterator[None]:
+        """Let layers update themselves while the block runs in the right order, else record their addends."""
         # A rank that has all microbatches lets the layers update themselves for as long as the order is right.
         if not self._active or (self._communicator.world == 1 and i == self._next):
             yield
@@ -105,9 +108,11 @@ class OrderedStatistics:
                 self._next += 1
 
     def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
+        """Return a context that leaves no trace of a recomputed pass in the layers, those of ``within`` where given."""
         return untouched([layer for layer in self._active if within is None or layer in within])
 
     def end_step(self) -> None:
+        """Update the layers with what all ranks recorded, in microbatch order; all ranks call it."""
         if not self._active:
             return
         if self._communicator.world == 1:
@@ -118,10 +123,10 @@ class OrderedStatistics:
 
     def _replay(self, record: Tensor) -> None:
         """Update every layer by what one microbatch left behind."""
-        parts = torch.split(record, [2 * channels_of(layer) + 1 for layer in self._active])
-        counts = torch.stack([part[-1] for part in parts]).tolist()
-        for layer, part, count in zip(self._active, parts, counts, strict=True):
-            mean, variance = part[:-1].chunk(2)
+        addends = torch.split(record, [2 * channels_of(layer) + 1 for layer in self._active])
+        counts = torch.stack([addend[-1] for addend in addends]).tolist()
+        for layer, addend, count in zip(self._active, addends, counts, strict=True):
+            mean, variance = addend[:-1].chunk(2)
             if not count:
                 continue
             running_mean, running_variance, updates = buffers_of(layer)
@@ -139,7 +144,7 @@ class OrderedStatistics:
 
 
 def _flat(layer: _NormBase) -> Tensor:
-    """Running mean, running variance and the number of updates in one vector (2 C + 1), float64."""
+    """Return running mean, running variance and the number of updates in one vector (2 C + 1), float64."""
     mean, variance, updates = buffers_of(layer)
     return torch.cat([mean.double(), variance.double(), updates.double()[None]])
 

@@ -16,21 +16,27 @@ from torch import Tensor
 
 
 class LayerOperation(Protocol):
-    """A layer's arithmetic without its parameters."""
+    """The arithmetic of a layer without its parameters."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of the layer."""
+        ...
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of ``x`` from that of the output."""
+        ...
 
     def parameter_gradients(
         self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
     ) -> Sequence[Tensor | None]:
-        """Of weight and bias; the values of ``weight`` do not matter."""
+        """Return the gradients of weight and bias that are ``wanted``; the values of ``weight`` do not matter."""
         ...
 
 
 @dataclass(frozen=True)
 class DeferredConvolution:
+    """A convolution of maps in n dims, or a transposed one; by torch's words for them."""
+
     stride: list[int]
     padding: list[int]
     dilation: list[int]
@@ -39,16 +45,19 @@ class DeferredConvolution:
     groups: int
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output: (n, channels out, ...)."""
         result: Tensor = torch.ops.aten.convolution.default(x, weight, bias, *self._geometry)
         return result
 
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of ``x``: (n, channels in, ...)."""
         result: Tensor = self._backward(gradient, x, weight, None, [True, False, False])[0]
         return result
 
     def parameter_gradients(
         self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
     ) -> Sequence[Tensor | None]:
+        """Return the gradients of weight and bias, None for one that is not wanted."""
         channels = gradient.shape[1]
         result: Sequence[Tensor | None] = self._backward(gradient, x, weight, [channels], [False, *wanted])
         return result[1:]
@@ -62,15 +71,20 @@ class DeferredConvolution:
 
 
 class Linear:
+    """A linear layer over the last dim of its input."""
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output: (..., features out)."""
         return F.linear(x, weight, bias)
 
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of ``x``: (..., features in)."""
         return gradient @ weight
 
     def parameter_gradients(
         self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
     ) -> Sequence[Tensor | None]:
+        """Return the gradients of weight and bias, None for one that is not wanted."""
         rows = gradient.reshape(-1, gradient.shape[-1])
         return (
             rows.t() @ x.reshape(-1, x.shape[-1]) if wanted[0] else None,

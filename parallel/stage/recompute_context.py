@@ -1,4 +1,4 @@
-"""What a segment is computed again in: the precision, the random numbers and the statistics of its first pass."""
+"""The context in which a segment is computed again: precision, random numbers and statistics of its first pass."""
 
 from __future__ import annotations
 
@@ -14,21 +14,30 @@ from parallel.stage.rng import drawing, get_random_state
 from parallel.trace.stage_module import SegmentRun
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Gives a new context that switches autocast as the stage is run."""
 
 
-def surroundings(
+def recompute_context(
     segment: SegmentRun,
     device: torch.device,
     statistics: RunningStatistics,
     precision: Precision,
     updated: UpdatedBuffers,
 ) -> contextlib.AbstractContextManager[None]:
-    """Those of a pass that is about to begin; entered once, later."""
-    start = get_random_state(device) if segment.draws else None
+    """Return a context with what the pass that is about to begin finds; it is entered once, later.
+
+    Args:
+        segment: that is computed.
+        device: of the stage.
+        statistics: of the stage's normalisation layers.
+        precision: of the stage.
+        updated: buffers of the stage that forward passes update.
+    """
+    start = get_random_state(device) if segment.uses_rng else None
     values = updated.values()
 
     @contextlib.contextmanager
-    def again() -> Iterator[None]:
+    def context() -> Iterator[None]:
         with contextlib.ExitStack() as scopes:
             if start is not None:
                 scopes.enter_context(drawing(start, device))
@@ -37,4 +46,4 @@ def surroundings(
             scopes.enter_context(updated.as_of(values))
             yield
 
-    return again()
+    return context()

@@ -26,7 +26,7 @@ class Draws:
 
     @property
     def end(self) -> Tensor:
-        """The state after the last number drawn; there once the ``drawing`` block is left without an error."""
+        """Return the state after the last number drawn; there once the ``drawing`` block is left without an error."""
         assert self._end is not None, "asked before the end of the block"
         return self._end
 
@@ -58,7 +58,8 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
 
 
 def get_random_state(device: torch.device) -> Tensor:
-    """State of the CPU's default generator, then of the device's: uint8 (``state_size(device)``,), on the CPU."""
+    """Return the state of the CPU's default generator, then of the device's: uint8 (``state_size(device)``,), on the
+    CPU."""
     states = [generator.get_state() for generator in _generators(device)]
     return torch.cat(states)
 
@@ -76,17 +77,17 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
             "put all stages that draw on devices of one kind"
         )
     sizes = [generator.get_state().numel() for generator in _generators(device)]
-    for generator, part in zip(_generators(device), torch.split(state.cpu(), sizes), strict=True):
-        generator.set_state(part.clone())
+    for generator, own_state in zip(_generators(device), torch.split(state.cpu(), sizes), strict=True):
+        generator.set_state(own_state.clone())
 
 
 def state_size(device: torch.device) -> int:
-    """Bytes of a random state, the same for all devices of a kind."""
+    """Return the bytes of a random state, the same for all devices of a kind."""
     return sum(generator.get_state().numel() for generator in _generators(device))
 
 
 def seed_random(seed: int, device: torch.device) -> None:
-    """What ``torch.manual_seed`` does, for the CPU and ``device`` alone: other threads may be using other devices."""
+    """Seed as ``torch.manual_seed`` does, the CPU and ``device`` alone: other threads may be using other devices."""
     for generator in _generators(device):
         generator.manual_seed(seed)
 

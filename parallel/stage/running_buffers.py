@@ -17,11 +17,12 @@ from parallel.comm.communicator import Communicator
 
 
 def channels_of(layer: _NormBase) -> int:
+    """Return the number of channels C that ``layer`` normalises."""
     return layer.num_features
 
 
 def buffers_of(layer: _NormBase) -> tuple[Tensor, Tensor, Tensor]:
-    """Running mean and variance (C,) and the number of updates (), for changes that autograd does not see."""
+    """Return running mean and variance (C,) and the number of updates (), for changes that autograd does not see."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None
@@ -29,12 +30,20 @@ def buffers_of(layer: _NormBase) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def clear_buffers(layer: _NormBase) -> None:
+    """Set the running statistics of ``layer`` to 0."""
     for buffer in buffers_of(layer):
         buffer.zero_()
 
 
 def exchanged_records(records: dict[int, Tensor], m: int, layers: list[_NormBase], ranks: Communicator) -> Tensor:
-    """The records of all microbatches, in order: (m, width) float64. Each was made on one rank."""
+    """Return the records of all microbatches, in order: (m, width) float64. All ranks call it.
+
+    Args:
+        records: by microbatch, those made on this rank, (width,) each; no other rank has made them.
+        m: number of microbatches over all ranks.
+        layers: width is the sum of 2 C + 1 over them.
+        ranks: that made records.
+    """
     width = sum(2 * channels_of(layer) + 1 for layer in layers)
     table = buffers_of(layers[0])[0].new_zeros((m, width), dtype=torch.float64)
     for i, record in records.items():

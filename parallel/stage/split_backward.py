@@ -63,7 +63,8 @@ class DeferredWeights:
 
     @contextmanager
     def recording(self, key: Hashable) -> Iterator[None]:
-        """Around the forward pass of one microbatch, which ``key`` names until ``backward_weight``.
+        """Record what layers will need for their weight gradients, around the forward pass of one microbatch, which
+        ``key`` names until ``backward_weight``.
 
         What an earlier pass of the same key still keeps is dropped: that step was given up.
         """
@@ -82,7 +83,7 @@ class DeferredWeights:
 
 @dataclass
 class _Waiting:
-    """What one use of a layer keeps between the two halves."""
+    """One use of a layer, as it waits between the two halves."""
 
     operation: LayerOperation
     weight: Tensor
@@ -93,6 +94,7 @@ class _Waiting:
 
     @torch.no_grad()
     def accumulate(self) -> None:
+        """Add the gradients of weight and bias to their ``.grad``, and call the hooks that wait for that."""
         # Autograd would have gone through the weight as cast by autocast.
         weight = self.weight
         like = weight if weight.dtype == self.x.dtype else torch.empty_like(weight, dtype=self.x.dtype)
@@ -113,7 +115,8 @@ class _Waiting:
 
 
 class _InputGradientOnly(torch.autograd.Function):
-    """One use of a layer. Its weight is an argument so that the output needs a gradient even if the input does not."""
+    """One use of a layer in autograd's graph. Its weight is an argument so that the output needs a gradient even if the
+    input does not."""
 
     @staticmethod
     def forward(
@@ -140,12 +143,12 @@ class _InputGradientOnly(torch.autograd.Function):
         x = x.detach()
         kept = [meter.hold(x), meter.hold(gradient)] if meter else []
         waiting.append(_Waiting(operation, weight, bias, gradient, x, kept))
-        towards = operation.input_gradient(gradient, x, cast) if ctx.needs_input_grad[0] else None
-        return towards, None, None, None, None, None
+        input_gradient = operation.input_gradient(gradient, x, cast) if ctx.needs_input_grad[0] else None
+        return input_gradient, None, None, None, None, None
 
 
 class _Redirection(TorchFunctionMode):
-    """Sends the layers' own calls into ``_InputGradientOnly``, on this thread, and leaves the module untouched."""
+    """A mode that sends the layers' own calls into ``_InputGradientOnly``, on this thread; the module is untouched."""
 
     def __init__(self, weights: set[int], waiting: list[_Waiting], meter: ActivationMeter | None) -> None:
         super().__init__()
@@ -232,7 +235,7 @@ _REDIRECTED: dict[Any, Callable[..., Tensor]] = {
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """``x`` in the type that autocast computes convolutions and matrix products in, if it is at work."""
+    """Return ``x`` in the type that autocast computes convolutions and matrix products in, if it is switched on."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -240,7 +243,7 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 
 def _faults(layer: nn.Module) -> Iterator[str]:
-    """Why the weight gradient of ``layer`` cannot wait, although its kind would let it."""
+    """Yield why the weight gradient of ``layer`` cannot wait, although its kind would let it."""
     if is_parametrized(layer):
         yield "has a parametrized weight"
         return

@@ -23,8 +23,8 @@ from parallel.offload.saved_tensors import SavedTensors
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.stage.arrivals import arrived
 from parallel.stage.batchnorm import RunningStatistics
-from parallel.stage.in_flight import InFlight, edges_of, gradients_of, promised
-from parallel.stage.recompute_context import surroundings
+from parallel.stage.microbatch_state import MicrobatchState, edges_of, gradients_of, promised
+from parallel.stage.recompute_context import recompute_context
 from parallel.stage.rng import drawing
 from parallel.stage.split_backward import DeferredWeights
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
@@ -44,11 +44,13 @@ class Stage:
 
     Args:
         module: the layers.
+        device: where they are.
         loss: of the last stage: (output, targets) -> mean over the microbatch; None for the others.
         differentiable: names of the values given whose gradients come back.
         unasked: names of the values given that no gradient flows back to from the loss.
         statistics: of the module's normalisation layers.
-        draws: the module may draw random numbers.
+        uses_rng: the module may draw random numbers.
+        autocast: type for mixed precision; None computes in the module's own.
         split: backward is called in two halves (zero bubble).
         compiled: run the module through ``torch.compile``.
         keeper: of the rank; says what becomes of what forward passes keep. By default autograd keeps it.
@@ -68,7 +70,7 @@ class Stage:
         loss: Loss | None = None,
         differentiable: Iterable[str] = (),
         unasked: Iterable[str] = (),
-        draws: bool = False,
+        uses_rng: bool = False,
         autocast: torch.dtype | None = None,
         split: bool = False,
         compiled: bool = False,
@@ -82,7 +84,7 @@ class Stage:
         self._differentiable = frozenset(differentiable)
         self._unasked = frozenset(unasked)
         self._device = device
-        self._draws = draws
+        self._uses_rng = uses_rng
         self._autocast = autocast
         self._weights = DeferredWeights(module, meter) if split else None
         self._keeper = keeper or SavedTensors(ActivationPolicy(), device, meter=meter)
@@ -90,11 +92,11 @@ class Stage:
         self._keeper.copies_of(self._updated)
         # Inductor's own random numbers would differ from those of the plain model.
         self._run: Callable[..., Any] = torch.compile(module, options={"fallback_random": True}) if compiled else module
-        self._in_flight: dict[int, InFlight] = {}
+        self._in_flight: dict[int, MicrobatchState] = {}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the whole model."""
+        """Return the parameters by their names in the whole model."""
         return dict(self.module.named_parameters())
 
     def forward(
@@ -107,7 +109,7 @@ class Stage:
         targets: Tensor | None = None,
         recomputed: bool = False,
     ) -> dict[str, Any]:
-        """Forward pass of microbatch ``i``.
+        """Run the forward pass of microbatch ``i``.
 
         Args:
             tiles: in the microbatch.
@@ -119,34 +121,34 @@ class Stage:
         Returns:
             By name what later stages use, with ``RANDOM_STATE`` if the stage draws; ``LOSS`` in the last stage.
         """
-        self._in_flight[i] = flight = InFlight(tiles, values, targets, random, recomputed)
-        flight.buffers = self._updated.values() if recomputed else []
+        self._in_flight[i] = microbatch = MicrobatchState(tiles, values, targets, random, recomputed)
+        microbatch.buffers = self._updated.values() if recomputed else []
         with self.statistics.microbatch(i, tiles):
             if not recomputed:
-                return self._compute(i, flight)
+                return self._compute(i, microbatch)
             with torch.no_grad():
-                outputs = self._compute(i, flight)
+                outputs = self._compute(i, microbatch)
             if self._keeper.moves:
-                flight.values = put_away(values, self._keeper.packer((self, i)))
+                microbatch.values = put_away(values, self._keeper.packer((self, i)))
             return {name: promised(value) if name in self._differentiable else value for name, value in outputs.items()}
 
     def flush(self, i: int) -> None:
-        """What microbatch ``i`` keeps leaves the device now."""
+        """Send what microbatch ``i`` keeps off the device now."""
         self._keeper.flush((self, i))
 
     def prefetch(self, i: int) -> None:
-        """What microbatch ``i`` keeps begins to come back to the device."""
+        """Begin to bring what microbatch ``i`` keeps back to the device."""
         self._keeper.prefetch((self, i))
 
     def recompute(self, i: int) -> None:
-        """The forward pass of microbatch ``i`` again, keeping what backward needs; counted nowhere."""
-        flight = self._in_flight[i]
-        flight.values = restore(flight.values)
-        with self.statistics.frozen(), self._updated.as_of(flight.buffers):
-            self._compute(i, flight)
+        """Run the forward pass of microbatch ``i`` again, keeping what backward needs; it is counted nowhere."""
+        microbatch = self._in_flight[i]
+        microbatch.values = restore(microbatch.values)
+        with self.statistics.frozen(), self._updated.as_of(microbatch.buffers):
+            self._compute(i, microbatch)
 
     def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
-        """Backward pass of microbatch ``i``; parameters' gradients add up in place.
+        """Run the backward pass of microbatch ``i``; parameters' gradients add up in place.
 
         With ``split`` the gradients of the deferred weights follow in ``backward_weight``.
 
@@ -157,53 +159,53 @@ class Stage:
         Returns:
             Gradients of the values that came in.
         """
-        flight = self._in_flight.pop(i)
+        microbatch = self._in_flight.pop(i)
         if self._loss is not None:
             gradients = {LOSS: [torch.tensor(weight, dtype=self._loss_dtype, device=self._device)]}
         flows = [
             (edge, gradient)
-            for name, edges in flight.roots.items()
+            for name, edges in microbatch.roots.items()
             for edge, gradient in zip(edges, gradients[name], strict=True)
             if edge is not None
         ]
         if flows:
             torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
         self._keeper.landed((self, i))
-        arrived = {name: [one.take() for one in arrivals] for name, arrivals in flight.arrivals.items()}
-        return arrived or {name: gradients_of(value) for name, value in flight.values.items()}
+        arrived = {name: [arrival.take() for arrival in arrivals] for name, arrivals in microbatch.arrivals.items()}
+        return arrived or {name: gradients_of(value) for name, value in microbatch.values.items()}
 
     def backward_weight(self, i: int) -> None:
-        """Gradients of the weights that ``backward`` put off."""
+        """Add the gradients of the weights that ``backward`` of microbatch ``i`` put off."""
         assert self._weights is not None
         self._weights.backward_weight(i)
 
     @torch.no_grad()
     def predict(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """By name what the module gives in evaluation mode; a value that only training makes is missing."""
+        """Return by name what the module gives in evaluation mode; a value that only training makes is missing."""
         with self._precision():
-            given = self.module(*(values.get(name) for name in self.module.inputs))
-        return dict(zip(self.module.outputs, given, strict=True))
+            outputs = self.module(*(values.get(name) for name in self.module.inputs))
+        return dict(zip(self.module.outputs, outputs, strict=True))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop every microbatch in flight, after a step that was given up."""
         self._in_flight.clear()
         self._keeper.forget()
 
-    def _compute(self, i: int, flight: InFlight) -> dict[str, Any]:
+    def _compute(self, i: int, microbatch: MicrobatchState) -> dict[str, Any]:
         with contextlib.ExitStack() as scopes:
-            state = scopes.enter_context(drawing(flight.random, self._device)) if self._draws else None
+            state = scopes.enter_context(drawing(microbatch.random, self._device)) if self._uses_rng else None
             scopes.enter_context(self._precision())
             if torch.is_grad_enabled():
                 if self._weights is not None:
                     scopes.enter_context(self._weights.recording(i))
                 scopes.enter_context(self._keeper.watching((self, i), self._state()))
             scopes.enter_context(self._in_segments())
-            given = self._run(*self._entering(flight))
-            outputs = dict(zip(self.module.outputs, self._updated.apart(given), strict=True))
+            values = self._run(*self._entering(microbatch))
+            outputs = dict(zip(self.module.outputs, self._updated.apart(values), strict=True))
             if self._loss is not None:
                 (output,) = outputs.values()
-                assert flight.targets is not None
-                loss = self._loss(output, flight.targets)
+                assert microbatch.targets is not None
+                loss = self._loss(output, microbatch.targets)
                 self._loss_dtype = loss.dtype
                 outputs = {LOSS: loss}
         if torch.is_grad_enabled():
@@ -211,28 +213,28 @@ class Stage:
                 outputs[name] = tree_map(_detached, outputs[name])
             # Edges, not tensors: what was sent can be freed before its gradient comes back.
             for name, value in outputs.items():
-                was_promised = flight.recomputed and name in self._differentiable
+                was_promised = microbatch.recomputed and name in self._differentiable
                 if edges := edges_of(value, was_promised):
-                    flight.roots[name] = edges
+                    microbatch.roots[name] = edges
         if state is not None:
             outputs[RANDOM_STATE] = state.end
         return outputs
 
-    def _entering(self, flight: InFlight) -> Iterator[Any]:
-        """The values the module takes. Where activations go to the host, the stage itself holds none of them."""
+    def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
+        """Return the values the module takes. Where activations go to the host, the stage itself holds none of them."""
         if not (self._keeper.moves and torch.is_grad_enabled()):
-            return (flight.values[name] for name in self.module.inputs)
-        values, flight.values = flight.values, {}
-        flight.arrivals = {}
+            return (microbatch.values[name] for name in self.module.inputs)
+        values, microbatch.values = microbatch.values, {}
+        microbatch.arrivals = {}
         entering = []
         for name in self.module.inputs:
-            value, flight.arrivals[name] = arrived(values.pop(name))
+            value, microbatch.arrivals[name] = arrived(values.pop(name))
             entering.append(value)
         return iter(entering)
 
     @contextlib.contextmanager
     def _in_segments(self) -> Iterator[None]:
-        """The module is run by the keeper, segment by segment where it has any."""
+        """Let the keeper run the module, segment by segment where it has any."""
         self.module.through = self._through if torch.is_grad_enabled() else None
         try:
             yield
@@ -240,11 +242,13 @@ class Stage:
             self.module.through = None
 
     def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        around = functools.partial(surroundings, segment, self._device, self.statistics, self._precision, self._updated)
-        return self._keeper.through(segment, compute, values, self._state(), around)
+        context = functools.partial(
+            recompute_context, segment, self._device, self.statistics, self._precision, self._updated
+        )
+        return self._keeper.through(segment, compute, values, self._state(), context)
 
     def _state(self) -> tuple[Tensor, ...]:
-        """Parameters and buffers, which are there anyway and do not change between two passes."""
+        """Return parameters and buffers, which are there anyway and do not change between two passes."""
         changing = {id(tensor) for tensor in self._updated.tensors}
         return tuple(t for t in (*self.module.parameters(), *self.module.buffers()) if id(t) not in changing)
 

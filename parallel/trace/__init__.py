@@ -1,2 +1,1 @@
-"""From a user's module to a graph of layers, and from a partition to modules of stages; what cannot be split is
-refused."""
+"""A user's module becomes a graph of layers, and by a partition modules of stages; what cannot be split is refused."""

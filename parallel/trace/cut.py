@@ -27,10 +27,11 @@ def cut_stage(
     segments: Sequence[Segment] = (),
     kind: type[StageModule] = StageModule,
 ) -> StageModule:
-    """Stage ``stage`` of the model, in training mode or not as the model is.
+    """Return stage ``stage`` of the model, in training mode or not as the model is.
 
     Args:
         segments: that cover it, where it is to be run segment by segment.
+        kind: class of the module.
 
     Raises:
         ValueError: evaluation would need values that training does not send between these stages.
@@ -53,17 +54,18 @@ def cut_stage(
     module._run_training = compiled(training, *ends, {}, f"stage {stage} in training")
     module._run_evaluation = compiled(evaluation, *ends, slots, f"stage {stage} in evaluation")
     module.segments = tuple(segment_runs(module, traced, training, partition, segments))
-    own = {id(part) for part in module.modules()}
+    held = {id(submodule) for submodule in module.modules()}
     for path, modes in traced.modes.items():
-        part = traced.model.get_submodule(path)
-        if id(part) in own:
-            module._modes.append((part, *modes))
+        submodule = traced.model.get_submodule(path)
+        if id(submodule) in held:
+            module._modes.append((submodule, *modes))
     module.training = traced.model.training
     return module
 
 
 def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str, int]) -> dict[str, int]:
-    """Stage of every node of the evaluation graph: that of training, else where its module and its inputs are."""
+    """Return the stage of every node of the evaluation graph: that of training, else where its module and its inputs
+    are."""
     owners = {
         str(node.target): stages[node.name]
         for node in traced.training.graph.nodes
@@ -81,7 +83,7 @@ def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str
 
 
 def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict[str, str]:
-    """Value that only evaluation sends -> value that only training sends, in whose place it travels.
+    """Return value that only evaluation sends -> value that only training sends, in whose place it travels.
 
     Raises:
         ValueError: there are more of the first than of the second between two stages.
@@ -127,31 +129,32 @@ def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node]) -> N
 
 
 def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> None:
-    """Every name that the model's state has for what the stage holds; the last stage also keeps what no layer uses."""
+    """Register what the stage holds under every name that the model's state has for it, and in the last stage (the one
+    with ``unused``) also what no layer uses."""
     model = traced.model
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     if unused:
         used: set[int] = set()
         for graph in (traced.training.graph, traced.evaluation.graph):
             for path in paths_of(graph.nodes, "call_module"):
-                part = model.get_submodule(path)
-                used |= {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+                layer = model.get_submodule(path)
+                used |= {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
             used |= {id(_tensor(traced, path)) for path in paths_of(graph.nodes, "get_attr")}
-        own |= {id(tensor) for _, tensor in state} - used
+        held |= {id(tensor) for _, tensor in state} - used
     for path, tensor in state:
-        if id(tensor) in own:
+        if id(tensor) in held:
             _register(module, path, tensor, model)
 
 
 def _order_as(model: nn.Module, module: nn.Module) -> None:
-    """Names in the order of the whole model: the first of two names of one tensor is the same in both."""
+    """Put names in the order of the whole model: the first of two names of one tensor is the same in both."""
     for registry in ("_parameters", "_buffers", "_modules"):
-        place = {name: k for k, name in enumerate(getattr(model, registry))}
-        own = getattr(module, registry)
-        ordered = sorted(own.items(), key=lambda item: place.get(item[0], len(place)))
-        own.clear()
-        own.update(ordered)
+        position = {name: k for k, name in enumerate(getattr(model, registry))}
+        entries = getattr(module, registry)
+        ordered = sorted(entries.items(), key=lambda item: position.get(item[0], len(position)))
+        entries.clear()
+        entries.update(ordered)
     for name, child in module.named_children():
         whole = model._modules[name]
         if whole is not None and child is not whole:
@@ -159,7 +162,8 @@ def _order_as(model: nn.Module, module: nn.Module) -> None:
 
 
 def _tensor(traced: Traced, path: str) -> Any:
-    """What the model has at ``path`` now: ``to()`` replaces buffers. Constants made while tracing are in the graph."""
+    """Return what the model has at ``path`` now: ``to()`` replaces buffers. Constants made while tracing are in the
+    graph."""
     owner, _, name = path.rpartition(".")
     for graph in (traced.model, traced.training, traced.evaluation):
         with contextlib.suppress(AttributeError):
@@ -168,12 +172,12 @@ def _tensor(traced: Traced, path: str) -> Any:
 
 
 def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that holds ``path`` and the last part of it; modules on the way are made where there are none."""
-    *way, name = path.split(".")
-    for part in way:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        child = module._modules[part]
+    """Return the module that holds ``path``, and its name there; make modules on the way where there are none."""
+    *ancestors, name = path.split(".")
+    for ancestor in ancestors:
+        if ancestor not in module._modules:
+            module.add_module(ancestor, nn.Module())
+        child = module._modules[ancestor]
         assert child is not None
         module = child
     return module, name
@@ -192,7 +196,7 @@ def _register(module: nn.Module, path: str, value: Any, model: nn.Module) -> Non
 
 
 def _persistent(model: nn.Module, path: str) -> bool:
-    """Whether the model's ``state_dict`` has the buffer; constants made while tracing are in no model."""
+    """Return whether the model's ``state_dict`` has the buffer; constants made while tracing are in no model."""
     source, _, name = path.rpartition(".")
     try:
         owner = model.get_submodule(source)

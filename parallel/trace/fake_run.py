@@ -1,4 +1,4 @@
-"""One run of a traced model without memory or time: what every layer gives, costs, draws and changes.
+"""One run of a traced model without memory or time: what every layer gives, computes, draws and changes.
 
 Takes the fx graph of a model in training and the shape of a microbatch; gives ``Facts`` for every node. The run is on
 fake tensors (shape, dtype and device, no data); a model that looks at data is run on real zeros instead.
@@ -19,12 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from parallel.graph.op import Op
-from parallel.trace.op_watch import OpWatch, bytes_of, memory_of
+from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one node did.
+    """What is known of one node after the run.
 
     Attributes:
         output_bytes: of the tensors it gave.
@@ -32,9 +32,9 @@ class Facts:
         differentiable: one of the tensors it gave needs a gradient.
         random: it drew random numbers.
         changed: the nodes that made the memory it changed in place.
-        saved: (number, bytes) of each piece of memory that autograd keeps of it, parameters and buffers not counted.
+        saved: (number, bytes) of each storage that autograd saves for its backward pass, but parameters and buffers.
         ops: what it computed.
-        gives: (number, bytes) of each piece of memory that its value lies in, parameters and buffers not counted.
+        output_storages: (number, bytes) of each storage that its value lies in, but parameters and buffers.
     """
 
     output_bytes: int
@@ -44,7 +44,7 @@ class Facts:
     changed: tuple[str, ...]
     saved: tuple[tuple[int, int], ...]
     ops: tuple[Op, ...]
-    gives: tuple[tuple[int, int], ...]
+    output_storages: tuple[tuple[int, int], ...]
 
 
 def fake_run(
@@ -54,7 +54,7 @@ def fake_run(
     device: torch.device,
     autocast: torch.dtype | None = None,
 ) -> dict[str, Facts]:
-    """Facts of every node by name. Parameters, buffers and random state of the modules stay as they are.
+    """Return the facts of every node by name. Parameters, buffers and random state of the modules stay as they are.
 
     Raises:
         ValueError: the model cannot run on ``shape``.
@@ -80,63 +80,63 @@ def fake_run(
 def _run(
     training: fx.GraphModule, state: dict[str, Tensor], example: Tensor, mode: AbstractContextManager[Any]
 ) -> dict[str, Facts]:
-    watch = OpWatch({memory_of(tensor) for tensor in state.values()})
-    observed = _Observed(training, watch)
+    recorder = OpRecorder({storage_of(tensor) for tensor in state.values()})
+    observed = _Observed(training, recorder)
     named = {f"model.{name}": tensor for name, tensor in state.items()}
-    with mode, watch, saved_tensors_hooks(watch.pack, lambda tensor: tensor):
+    with mode, recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
         torch.func.functional_call(observed, named, (example,), tie_weights=False)
     return observed.facts
 
 
 class _Observed(nn.Module):
-    """Runs the graph node by node; a module so that ``functional_call`` swaps and restores what it uses."""
+    """A graph run node by node; a module so that ``functional_call`` swaps and restores what it uses."""
 
-    def __init__(self, model: fx.GraphModule, watch: OpWatch) -> None:
+    def __init__(self, model: fx.GraphModule, recorder: OpRecorder) -> None:
         super().__init__()
         self.model = model
-        self.watch = watch
+        self.recorder = recorder
 
     def forward(self, example: Tensor) -> None:
-        interpreter = _Interpreter(self.model, self.watch)
+        interpreter = _Interpreter(self.model, self.recorder)
         interpreter.run(example)
         self.facts = interpreter.facts
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, model: fx.GraphModule, watch: OpWatch) -> None:
+    def __init__(self, model: fx.GraphModule, recorder: OpRecorder) -> None:
         super().__init__(model)
         self.extra_traceback = False
         self.facts: dict[str, Facts] = {}
-        self._watch = watch
+        self._recorder = recorder
         # Weak: the data goes when its last use is done, but its address is not given away again during this run.
         self._makers: dict[StorageWeakRef, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self._watch.begin()
+        self._recorder.begin()
         try:
             value = super().run_node(n)
         except Exception as error:
             where = f"module {n.target!r}" if n.op == "call_module" else f"{n.op} {n.name!r}"
             raise ValueError(f"the model does not run on the example input, at {where}: {error}") from error
-        changed = [self._makers[storage] for storage in self._watch.written if storage in self._makers]
+        changed = [self._makers[storage] for storage in self._recorder.written if storage in self._makers]
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         for tensor in tensors:
-            self._makers.setdefault(memory_of(tensor), n.name)
+            self._makers.setdefault(storage_of(tensor), n.name)
         self.facts[n.name] = Facts(
             output_bytes=sum(map(bytes_of, tensors)),
-            flops=sum(op.flops for op in self._watch.ops),
+            flops=sum(op.flops for op in self._recorder.ops),
             differentiable=any(tensor.requires_grad for tensor in tensors),
-            random=self._watch.drew,
+            random=self._recorder.uses_rng,
             changed=tuple(changed),
-            saved=tuple(self._watch.saved.items()),
-            ops=tuple(self._watch.ops),
-            gives=tuple(sorted(set(filter(None, map(self._watch.numbered, tensors))))),
+            saved=tuple(self._recorder.saved.items()),
+            ops=tuple(self._recorder.ops),
+            output_storages=tuple(sorted(set(filter(None, map(self._recorder.numbered, tensors))))),
         )
         return value
 
 
 def once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Every tensor replaced, one that has two names by one."""
+    """Return every tensor of ``state`` replaced; one that has two names, by one."""
     replaced: dict[int, Tensor] = {}
     for tensor in state.values():
         if id(tensor) not in replaced:
@@ -145,6 +145,7 @@ def once_each(state: dict[str, Tensor], replace: Callable[[Tensor], Tensor]) -> 
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor or parameter on ``device`` laid out as ``tensor``, with any values."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""What the values of a model are while it is traced: shapes, types and structure, without data.
+"""Hints of the values of a model while it is traced: shapes, types and structure, without data.
 
 Takes nodes as a tracer records them; gives a ``Hint`` for each, its value for the traced number of tiles, and where it
 is asked for the value for another. What is the same in both does not depend on how many tiles a microbatch has, and
@@ -38,10 +38,11 @@ SURE_METHODS = frozenset({"flatten", "mean", "relu"})
 
 
 class Hint:
-    """What a node gives.
+    """What is known of the value of a node.
 
     Args:
-        value: for the traced number of tiles, or what finds it.
+        value: for the traced number of tiles.
+        find: calls ``set`` with it; where given, the value is a tensor that nobody has asked for yet.
 
     Attributes:
         is_tensor: the value is one.
@@ -56,7 +57,7 @@ class Hint:
 
     @property
     def value(self) -> Any:
-        """For the traced number of tiles.
+        """Return the value for the traced number of tiles.
 
         Raises:
             TraceError: the node does not run on them, as the run without data will say, too.
@@ -67,17 +68,21 @@ class Hint:
             raise fx.proxy.TraceError(f"it does not run: {self._value}") from self._value
         return self._value
 
-    def found(self, value: Any) -> None:
+    def set(self, value: Any) -> None:
+        """Store the value, or the exception that computing it raised."""
         self._value, self._find = value, None
 
 
 class Hints:
-    """Hints of the nodes of one trace.
+    """The hints of the nodes of one trace.
 
     Args:
         root: the model; its parameters say on which device it runs.
         shape: (n, ...) of its input.
         dtype: of its input.
+
+    Attributes:
+        running: modules are run for their hints now, and not to be traced.
     """
 
     def __init__(self, root: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -90,15 +95,14 @@ class Hints:
         self._put_off: list[fx.Node] = []
         """Nodes whose value nobody has asked for yet."""
         self._grad = torch.is_grad_enabled()
-        self.at_work = False
-        """Modules are run for their hints now, and not to be traced."""
+        self.running = False
         device = next((tensor.device for tensor in (*root.parameters(), *root.buffers())), torch.device("cpu"))
         other = (2 if shape[0] == 1 else 1, *shape[1:]) if shape else shape
         with self._mode:
             self._inputs = tuple(torch.empty(size, dtype=dtype, device=device) for size in (shape, other))
 
     def of(self, node: fx.Node) -> Hint | None:
-        """None where nobody knows without data."""
+        """Return the hint of ``node``, None where nobody knows without data."""
         return self._known.get(node)
 
     def learn(self, node: fx.Node) -> None:
@@ -128,9 +132,9 @@ class Hints:
         while self._put_off:
             node = self._put_off.pop(0)
             try:
-                self._known[node].found(self._run(node, lambda argument: self._known[argument].value))
+                self._known[node].set(self._run(node, lambda argument: self._known[argument].value))
             except Exception as fault:  # the run without data says what is wrong
-                self._known[node].found(fault)
+                self._known[node].set(fault)
 
     def _is_sure(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -142,7 +146,7 @@ class Hints:
         return node.op == "call_method" and node.target in SURE_METHODS and not node.kwargs
 
     def others(self, node: fx.Node) -> tuple[Any, ...]:
-        """What ``node`` gives for another number of tiles; nothing where the model cannot run on that."""
+        """Return what ``node`` gives for another number of tiles; nothing where the model cannot run on that."""
         self._catch_up()
         return (self._others[node],) if node in self._others else ()
 
@@ -175,45 +179,45 @@ class Hints:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Without data, with gradients as outside, and with nothing drawn from the generators."""
-        before, normalized, self.at_work = random.getstate(), functional.batch_norm, True
+        """Run without data, with gradients as outside, and with nothing drawn from the generators."""
+        before, normalized, self.running = random.getstate(), functional.batch_norm, True
         functional.batch_norm = _like  # type: ignore[assignment]
         try:
             with self._mode, torch.set_grad_enabled(self._grad), torch.random.fork_rng(devices=[]):
                 yield
         finally:
-            self.at_work, functional.batch_norm = False, normalized
+            self.running, functional.batch_norm = False, normalized
             random.setstate(before)
 
     def _is_of_type(self, node: fx.Node, value: Any) -> bool:
         if tree_any(lambda leaf: isinstance(leaf, Tensor), value):
             return False
-        asked = node.args[1] if node.target is getattr else node.target
-        return asked in OF_TYPE or any(self._known[argument].of_type for argument in node.all_input_nodes)
+        attribute = node.args[1] if node.target is getattr else node.target
+        return attribute in OF_TYPE or any(self._known[argument].of_type for argument in node.all_input_nodes)
 
 
-def _like(images: Tensor, *others: Any, **more: Any) -> Tensor:
-    """In place of batch norm, which is taken apart without data, and takes most of the time."""
-    tensors = (images, *others, *more.values())
+def _like(images: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stand in for batch norm, which is taken apart without data, and takes most of the time."""
+    tensors = (images, *args, *kwargs.values())
     differentiable = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
     return torch.empty_like(images, requires_grad=differentiable).clone()  # which may be changed in place
 
 
 def _plain(value: Any) -> Any:
-    """fx's immutable lists and dicts as those of Python."""
+    """Return fx's immutable lists and dicts as those of Python."""
     if isinstance(value, tuple):
-        plain = [_plain(each) for each in value]
+        plain = [_plain(element) for element in value]
         return type(value)(*plain) if hasattr(value, "_fields") else tuple(plain)
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(element) for element in value]
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(element) for key, element in value.items()}
     return value
 
 
 @contextlib.contextmanager
 def any_number_of_values() -> Iterator[None]:
-    """Batch norm in training takes one value per channel, too: plans are made of one tile, and scaled."""
+    """Let batch norm in training take one value per channel, too: plans are made of one tile, and scaled."""
     checked = vars(functional)["_verify_batch_size"]
     vars(functional)["_verify_batch_size"] = lambda size: None
     try:

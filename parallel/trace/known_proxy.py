@@ -1,4 +1,4 @@
-"""What stands for a value while a model is traced: it says of itself what the value would say.
+"""Proxies for values while a model is traced: each says of itself what the value would say.
 
 A ``KnownProxy`` is an instance of ``Tensor`` where the value is one, has the attributes and the length that the value
 has, and where Python decides by a size, decides as the value would; what was decided is noted in the graph, as a node
@@ -21,12 +21,18 @@ from parallel.trace.hints import Hint
 
 
 class DecidingTracer(fx.Tracer):
-    """What proxies ask of the tracer that makes them."""
+    """A tracer that can be asked for the values it traces.
+
+    Attributes:
+        by_side: tiles of another side might give another graph.
+        in_place: ``x += y`` is recorded as a change of the memory of ``x``.
+    """
 
     by_side: bool
     in_place: bool
 
     def create_proxy(self, *args: Any, **options: Any) -> Any:  # fx.Tracer's, whose type is that of its own proxies
+        """Return what stands for the value of a new node."""
         return super().create_proxy(*args, **options)
 
     def decided(self, proxy: KnownProxy, convert: type) -> Any:
@@ -35,7 +41,7 @@ class DecidingTracer(fx.Tracer):
 
 
 class UnknownProxy(fx.Proxy):
-    """Stands for what nobody knows without data, and is taken for a tensor."""
+    """A proxy for what nobody knows without data, taken for a tensor."""
 
     tracer: DecidingTracer
 
@@ -49,11 +55,7 @@ class UnknownProxy(fx.Proxy):
 
 
 class KnownProxy(UnknownProxy):
-    """A proxy with a hint.
-
-    Args:
-        hint: what it stands for.
-    """
+    """A proxy with a hint of the value that it stands for."""
 
     def __init__(self, node: fx.Node, tracer: DecidingTracer, hint: Hint) -> None:
         super().__init__(node, tracer)
@@ -102,11 +104,11 @@ class KnownProxy(UnknownProxy):
     def __contains__(self, wanted: Any) -> bool:
         return any(value is wanted or bool(value == wanted) for value in self)
 
-    def __setitem__(self, place: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def _in_place(self, operation: Callable[..., Any], other: Any) -> Any:
-        """As the value would be changed: a view in its base, else by name only where whoever traces asks for that."""
+        """Change the value as it would be: a view in its base, else by name only where whoever traces asks for that."""
         value = self.hint.value
         self.tracer.by_side = True  # whether it is a view
         if isinstance(value, Tensor) and (value._is_view() or self.tracer.in_place):
@@ -126,7 +128,7 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 
 class KnownNumber(KnownProxy):
-    """Stands for a size or another number, which cannot be iterated."""
+    """A proxy for a size or another number, which cannot be iterated."""
 
     __iter__ = None  # type: ignore[assignment]
 
@@ -153,13 +155,13 @@ def as_traced(value: Any, expected: bool | int | float, where: str) -> None:
 
 
 def detached(value: Any) -> Any:
-    """``value`` as ``torch.no_grad`` leaves it: nothing flows back through its tensors."""
+    """Return ``value`` as ``torch.no_grad`` leaves it: nothing flows back through its tensors."""
     return tree_map_only(Tensor, Tensor.detach, value)
 
 
 @functools.cache
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What applies ``function``, the same each time, so that graphs with it can be compared."""
+    """Return what applies ``function``, the same each time, so that graphs with it can be compared."""
 
     @functools.wraps(function.forward, updated=())
     def apply(*args: Any, **kwargs: Any) -> Any:

@@ -19,8 +19,8 @@ _MENDED = "_megatile_gradient_layout"
 
 
 def mend_norm_gradients() -> None:
-    """From now on, in this process, ``F.batch_norm`` and ``F.instance_norm`` are given gradients in a plain layout: by
-    layers, by subclasses and by a model's own forward, traced or not."""
+    """Give ``F.batch_norm`` and ``F.instance_norm`` gradients in a plain layout from now on in this process: in layers,
+    subclasses and a model's own forward, traced or not."""
     for name, plain in (("batch_norm", _with_plain_stride), ("instance_norm", _contiguous)):
         function = getattr(F, name)
         if not hasattr(function, _MENDED):
@@ -47,12 +47,12 @@ def _mended(function: Callable[..., Any], plain: Callable[[Tensor], Tensor]) -> 
 
 
 def _with_plain_stride(gradient: Tensor) -> Tensor:
-    """The same memory with the stride that a second tile would need."""
+    """Return the same memory with the stride that a second tile would need."""
     strides = gradient.stride()
     plain = gradient[0].numel()
     return gradient if strides[0] == plain else gradient.as_strided(gradient.shape, (plain, *strides[1:]))
 
 
 def _contiguous(gradient: Tensor) -> Tensor:
-    """Contiguous: the view inside instance norm would give another layout its stride again."""
+    """Return a contiguous copy: the view inside instance norm would give another layout its stride again."""
     return gradient.contiguous()

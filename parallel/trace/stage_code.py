@@ -1,4 +1,4 @@
-"""From nodes of a traced model to functions that run them: of a whole stage, and of its segments."""
+"""Code for nodes of a traced model: functions that run a whole stage, or its segments."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from parallel.trace.trace import Traced
 def segment_runs(
     module: StageModule, traced: Traced, nodes: Sequence[fx.Node], partition: Partition, segments: Sequence[Segment]
 ) -> Iterator[SegmentRun]:
-    """The segments of a stage, ready to run; none where there is only one, that is not computed again."""
+    """Yield the segments of a stage, ready to run; none where no segment is computed again."""
     if not any(segment.recompute for segment in segments):
         return
-    place = partition.graph.position
-    own = [[node for node in nodes if one.start <= place[node.name] < one.stop] for one in segments]
-    used = [{argument.name for node in part for argument in node.all_input_nodes} for part in own]
-    made = [{node.name for node in part if node.op != "placeholder"} for part in own]
-    for k, (segment, part) in enumerate(zip(segments, own, strict=True)):
+    position = partition.graph.position
+    nodes_of = [[node for node in nodes if s.start <= position[node.name] < s.stop] for s in segments]
+    used = [{argument.name for node in inside for argument in node.all_input_nodes} for inside in nodes_of]
+    made = [{node.name for node in inside if node.op != "placeholder"} for inside in nodes_of]
+    for k, (segment, inside) in enumerate(zip(segments, nodes_of, strict=True)):
         later = set(module.outputs).union(*used[k + 1 :])
-        entering = tuple(sorted(used[k] - made[k], key=lambda name: place[name]))
-        leaving = tuple(node.name for node in part if node.name in made[k] & later)
+        entering = tuple(sorted(used[k] - made[k], key=lambda name: position[name]))
+        leaving = tuple(node.name for node in inside if node.name in made[k] & later)
         before = set(module.inputs).union(*made[:k])
         layers = partition.graph.layers[segment.start : segment.stop]
         yield SegmentRun(
-            compiled(part, entering, leaving, {}, f"layers {segment.start} to {segment.stop}"),
+            compiled(inside, entering, leaving, {}, f"layers {segment.start} to {segment.stop}"),
             entering,
             leaving,
             tuple(sorted(name for name in before & used[k] if name not in later)),
             segment.recompute,
             any(layer.random for layer in layers),
             frozenset(
-                inner for path in paths_of(part, "call_module") for inner in traced.model.get_submodule(path).modules()
+                submodule
+                for path in paths_of(inside, "call_module")
+                for submodule in traced.model.get_submodule(path).modules()
             ),
         )
 
@@ -46,7 +48,14 @@ def segment_runs(
 def compiled(
     nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], name: str
 ) -> Run:
-    """A function (stage module, values) -> values that runs ``nodes``; values are let go of after their last use."""
+    """Return a function (stage module, values) -> values that runs ``nodes``; it lets go of values after their last
+    use.
+
+    Args:
+        inputs, outputs: names of the values it takes and gives.
+        slots: value of evaluation -> value in whose place it travels.
+        name: of the code in tracebacks.
+    """
     graph = fx.Graph()
     copies: dict[str, fx.Node] = {}
     for value in inputs:
@@ -72,4 +81,5 @@ def compiled(
 
 
 def paths_of(nodes: Iterable[fx.Node], op: str) -> set[str]:
+    """Return the targets of the ``nodes`` of kind ``op``."""
     return {str(node.target) for node in nodes if node.op == op}

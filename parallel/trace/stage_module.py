@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 Run = Callable[..., tuple[Any, ...]]
+"""(stage module, values) -> values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class SegmentRun:
     Attributes:
         run: (stage module, values named in ``inputs``) -> values named in ``outputs``.
         finished: names of the values that no later segment uses.
-        draws: its layers may draw random numbers.
+        uses_rng: its layers may draw random numbers.
         modules: that it calls, with those inside them.
     """
 
@@ -31,7 +32,7 @@ class SegmentRun:
     outputs: tuple[str, ...]
     finished: tuple[str, ...]
     recompute: bool
-    draws: bool
+    uses_rng: bool
     modules: frozenset[nn.Module]
 
 
@@ -60,7 +61,7 @@ class StageModule(nn.Module):
         self.through: Through | None = None
 
     def forward(self, *values: Any) -> Any:
-        """The values named in ``outputs`` from those named in ``inputs``."""
+        """Return the values named in ``outputs``, from those named in ``inputs``."""
         if not self.training:
             return self._run_evaluation(self, *values)
         if self.through is None or not self.segments:
@@ -76,7 +77,7 @@ class StageModule(nn.Module):
         return tuple(known[name] for name in self.outputs)
 
     def train(self, mode: bool = True) -> StageModule:
-        """As the whole model's ``train()``, which may keep some modules in a mode of their own."""
+        """Switch modes as the whole model's ``train()``, which may keep some modules in a mode of their own."""
         super().train(mode)
         for module, training, evaluation in self._modes:
             module.training = training if mode else evaluation
@@ -84,8 +85,9 @@ class StageModule(nn.Module):
 
 
 class WholeModule(StageModule):
-    """A model in one stage: takes images, gives what the model gives."""
+    """A model in one stage: maps images to what the model gives."""
 
     def forward(self, *values: Any) -> Any:
+        """Return the model's output."""
         (output,) = super().forward(*values)
         return output

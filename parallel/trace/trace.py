@@ -1,4 +1,4 @@
-"""From a model to its layers: ``trace`` follows a module's forward as deep as symbolic tracing goes.
+"""The layers of a model: ``trace`` follows a module's forward as deep as symbolic tracing goes.
 
 Takes any ``nn.Module`` that maps one tensor to anything, and the shape of a microbatch; gives ``Traced``: the
 ``LayerGraph`` that splitting works on, and the fx graphs of training and evaluation that stages are cut from. Modules
@@ -12,7 +12,6 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +22,7 @@ from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.trace.fake_run import Facts, fake_run
 from parallel.trace.hints import Hints, any_number_of_values
 from parallel.trace.norm_gradients import mend_norm_gradients
-from parallel.trace.tracer import GraphTracer, scope_of
+from parallel.trace.tracer import GraphTracer, scope_of, user_line
 from parallel.trace.updated_search import Updated, updated_buffers
 
 DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.", "timm.")
@@ -32,7 +31,7 @@ DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.", "timm.")
 
 @dataclass(frozen=True)
 class Traced:
-    """A model as its forward pass runs it.
+    """A model as layers, and the graphs that run them.
 
     Attributes:
         graph: layers of the training graph.
@@ -62,7 +61,7 @@ def trace(
     whole: Mapping[str, str] = MappingProxyType({}),
     in_place: bool = False,
 ) -> Traced:
-    """Layers of ``module`` and what passes between them.
+    """Return the layers of ``module`` with what passes between them, and the graphs that run them.
 
     The module runs in neither sense: no memory is taken, its parameters, buffers and modes stay as they are.
 
@@ -109,8 +108,8 @@ def trace(
 def run_again(
     traced: Traced, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None
 ) -> Traced:
-    """What ``trace`` gives for another shape or in mixed precision, from graphs that hold for it, too: those of the
-    same shape, or of ``any_side``.
+    """Return what ``trace`` would for another shape or in mixed precision, with the graphs of ``traced``: they hold for
+    the same shape, and where they are of ``any_side`` for others.
 
     Args:
         shape, dtype, autocast: as ``trace`` takes them; of as many tiles as were traced.
@@ -127,31 +126,20 @@ def run_again(
     return replace(traced, graph=graph, updated=updated)
 
 
-def _assigned(module: nn.Module) -> dict[str, str]:
-    """Path of each module whose forward, traced just now, assigned a buffer -> its name. No graph records that."""
-    return {
-        path: name
-        for path, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if isinstance(buffer, fx.Proxy)
-    }
-
-
 def _modes(module: nn.Module) -> dict[str, bool]:
-    return {path: part.training for path, part in module.named_modules()}
+    return {path: submodule.training for path, submodule in module.named_modules()}
 
 
 def _graph(
     module: nn.Module, opaque: dict[str, str], shape: tuple[int, ...], dtype: torch.dtype, in_place: bool
 ) -> tuple[fx.GraphModule, bool]:
-    """The graph of ``module`` in its present mode, and whether it may depend on the side of the tiles; what cannot be
-    traced is added to ``opaque``, innermost first."""
+    """Return the graph of ``module`` in its present mode, and whether it may depend on the side of the tiles; add what
+    cannot be traced to ``opaque``, innermost first."""
     while True:
         tracer = GraphTracer(opaque, Hints(module, shape, dtype), in_place=in_place)
         try:
             with left_as_it_was(module), torch.set_grad_enabled(module.training):
                 graph = tracer.trace(module)
-                assigned = _assigned(module)
         except Exception as error:
             if tracer.failed is None:
                 raise ValueError(
@@ -160,47 +148,34 @@ def _graph(
                     "forward of its own, made in __init__ and called there; it then stays whole and the rest is cut"
                 ) from error
             opaque[tracer.failed] = f"{error}, at {_where(error)}"
-            continue
-        if "" in assigned:
-            name = assigned[""]
-            raise ValueError(
-                f"the forward of {type(module).__name__} itself cannot be cut into layers: it assigns its buffer "
-                f"{name}, which a graph does not record: update it in place, as self.{name}.copy_(...) does, or in a "
-                "submodule"
-            )
-        if not assigned:
+        else:
             return fx.GraphModule(module, graph), tracer.by_side
-        opaque |= {path: f"it assigns its buffer {name}" for path, name in assigned.items()}
 
 
 def _where(error: BaseException) -> str:
-    """File and line of the user's code nearest to the fault."""
-    place, step = "unknown", error.__traceback__
+    """Return the line of the user's code nearest to the fault."""
+    line, step = "unknown", error.__traceback__
     while step is not None:
-        code = step.tb_frame.f_code
-        ours = (Path(torch.__file__).parent, Path(__file__).parents[1])
-        if not any(Path(code.co_filename).is_relative_to(folder) for folder in ours):
-            place = f"{code.co_name}, {code.co_filename}:{step.tb_lineno}"
-        step = step.tb_next
-    return place
+        line, step = user_line(step.tb_frame.f_code, step.tb_lineno) or line, step.tb_next
+    return line
 
 
 @contextmanager
 def left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Whatever tracing or the model's forward sets on modules and buffers is taken back."""
-    parts = list(module.modules())
+    """Take back, at the end, whatever tracing or the model's forward has set on modules and buffers."""
+    modules = list(module.modules())
     registries = ("_parameters", "_buffers", "_modules")
-    saved = [(dict(part.__dict__), {name: dict(part.__dict__[name]) for name in registries}) for part in parts]
+    saved = [(dict(m.__dict__), {name: dict(m.__dict__[name]) for name in registries}) for m in modules]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
-        for part, (attributes, contents) in zip(parts, saved, strict=True):
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
+        for submodule, (attributes, contents) in zip(modules, saved, strict=True):
+            submodule.__dict__.clear()
+            submodule.__dict__.update(attributes)
             for name, content in contents.items():
-                part.__dict__[name].clear()
-                part.__dict__[name].update(content)
+                submodule.__dict__[name].clear()
+                submodule.__dict__[name].update(content)
         with torch.no_grad():
             for buffer, version, value in buffers:
                 if buffer._version != version:
@@ -208,19 +183,15 @@ def left_as_it_was(module: nn.Module) -> Iterator[None]:
 
 
 def _program(module: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """All that a graph computes, comparable."""
+    """Return all that a graph computes, as values that can be compared."""
     named: Callable[[Any], Any] = lambda value: fx.map_arg(value, lambda node: f"%{node.name}")  # noqa: E731
-    return [(n.op, n.name, _target(n), repr(named(n.args)), repr(named(n.kwargs))) for n in module.graph.nodes]
-
-
-def _target(node: fx.Node) -> Any:
-    return node.target
+    return [(n.op, n.name, n.target, repr(named(n.args)), repr(named(n.kwargs))) for n in module.graph.nodes]
 
 
 def _name_alike(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
     """Give every node of ``evaluation`` that also runs in training its name there, and others names of their own."""
     ours, theirs = list(evaluation.graph.nodes), list(training.graph.nodes)
-    kinds = [[(node.op, _target(node), scope_of(node)) for node in nodes] for nodes in (ours, theirs)]
+    kinds = [[(node.op, node.target, scope_of(node)) for node in nodes] for nodes in (ours, theirs)]
     names: dict[fx.Node, str] = {}
     for start, other, size in difflib.SequenceMatcher(None, kinds[0], kinds[1], autojunk=False).get_matching_blocks():
         names |= {ours[start + k]: theirs[other + k].name for k in range(size)}
@@ -269,19 +240,19 @@ def _layers(
                 random=fact.random or _unknown(training, node),
                 saved=fact.saved,
                 ops=fact.ops,
-                gives=fact.gives,
+                output_storages=fact.output_storages,
             )
         )
-    ranges += [(min(places), max(places)) for places in uses.values()]
+    ranges += [(min(positions), max(positions)) for positions in uses.values()]
     # What only training does stays with what it works on: evaluation goes around it and can send no more than training.
     common = {node.name for node in evaluation.graph.nodes}
     ranges += [(k - 1, k) for k, node in enumerate(nodes) if node.name not in common]
-    classes = {path: type(part).__name__ for path, part in module.named_modules()}
+    classes = {path: type(submodule).__name__ for path, submodule in module.named_modules()}
     return LayerGraph(tuple(layers), merged(ranges), classes, opaque)
 
 
 def _state(training: fx.GraphModule, node: fx.Node) -> list[Tensor]:
-    """Parameters and buffers that a node uses, each once."""
+    """Return the parameters and buffers that a node uses, each once."""
     if node.op == "call_module":
         module = training.get_submodule(str(node.target))
         return [*module.parameters(), *module.buffers()]
@@ -305,15 +276,15 @@ def _kind(training: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _unknown(training: fx.GraphModule, node: fx.Node) -> bool:
-    """A module that may draw random numbers though it did not in one run."""
+    """Return whether a module may draw random numbers though it did not in one run."""
     if node.op != "call_module":
         return False
     module = training.get_submodule(str(node.target))
-    return any(not type(part).__module__.startswith(DETERMINISTIC) for part in module.modules())
+    return any(not type(submodule).__module__.startswith(DETERMINISTIC) for submodule in module.modules())
 
 
 def merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Disjoint and sorted ranges that forbid the same cuts; those of one position forbid none."""
+    """Return disjoint and sorted ranges that forbid the same cuts; those of one position forbid none."""
     result: list[tuple[int, int]] = []
     for first, last in sorted((first, last) for first, last in ranges if first < last):
         if result and first <= result[-1][1]:

@@ -21,7 +21,7 @@ _TRACING = threading.Lock()
 
 
 def trace_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communicator) -> Traced:
-    """What ``trace`` gives for ``module`` in its own type; every rank calls it.
+    """Return what ``trace_as_it_runs`` gives for ``module`` in its own type; every rank calls it.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch.
@@ -37,7 +37,7 @@ def trace_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communi
 
 
 def trace_as_it_runs(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
-    """What ``trace`` gives, held against the model itself; modules in which they differ stay whole.
+    """Return what ``trace`` gives, compared with the model itself; modules in which they differ stay whole.
 
     Raises:
         ValueError: they differ in the model's own forward, the model cannot be traced, or it updates running
@@ -62,7 +62,8 @@ def trace_as_it_runs(module: nn.Module, shape: tuple[int, ...], dtype: torch.dty
 
 
 def updated_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communicator) -> dict[str, Updated]:
-    """What ``updated_buffers`` gives for ``module``, which need not be one that can be traced; every rank calls it.
+    """Return what ``updated_buffers`` gives for ``module``, which need not be one that can be traced; every rank calls
+    it.
 
     Raises:
         ValueError: one of several ranks would update running statistics twice.

@@ -1,4 +1,4 @@
-"""Whether a traced graph computes what its model computes: operation by operation, before a run uses it.
+"""A check that a traced graph computes what its model computes: operation by operation, before a run uses it.
 
 Takes a model with its graphs and the shape of a microbatch; gives the first place where they part. Both are run in
 training and in evaluation, without data where that can be: what is compared is every operation of torch with its
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel.trace.fake_run import empty_like, once_each
 from parallel.trace.known_proxy import OtherPathError
-from parallel.trace.op_watch import memory_of
+from parallel.trace.op_recorder import storage_of
 from parallel.trace.trace import Traced, left_as_it_was
-from parallel.trace.tracer import scope_of
+from parallel.trace.tracer import scope_of, user_line
 
 SMALL = (32, 64, 128, 224, 256, 512)
 """Sides in px of tiles on which a model that looks at its data is tried, before those of the run."""
@@ -42,7 +41,7 @@ NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a graph parts from its model.
+    """The first place where a graph computes something else than its model.
 
     Attributes:
         paths: of the modules whose forwards were at work, in the model and in the graph; "" for the model's own.
@@ -54,7 +53,8 @@ class Difference:
 
 
 def first_difference(traced: Traced, shape: tuple[int, ...], dtype: torch.dtype) -> Difference | None:
-    """None where the graphs of training and evaluation compute what the model does. It stays as it was.
+    """Return where the graphs of training and evaluation compute something else than the model, None where they do not.
+    The model stays as it was.
 
     Args:
         shape: (n, ...) of a microbatch.
@@ -77,9 +77,9 @@ def first_difference(traced: Traced, shape: tuple[int, ...], dtype: torch.dtype)
                 except OtherPathError as fault:
                     last = fault
                     continue
-                found = _compare(traced.model, ours, theirs, "training" if training else "evaluation")
-                if found:
-                    return found
+                difference = _compare(traced.model, ours, theirs, "training" if training else "evaluation")
+                if difference:
+                    return difference
                 break
             else:
                 raise ValueError(_does_not_run(traced.model, shape, last)) from last
@@ -92,32 +92,34 @@ class _Run:
 
     Attributes:
         operations: each with its arguments, tensors by what made them.
-        places: of each operation, module and line.
+        origins: (module, line) that each operation is from.
         ends: which of these came out, and autograd's functions behind them.
     """
 
     operations: list[Any]
-    places: list[tuple[str, str]]
+    origins: list[tuple[str, str]]
     ends: list[Any]
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down operations.
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A record of the operations of one run.
 
     Args:
         names: tensor -> what it is called.
-        place: (module, line) that is at work.
+        origin: gives (module, line) that is at work.
         fake: there is no data.
     """
 
-    def __init__(self, names: Sequence[tuple[Tensor, Any]], place: Any, *, fake: bool) -> None:
+    def __init__(
+        self, names: Sequence[tuple[Tensor, Any]], origin: Callable[[], tuple[str, str]], *, fake: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known: Any = WeakIdKeyDictionary()
         for tensor, name in names:
             self.known[tensor] = name
         self.operations: list[Any] = []
-        self.places: list[tuple[str, str]] = []
-        self._place, self._fake = place, fake
+        self.origins: list[tuple[str, str]] = []
+        self._origin, self._fake = origin, fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,10 +136,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A sum in place is the sum, unless who holds the memory by another name looks at it afterwards.
             name = func._schema.name.removesuffix("_") if written else func._schema.name
             self.operations.append((name, tree_map(self.name, args), tree_map(self.name, kwargs)))
-            self.places.append(self._place())
-            for memory in {memory_of(tensor) for tensor in written}:
+            self.origins.append(self._origin())
+            for storage in {storage_of(tensor) for tensor in written}:
                 for tensor in list(self.known):
-                    if memory_of(tensor) == memory:
+                    if storage_of(tensor) == storage:
                         self.known[tensor] = (number, "changed", self.known[tensor])
             for k, tensor in enumerate(made):
                 if tensor not in self.known or any(tensor is changed for changed in written):
@@ -145,49 +147,49 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def name(self, value: Any) -> Any:
-        """What an argument is: which tensor, or which number. What depends on no tensor is known by its form."""
+        """Return what an argument is: which tensor, or which number. What depends on no tensor is known by its form."""
         if isinstance(value, Tensor):
             return self.known.get(value, ("constant", tuple(value.shape), str(value.dtype)))
         return str(value) if isinstance(value, (torch.device, torch.dtype)) else repr(value)
 
 
 def _run(model: nn.Module, runner: nn.Module, example: Tensor, mode: AbstractContextManager[Any]) -> _Run:
-    """What ``runner``, the model or a graph of it, computes of ``example``."""
+    """Return what ``runner``, the model or a graph of it, computes of ``example``."""
     # Made for each run: a layer may look at what the run before has counted in its buffers.
     state = _replaced(model, example, fake=not isinstance(mode, nullcontext))
-    paths = {id(part): path for path, part in model.named_modules()}
+    paths = {id(submodule): path for path, submodule in model.named_modules()}
     names: list[tuple[Tensor, Any]] = [(example, "input")]
     for name, tensor in _state(model):
         names.append((state[id(tensor)], name))
     holder = _Holder(runner)
     # A module that has two names is swapped once: restored twice, it would keep what took its place.
-    own = {
+    swapped = {
         f"{path}.{name}".removeprefix("."): state[id(tensor)]
-        for path, part in holder.named_modules()
-        for name, tensor in _state(part, recurse=False)
+        for path, submodule in holder.named_modules()
+        for name, tensor in _state(submodule, recurse=False)
         if id(tensor) in state
     }
-    watch = _Watch(names, lambda: holder.place or _place(paths), fake=not isinstance(mode, nullcontext))
+    recorder = _Recorder(names, lambda: holder.origin or _origin(paths), fake=not isinstance(mode, nullcontext))
     torch.manual_seed(SEED)
-    drawn = random.getstate()
+    random_state = random.getstate()
     random.seed(SEED)
     try:
-        with mode, watch:
-            output = torch.func.functional_call(holder, own, (example,), tie_weights=False)
+        with mode, recorder:
+            output = torch.func.functional_call(holder, swapped, (example,), tie_weights=False)
     finally:
-        random.setstate(drawn)
+        random.setstate(random_state)
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    ends = [watch.name(leaf) for leaf in leaves]
-    return _Run(watch.operations, watch.places, [*ends, *_backward(leaves, {id(t): n for t, n in names})])
+    ends = [recorder.name(leaf) for leaf in leaves]
+    return _Run(recorder.operations, recorder.origins, [*ends, *_backward(leaves, {id(t): n for t, n in names})])
 
 
 class _Holder(nn.Module):
-    """Runs a model, or a graph node by node; a module so that ``functional_call`` swaps and restores what it uses."""
+    """A model, or a graph run node by node; a module so that ``functional_call`` swaps and restores what it uses."""
 
     def __init__(self, runner: nn.Module) -> None:
         super().__init__()
         self.runner = runner
-        self.place: tuple[str, str] | None = None
+        self.origin: tuple[str, str] | None = None
 
     def forward(self, example: Tensor) -> Any:
         if not isinstance(self.runner, fx.GraphModule):
@@ -202,7 +204,7 @@ class _Interpreter(fx.Interpreter):
         self._holder = holder
 
     def run_node(self, n: fx.Node) -> Any:
-        self._holder.place = (scope_of(n), n.name)
+        self._holder.origin = (scope_of(n), n.name)
         return super().run_node(n)
 
 
@@ -212,7 +214,7 @@ def _state(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Te
 
 
 def _replaced(model: nn.Module, example: Tensor, *, fake: bool) -> dict[int, Tensor]:
-    """Id of each parameter and buffer -> what takes its place, that nothing is changed."""
+    """Return id of each parameter and buffer -> what takes its place, so that nothing is changed."""
     named = dict(_state(model))
     if fake:
         with example.fake_mode:  # type: ignore[attr-defined]
@@ -225,7 +227,7 @@ def _replaced(model: nn.Module, example: Tensor, *, fake: bool) -> dict[int, Ten
 def _examples(
     model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, AbstractContextManager[Any]]]:
-    """Input and how to run on it: without data first, then small random tiles, then those of the run."""
+    """Yield inputs and how to run on each: without data first, then small random tiles, then those of the run."""
     device = next((tensor.device for _, tensor in _state(model)), torch.device("cpu"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -237,22 +239,22 @@ def _examples(
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors that ``func`` changes and gives."""
-    arguments = func._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    changed = (given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    """Return the tensors that ``func`` changes and gives."""
+    schema = func._schema.arguments
+    arguments = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+    changed = (arguments.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write)
     return [tensor for tensor in changed if isinstance(tensor, Tensor)]
 
 
 def _normed(func: Any, images: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """What a batch norm gives, without values."""
-    kept = images.new_empty(images.shape[1])
-    more = (images.new_empty(0),) if func is _aten.cudnn_batch_norm.default else ()
-    return torch.empty_like(images), kept, torch.empty_like(kept), *more
+    """Return what a batch norm gives, without values."""
+    mean = images.new_empty(images.shape[1])
+    workspace = (images.new_empty(0),) if func is _aten.cudnn_batch_norm.default else ()
+    return torch.empty_like(images), mean, torch.empty_like(mean), *workspace
 
 
 def _backward(outputs: list[Tensor], names: dict[int, Any]) -> list[Any]:
-    """Autograd's functions behind ``outputs``, nearest first, each with the numbers of those that it goes on to."""
+    """Return autograd's functions behind ``outputs``, nearest first, each with the numbers of those it goes on to."""
     numbers: dict[Any, int] = {}
     order: list[Any] = []
 
@@ -262,32 +264,32 @@ def _backward(outputs: list[Tensor], names: dict[int, Any]) -> list[Any]:
             order.append(function)
         return numbers.get(function)
 
-    found: list[Any] = [(number(output.grad_fn), output.requires_grad) for output in outputs]
+    functions: list[Any] = [(number(output.grad_fn), output.requires_grad) for output in outputs]
     for function in order:  # grows meanwhile
         onward = tuple((number(following), k) for following, k in function.next_functions)
         leaf = getattr(function, "variable", None)
-        found.append((function.name(), onward, None if leaf is None else names.get(id(leaf), "constant")))
-    return found
+        functions.append((function.name(), onward, None if leaf is None else names.get(id(leaf), "constant")))
+    return functions
 
 
 def _compare(model: nn.Module, ours: _Run, theirs: _Run, mode: str) -> Difference | None:
     for k, (mine, other) in enumerate(zip_longest(ours.operations, theirs.operations)):
         if mine != other:
-            places = [run.places[min(k, len(run.places) - 1)] for run in (ours, theirs) if run.places]
+            origins = [run.origins[min(k, len(run.origins) - 1)] for run in (ours, theirs) if run.origins]
             did = [operation[0] if operation else "nothing more" for operation in (mine, other)]
             if did[0] == did[1]:
                 did = [f"{name} of other values" for name in did]
-            return _difference(model, places, mode, f"the model computes {did[0]}, its graph {did[1]}")
+            return _difference(model, origins, mode, f"the model computes {did[0]}, its graph {did[1]}")
     for mine, other in zip_longest(ours.ends, theirs.ends):
         if mine != other:
             return _difference(model, [("", "its end")], mode, f"the model gives {mine}, its graph {other}, where")
     return None
 
 
-def _difference(model: nn.Module, places: list[tuple[str, str]], mode: str, what: str) -> Difference:
-    path, line = places[0]
+def _difference(model: nn.Module, origins: list[tuple[str, str]], mode: str, what: str) -> Difference:
+    path, line = origins[0]
     return Difference(
-        frozenset(path for path, _ in places),
+        frozenset(path for path, _ in origins),
         f"{type(model).__name__} does not follow its own code when it is taken apart into layers: in {mode}, at module "
         f"{path or 'the model itself'!r} ({line}), {what}. Python code there that asks how it is run belongs in a "
         "submodule with a forward of its own, which then stays whole",
@@ -304,17 +306,15 @@ def _does_not_run(model: nn.Module, shape: tuple[int, ...], fault: Exception) ->
     return f"the model does not run on tiles {shape}: {' '.join(str(fault).split())}"
 
 
-def _place(paths: dict[int, str]) -> tuple[str, str]:
-    """(module, line of the user's code) that is at work: the innermost module that is not torch's."""
-    ours = (Path(torch.__file__).parent, Path(__file__).parents[1])
+def _origin(paths: dict[int, str]) -> tuple[str, str]:
+    """Return (module, line of the user's code) that is at work: the innermost module that is not torch's."""
     frame: Any = sys._getframe(1)
     line = ""
     while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(tuple(map(str, ours))):
-            line = line or f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
+        if of_user := user_line(frame.f_code, frame.f_lineno):
+            line = line or of_user
             owner = frame.f_locals.get("self")
-            if code.co_name == "forward" and id(owner) in paths:
+            if frame.f_code.co_name == "forward" and id(owner) in paths:
                 return paths[id(owner)], line
         frame = frame.f_back
     return "", line or "unknown"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ from parallel.trace.known_proxy import (
 )
 from parallel.trace.updated_search import CHECKPOINT
 
+_NOT_OF_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
 SCOPE = "scope"
 """Key in a node's ``meta``: path of the module whose forward the node is from."""
 
@@ -45,17 +49,21 @@ FACTORIES = (
 
 
 def scope_of(node: fx.Node) -> str:
-    """Path of the module whose forward ``node`` is from, "" for the model itself."""
+    """Return the path of the module whose forward ``node`` is from, "" for the model itself."""
     return str(node.meta.get(SCOPE, ""))
 
 
 class GraphTracer(DecidingTracer):
-    """Traces one module once.
+    """The tracer of one trace of one module.
 
     Args:
         opaque: paths of the modules that stay whole.
         hints: of the values of this trace.
         in_place: write ``x += y`` down as that, and not as ``x = x + y``, also where ``x`` is no view.
+
+    Attributes:
+        failed: path of the innermost module that could not be traced; None while it is the model itself.
+        by_side: tiles of another side might give another graph.
     """
 
     # A buffer is looked up when the graph runs, not when it is made.
@@ -66,25 +74,28 @@ class GraphTracer(DecidingTracer):
         self.in_place = in_place
         self.opaque = opaque
         self.failed: str | None = None
-        """Path of the innermost module that could not be traced; None while it is the model itself."""
         self.by_side = False
-        """Tiles of another side might give another graph."""
         self._paths: list[str] = []
         self._hints = hints
         self._decided: dict[tuple[fx.Node, type], Any] = {}
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Return the graph of ``root`` in its present mode.
+
+        Raises:
+            TraceError: it does what a graph does not record.
+        """
         with torch.random.fork_rng(devices=[]), _recording_functions(self):
             self._entered = [_switches()]
-            drawn = _drawn()
+            before = _random_state()
             graph = super().trace(root, concrete_args)
-            if _drawn() != drawn:
+            if _random_state() != before:
                 raise fx.proxy.TraceError("it draws random numbers that do not depend on its input")
             _refuse_assigned(root)
         return graph
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """The model and one tensor; other arguments keep their defaults."""
+        """Return the model's forward and what it is called with: one tensor; other arguments keep their defaults."""
         if any(getattr(self.root, hooks) for hooks in HOOKS):
             raise fx.proxy.TraceError("hooks of the model itself would run in no stage; put them on its submodules")
         names = [
@@ -93,6 +104,7 @@ class GraphTracer(DecidingTracer):
         return root_fn, [self.root, self.create_proxy("placeholder", names[1] if len(names) > 1 else "x", (), {})]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether ``m`` is one layer."""
         return (
             super().is_leaf_module(m, module_qualified_name)
             or module_qualified_name in self.opaque
@@ -104,7 +116,8 @@ class GraphTracer(DecidingTracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._hints.at_work:
+        """Return what stands for the value of ``m``, as one node or traced."""
+        if self._hints.running:
             return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
@@ -112,10 +125,10 @@ class GraphTracer(DecidingTracer):
             return super().call_module(m, forward, args, kwargs)
         self._paths.append(path)
         self._entered.append(_switches())
-        drawn = _drawn()
+        before = _random_state()
         try:
             value = super().call_module(m, forward, args, kwargs)
-            if _drawn() != drawn:
+            if _random_state() != before:
                 raise fx.proxy.TraceError(f"{path} draws random numbers that do not depend on its input")
             _refuse_assigned(m)
         except Exception:
@@ -126,12 +139,13 @@ class GraphTracer(DecidingTracer):
         return value
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        if self._hints.at_work:
+        """Return what stands for an attribute of a module."""
+        if self._hints.running:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_arg(self, a: Any) -> Any:
-        # By its type, not by what it says it is.
+        """Return ``a`` as an argument of a node; a proxy by its type, not by what it says it is."""
         return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
 
     def create_node(
@@ -143,6 +157,11 @@ class GraphTracer(DecidingTracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
+        """Return a new node, named after the module it is from, whose value the hints have learnt.
+
+        Raises:
+            TraceError: gradients or autocast are not switched as where this forward was entered.
+        """
         switches = _switches()
         # At the root, a switch of gradients is recorded by ``create_proxy``.
         if switches != self._entered[-1] and (self._paths or switches[1:] != self._entered[-1][1:]):
@@ -167,7 +186,8 @@ class GraphTracer(DecidingTracer):
         type_expr: Any = None,
         proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
     ) -> Any:
-        """What stands for the value of a new node; its elements where it is a list or a dict; None where it is None."""
+        """Return what stands for the value of a new node; its elements where it is a list or a dict; None where it is
+        None."""
         proxy: Any = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
         if kind in ("placeholder", "get_attr") or target is detached:
             return proxy
@@ -191,6 +211,7 @@ class GraphTracer(DecidingTracer):
         return proxy
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return what stands for the value of ``node``, by its hint."""
         hint = self._hints.of(node)
         # Of a tensor nothing is known without a node that says it; a number or a list may be another.
         self.by_side = self.by_side or hint is None or not hint.is_tensor
@@ -200,7 +221,7 @@ class GraphTracer(DecidingTracer):
         return (KnownNumber if number else KnownProxy)(node, self, hint)
 
     def decided(self, proxy: KnownProxy, convert: type) -> Any:
-        """``convert`` of what ``proxy`` stands for, on which Python is about to decide; noted in the graph.
+        """Return ``convert`` of what ``proxy`` stands for, on which Python is about to decide; note it in the graph.
 
         Raises:
             TraceError: it depends on data, on the number of tiles, or in a submodule on type or device.
@@ -215,17 +236,23 @@ class GraphTracer(DecidingTracer):
             raise fx.proxy.TraceError("its path depends on the type, layout or device of a tensor")
         if (node, convert) not in self._decided:
             self._decided[node, convert] = expected
-            self.create_node("call_function", as_traced, (node, expected, place()), {})
+            self.create_node("call_function", as_traced, (node, expected, _deciding_line()), {})
         return expected
 
 
-def place() -> str:
-    """File and line of the user's code that is being traced."""
-    ours = (Path(torch.__file__).parent, Path(__file__).parents[1])
+def user_line(code: CodeType, number: int) -> str:
+    """Return function, file and line of ``code``; "" where it is torch's or ours."""
+    if code.co_filename.startswith(_NOT_OF_USERS):
+        return ""
+    return f"{code.co_name}, {code.co_filename}:{number}"
+
+
+def _deciding_line() -> str:
+    """Return the line of the user's code that is being traced."""
     frame = inspect.currentframe()
     while frame is not None:
-        if not any(Path(frame.f_code.co_filename).is_relative_to(folder) for folder in ours):
-            return f"{frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
+        if line := user_line(frame.f_code, frame.f_lineno):
+            return line
         frame = frame.f_back
     return "unknown"
 
@@ -235,19 +262,21 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _refuse_assigned(module: nn.Module) -> None:
-    """What forward assigns to a buffer is not in a graph.
+    """Refuse a forward that has assigned to a buffer of ``module`` or of one inside it: no graph records that.
 
     Raises:
         TraceError: it assigned a value that is traced.
     """
-    for name, value in module._buffers.items():
-        if issubclass(type(value), fx.Proxy):
-            raise fx.proxy.TraceError(f"it assigns to the buffer {name} of {type(module).__name__}")
+    for submodule in module.modules():
+        for name, value in submodule._buffers.items():
+            if issubclass(type(value), fx.Proxy):
+                raise fx.proxy.TraceError(f"it assigns to the buffer {name} of {type(submodule).__name__}")
 
 
 @contextmanager
 def _recording_functions(tracer: GraphTracer) -> Iterator[None]:
-    """What torch would run on what stands for tensors and sizes becomes nodes: custom autograd functions, factories."""
+    """Record as nodes what torch would run on what stands for tensors and sizes: custom autograd functions,
+    factories."""
     apply = torch.autograd.Function.__dict__["apply"]
     factories = {name: getattr(torch, name) for name in FACTORIES}
 
@@ -269,22 +298,23 @@ def _recording_functions(tracer: GraphTracer) -> Iterator[None]:
     def checkpointing(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield  # what is computed again in a split model, --recompute says
 
-    around = {name: made for name, made in vars(checkpoint).items() if name.startswith(CHECKPOINT)}
-    vars(checkpoint).update(dict.fromkeys(around, checkpointing))
+    generators = {name: made for name, made in vars(checkpoint).items() if name.startswith(CHECKPOINT)}
+    vars(checkpoint).update(dict.fromkeys(generators, checkpointing))
     torch.autograd.Function.apply = classmethod(applying)
     vars(torch).update({name: functools.partial(making, make) for name, make in factories.items()})
     try:
         yield
     finally:
         torch.autograd.Function.apply = apply
-        vars(checkpoint).update(around)
+        vars(checkpoint).update(generators)
         vars(torch).update(factories)
 
 
 def _switches() -> tuple[bool, ...]:
+    """Return how gradients and autocast are switched."""
     devices = ("cpu", "cuda")
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(torch.is_autocast_enabled, devices))
 
 
-def _drawn() -> tuple[Any, ...]:
+def _random_state() -> tuple[Any, ...]:
     return random.getstate(), torch.random.get_rng_state().numpy().tobytes()

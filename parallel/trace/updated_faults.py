@@ -1,6 +1,6 @@
-"""Strategies under which buffers that forward passes update would not be the plain step's: refused, before any step.
+"""Refusals of strategies under which buffers that forward passes update would not be the plain step's.
 
-Takes what ``updated_search`` found and who computes what; gives nothing, or says which buffer, why, and what to use.
+Take what ``updated_search`` gives and who computes what, before any step; say which buffer, why, and what to use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def refuse_checkpointed(norm: str) -> None:
 
 
 def copies_fault(updated: Mapping[str, Updated]) -> str:
-    """Why no two ranks may hold a copy of the whole model, for a planner; empty where they may."""
+    """Return why no two ranks may hold a copy of the whole model, for a planner; empty where they may."""
     return f"{_named(updated)}, which copies would each do for some of the microbatches" if updated else ""
 
 
@@ -77,12 +77,12 @@ def refuse_schedule(
 
 
 def _by_stage(traced: Traced, partition: Partition) -> dict[int, dict[str, Updated]]:
-    """The buffers of each stage that has some.
+    """Return the buffers of each stage that has some.
 
     Raises:
         ValueError: a buffer that no layer uses, so that nothing would update it.
     """
-    found: dict[int, dict[str, Updated]] = {}
+    by_stage: dict[int, dict[str, Updated]] = {}
     targets = {
         str(node.target): partition.stage_of(node.name)
         for node in traced.training.graph.nodes
@@ -96,8 +96,8 @@ def _by_stage(traced: Traced, partition: Partition) -> dict[int, dict[str, Updat
                 "of layers does not record: call its module, or update it in place, as copy_(...) does"
             )
         for stage in stages:
-            found.setdefault(stage, {})[name] = buffer
-    return found
+            by_stage.setdefault(stage, {})[name] = buffer
+    return by_stage
 
 
 def _fault(updated: Mapping[str, Updated], strategy: str, what: str) -> str:

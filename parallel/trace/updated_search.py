@@ -1,4 +1,4 @@
-"""Which buffers a model's forward pass updates in training, outside layers whose running statistics are kept elsewhere.
+"""A search for buffers that a model's forward pass updates in training, other than the running statistics of norms.
 
 Takes a model and the shape of a microbatch; gives the buffers by path: spectral norm's vectors, a user's running
 averages and counters, and codebooks kept as parameters without gradient. Such a buffer sees every microbatch once and
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 
 from parallel.trace.fake_run import empty_like, once_each
-from parallel.trace.op_watch import OpWatch, memory_of
+from parallel.trace.op_recorder import OpRecorder, storage_of
 
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
 """What torch.utils.checkpoint puts around a part of a model, begins with this; the end depends on torch's version."""
@@ -47,16 +47,17 @@ class Updated:
 
 
 def updated_buffers(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Updated]:
-    """Of ``module`` in training mode, by path. Its parameters, buffers and the generators stay as they are; whoever
-    calls this puts back what forward assigns.
+    """Return the buffers, by path, that ``module`` updates in training mode. Its parameters, buffers and the generators
+    stay as they are; whoever calls this puts back what forward assigns.
 
     What the first of two passes sets and the second leaves alone is a cache, and none of them.
 
     Args:
         shape: (n, c, h, w) of a microbatch.
     """
-    kept = {f"{path}.{name}" for path, layer in _tracking(module) for name, _ in layer.named_buffers(recurse=False)}
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)} - {name.lstrip(".") for name in kept}
+    running = {f"{path}.{name}" for path, layer in _tracking(module) for name, _ in layer.named_buffers(recurse=False)}
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    buffers -= {name.lstrip(".") for name in running}
     buffers |= {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     if not buffers:
         return {}
@@ -66,7 +67,8 @@ def updated_buffers(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def checkpointed_norm(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Path of the first layer with running statistics that runs inside of ``torch.utils.checkpoint``, "" if none does.
+    """Return the path of the first layer with running statistics that runs inside of ``torch.utils.checkpoint``; "" if
+    none does.
 
     Torch computes such a layer again in the backward pass, and updates its statistics once more.
 
@@ -81,7 +83,7 @@ def checkpointed_norm(module: nn.Module, shape: tuple[int, ...], dtype: torch.dt
 
 def _tracking(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     tracking = set(tracking_layers(module))
-    return ((path, part) for path, part in module.named_modules(remove_duplicate=False) if part in tracking)
+    return ((path, layer) for path, layer in module.named_modules(remove_duplicate=False) if layer in tracking)
 
 
 def _attempts(module: nn.Module, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], FakeTensorMode | None]]:
@@ -109,7 +111,7 @@ def _run_once(
     dtype: torch.dtype,
     fake: FakeTensorMode | None,
 ) -> None:
-    """On copies of the buffers, without data where ``fake`` is given."""
+    """Run ``watched`` on copies of the buffers, without data where ``fake`` is given."""
     state: dict[str, Tensor] = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -121,42 +123,43 @@ def _run_once(
         )
         example = torch.zeros(shape, dtype=dtype, device=device)
     mode: AbstractContextManager[Any] = fake or contextlib.nullcontext()
-    with mode, watched.watch:
+    with mode, watched.recorder:
         named = {f"model.{name}": tensor for name, tensor in replaced.items()}
         torch.func.functional_call(watched, named, (example,), tie_weights=False)
 
 
 class _Watched(nn.Module):
-    """Runs a model twice and notes what the second pass does to buffers; a module so that ``functional_call`` swaps and
+    """A model run twice, and what the second pass does to buffers; a module so that ``functional_call`` swaps and
     restores what it uses."""
 
     def __init__(self, model: nn.Module, buffers: set[str]) -> None:
         super().__init__()
         self.model = model
-        self.watch = OpWatch(set())
+        self.recorder = OpRecorder(set())
         self.updated: dict[str, Updated] = {}
         self._names = sorted(buffers)
 
     def forward(self, example: Tensor) -> None:
         self.model(example)
         before = {name: self._now(name) for name in self._names}
-        self.watch.begin()
+        self.recorder.begin()
         self.model(example)
         for name, tensor in before.items():
             assigned = self._now(name) is not tensor
-            if assigned or (tensor is not None and memory_of(tensor) in self.watch.written):
+            if assigned or (tensor is not None and storage_of(tensor) in self.recorder.written):
                 owner = self.model.get_submodule(name.rpartition(".")[0])
                 kind = "buffer" if name.rpartition(".")[2] in owner._buffers else "parameter without gradient"
                 self.updated[name] = Updated(type(owner).__name__, assigned, kind)
 
     def _now(self, name: str) -> Tensor | None:
-        owner, _, own = name.rpartition(".")
-        part = self.model.get_submodule(owner)
-        return part._buffers[own] if own in part._buffers else part._parameters.get(own)
+        path, _, attribute = name.rpartition(".")
+        owner = self.model.get_submodule(path)
+        return owner._buffers[attribute] if attribute in owner._buffers else owner._parameters.get(attribute)
 
 
 class _Checkpointed(nn.Module):
-    """Runs a model once and notes the first of its layers with running statistics that a checkpoint will run again."""
+    """A model run once, and the path of the first of its layers with running statistics that a checkpoint will run
+    again."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -165,27 +168,24 @@ class _Checkpointed(nn.Module):
         self.first = ""
         self._depth = 0
 
-    @property
-    def watch(self) -> AbstractContextManager[Any]:
-        return self._counting()
-
     def forward(self, example: Tensor) -> None:
         self.model(example)
 
+    @property
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        around = {name: make for name, make in vars(checkpoint).items() if name.startswith(CHECKPOINT)}
+    def recorder(self) -> Iterator[None]:
+        generators = {name: make for name, make in vars(checkpoint).items() if name.startswith(CHECKPOINT)}
         reentrant = vars(checkpoint.CheckpointFunction)["forward"]
         layers = [layer for layer in self.model.modules() if id(layer) in self.paths]
         hooks = [layer.register_forward_pre_hook(self._note) for layer in layers]
-        vars(checkpoint).update({name: functools.partial(self._within, make) for name, make in around.items()})
+        vars(checkpoint).update({name: functools.partial(self._within, make) for name, make in generators.items()})
         inside = functools.partial(self._inside, checkpoint.CheckpointFunction.forward)
         setattr(checkpoint.CheckpointFunction, "forward", staticmethod(inside))  # noqa: B010  # no method to mypy
         try:
             yield
         finally:
             setattr(checkpoint.CheckpointFunction, "forward", reentrant)  # noqa: B010
-            vars(checkpoint).update(around)
+            vars(checkpoint).update(generators)
             for hook in hooks:
                 hook.remove()
 
@@ -209,4 +209,5 @@ class _Checkpointed(nn.Module):
 
 
 def tracking_layers(module: nn.Module) -> list[_NormBase]:
+    """Return the layers of ``module`` that keep running statistics."""
     return [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]

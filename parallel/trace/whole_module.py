@@ -20,8 +20,8 @@ from parallel.trace.trace_alone import trace_alone
 def in_segments(
     module: nn.Module, keeping: ActivationPolicy, shape: tuple[int, ...], communicator: Communicator
 ) -> nn.Module:
-    """``module`` run segment by segment, with the names it has; itself where everything is kept on the device, and
-    where nothing is computed again and it cannot be traced.
+    """Return ``module`` run segment by segment, with the names it has; itself where everything is kept on the device,
+    and where nothing is computed again and it cannot be traced.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch.

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from tyro.conf import Suppress
 
 from pipelines.stream import stain
 
@@ -24,17 +25,17 @@ class AugmentSettings:
     """How tiles are varied in training. Strengths are the largest change; 0 switches one off."""
 
     augment: Literal["none", "device", "cpu"] = "device"
-    """device: flips, quarter turns, stain, brightness, where the model runs; cpu: also --affine and --blur, in the
-    reading threads, which costs more there than reading; none: tiles as they are."""
-    flip: bool = True
+    """device: flips, quarter turns, stain, brightness, where the model runs; cpu: also affine changes and blur, in
+    the reading threads, which costs more there than reading; none: tiles as they are."""
+    flip: Suppress[bool] = True
     """Flips and quarter turns, all eight orientations equally often."""
-    stain: float = 0.05
+    stain: Suppress[float] = 0.05
     """Change of each stain's amount: factor 1 +- this, and +- this in units of optical density."""
-    brightness: float = 0.1
+    brightness: Suppress[float] = 0.1
     """Change of the light: factor 1 +- this."""
-    affine: float = 0.1
+    affine: Suppress[float] = 0.1
     """cpu only: change of scale and shift, as a part of the tile; rotation up to 90 degrees times this."""
-    blur: float = 1.0
+    blur: Suppress[float] = 1.0
     """cpu only: largest sigma of a Gaussian blur, in px; every fifth tile is blurred."""
 
     def validate(self) -> list[str]:

@@ -53,6 +53,11 @@ class Batch:
         """Tiles whose pixels were read here, and are another tile's: their own cannot be read."""
         return int(np.count_nonzero(self.has_image & (self.rows != self.wanted)))
 
+    @property
+    def as_wanted(self) -> bool:
+        """Whether all that was to be read here was: no tile is replaced or left out."""
+        return bool((self.rows == self.wanted).all())
+
     def image(self, position: int) -> Pixels:
         """Where the pixels of tile ``position`` are written."""
         pixels: Pixels = self.images[np.count_nonzero(self.has_image[:position])]

@@ -35,7 +35,7 @@ class PixelMaker:
         augment: applied when it says "device".
         seed: of the run.
         normalisation: which mean and standard deviation, a key of ``NORMALISATION``.
-        channels_last: memory format of the images.
+        channels_last: memory format of the images, what convolutions are usually fastest with.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class PixelMaker:
         device: torch.device,
         augment: AugmentSettings,
         seed: int,
-        normalisation: Literal["imagenet", "he"],
-        channels_last: bool,
+        normalisation: Literal["imagenet", "he"] = "imagenet",
+        channels_last: bool = True,
     ) -> None:
-        self._device = device
+        self.device = device
         self._augment = augment
         self._seed = seed
         self._channels_last = channels_last
@@ -86,7 +86,7 @@ class PixelMaker:
         return pixels.mul_(self._scale).add_(self._offset)
 
     def _to_device(self, array: NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def _oriented(images: torch.Tensor, orientation: Sequence[tuple[int, bool]]) -> torch.Tensor:

@@ -1,12 +1,15 @@
-"""In which order the tiles of a table are seen: index order, shuffled over slides, classes balanced.
+"""In which order the tiles of a table are seen: index order, shuffled over slides, classes balanced; cut into batches.
 
-Takes the slide (and class) of every tile and a seed; gives, for every epoch, the rows of the table in order. An order
-holds no state: epoch e is a function of (settings, seed, e), so every rank and every resumed run finds the same one.
-Tiles are shuffled inside groups of a few slides, so that only those slides are open at a time.
+Takes the slide (and class) of every tile and a seed; gives, for every epoch, the rows of the table in order, and a
+rank's part of every batch of them. An order holds no state: epoch e is a function of (settings, seed, e), so every rank
+and every resumed run finds the same one. Tiles are shuffled inside groups of a few slides, so that only those slides
+are open at a time.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -139,3 +142,68 @@ def _stretch(order: Order, first: int, count: int) -> Rows:
         parts.append(order.epoch(number)[:missing])
         missing -= len(parts[-1])
     return np.concatenate(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRequest:
+    """What a rank reads of one global batch of n tiles at most.
+
+    Attributes:
+        samples, rows: int64 (n,), global sample numbers, and the rows of the table that they are drawn from.
+        first_sample: the first sample number of the global batch.
+        image, target: bool (n,), whose pixels and whose targets are read.
+    """
+
+    samples: Rows
+    rows: Rows
+    first_sample: int
+    image: NDArray[np.bool_]
+    target: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSource:
+    """The sequence of epochs cut into global batches, and of each what one rank reads: a function of its number alone.
+
+    Attributes:
+        epochs: how many there are; None for endless ones.
+        global_batch: tiles of a batch, over all ranks.
+        batch_rows: places in the global batch that are this rank's, and those whose pixels and whose targets it reads.
+    """
+
+    order: Order
+    epochs: int | None
+    global_batch: int
+    batch_rows: tuple[Sequence[int], Sequence[int], Sequence[int]]
+
+    def requests(self, first: int) -> Iterator[BatchRequest]:
+        """Yield what is read of batch number ``first`` and all that follow."""
+        every, image_rows, target_rows = (np.asarray(rows, np.int64) for rows in self.batch_rows)
+        end = None if self.epochs is None else self.epochs * self.order.length
+        known: dict[int, Rows] = {}
+        for first_sample in itertools.count(first * self.global_batch, self.global_batch):
+            if end is not None and first_sample >= end:
+                return
+            rows = every if end is None else every[first_sample + every < end]
+            samples = first_sample + rows
+            numbers = np.unique(samples // self.order.length).tolist()
+            known = {number: known[number] if number in known else self.order.epoch(number) for number in numbers}
+            yield BatchRequest(
+                samples,
+                self._drawn(samples, known),
+                first_sample,
+                np.isin(rows, image_rows),
+                np.isin(rows, target_rows),
+            )
+
+    def rows_of(self, samples: Rows) -> Rows:
+        """Return the rows of the table that ``samples`` are drawn from, on whatever rank."""
+        numbers = np.unique(samples // self.order.length).tolist()
+        return self._drawn(samples, {number: self.order.epoch(number) for number in numbers})
+
+    def _drawn(self, samples: Rows, epochs: dict[int, Rows]) -> Rows:
+        epoch, position = np.divmod(samples, self.order.length)
+        rows = np.empty(len(samples), np.int64)
+        for number, order in epochs.items():
+            rows[epoch == number] = order[position[epoch == number]]
+        return rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipelines.slides.slide import Pixels
 from pipelines.stream.batch import Batch, Buffer, BufferPool
-from pipelines.stream.order import Rows
+from pipelines.stream.order import BatchRequest
 
 MAX_BATCHES_AHEAD = 64
 """More than these smooth no delay; without a limit small tiles would be read ahead by the hundred thousand."""
@@ -31,18 +31,6 @@ Fill = Callable[[int, int, Pixels | None, NDArray[Any] | None], int]
 
 class BuffersHeldError(RuntimeError):
     """The caller asks for a batch while it holds every buffer that the budget allows."""
-
-
-@dataclass(frozen=True, eq=False)
-class Wanted:
-    """One batch to be read: its global sample numbers and rows, both int64 (n,), and, bool (n,), whose pixels and
-    whose targets are wanted."""
-
-    samples: Rows
-    rows: Rows
-    first_sample: int
-    image: NDArray[np.bool_]
-    target: NDArray[np.bool_]
 
 
 @dataclass(eq=False)
@@ -61,13 +49,13 @@ class Readahead:
     Args:
         threads: how many fill.
         pool: where buffers come from; its budget bounds how far ahead is read.
-        wanted: the batches to come, in order; None at the end. Called by one thread at a time.
+        requests: the batches to come, in order. Asked by one thread at a time.
         fill: fills one sample; called by the reading threads.
     """
 
-    def __init__(self, threads: int, pool: BufferPool, wanted: Callable[[], Wanted | None], fill: Fill) -> None:
+    def __init__(self, threads: int, pool: BufferPool, requests: Iterator[BatchRequest], fill: Fill) -> None:
         self._pool = pool
-        self._wanted = wanted
+        self._requests = requests
         self._fill = fill
         self._jobs: deque[_Job] = deque()
         self._ended = False
@@ -108,10 +96,10 @@ class Readahead:
         return job.batch
 
     def ready(self) -> bool:
-        """Whether ``next`` would give a batch at once."""
+        """Return whether ``next`` would give a batch at once."""
         with self._changed:
             self._schedule()
-            return bool(self._jobs) and not self._jobs[0].pending
+            return bool(self._jobs) and not self._jobs[0].pending and self._jobs[0].fault is None
 
     def close(self) -> None:
         """Stop the threads, after the samples they are at, and take back the buffers of batches not handed out."""
@@ -133,23 +121,23 @@ class Readahead:
             buffer = self._pool.take()
             if buffer is None:
                 return
-            wanted = self._wanted()
-            if wanted is None:
+            request = next(self._requests, None)
+            if request is None:
                 self._pool.give(buffer)
                 self._ended = True
                 return
             batch = Batch(
-                buffer.images[: np.count_nonzero(wanted.image)],
-                buffer.targets[: np.count_nonzero(wanted.target)],
-                wanted.rows.copy(),
-                wanted.samples,
-                wanted.first_sample,
+                buffer.images[: np.count_nonzero(request.image)],
+                buffer.targets[: np.count_nonzero(request.target)],
+                request.rows.copy(),
+                request.samples,
+                request.first_sample,
                 _Once(partial(self._released, buffer)),
-                wanted.image,
-                wanted.target,
-                wanted.rows,
+                request.image,
+                request.target,
+                request.rows,
             )
-            read = np.flatnonzero(wanted.image | wanted.target).tolist()
+            read = np.flatnonzero(request.image | request.target).tolist()
             job = _Job(batch, buffer, len(read))
             self._jobs.append(job)
             for position in read:

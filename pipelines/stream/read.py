@@ -6,6 +6,7 @@ same slide in table order, then the next slide's: a function of the row and of t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, SlideError, TileReadError
+from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.order import Rows
 from pipelines.stream.target import Target
 
@@ -149,3 +151,51 @@ class Read:
             f"no tile could be read in place of row {row} of the tile table ({self.tiles.slide_id(row)}, "
             f"{self.tiles.region(row)}); {len(faults)} tried. Check the disk, or take these slides out:\n  {listed}"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class SampleReader:
+    """Reads and augments one sample. Knows nothing of the iterator: the reading threads must not keep it alive."""
+
+    reading: Read
+    target: Target
+    augment: CpuAugment | None
+    faults: FaultLog
+
+    def fill(self, sample: int, row: int, image: Pixels | None, out: NDArray[Any] | None) -> int:
+        """As ``prefetch.Fill``. A target without its pixels may stay ``UNREAD``: the rank with the pixels decides
+        whether it is replaced."""
+        if image is None:
+            assert out is not None
+            try:
+                return self.fill_target(sample, row, out)
+            except (SlideError, OSError) as error:
+                if not self.reading.replaces:
+                    self.faults(self.reading.tiles.slide_id(row), self.reading.tiles.region(row), error)
+                return UNREAD
+        with self._naming(sample, row):
+            used = self.reading.fill(row, self.target, image, out, self.faults)
+            if self.augment is not None:
+                self.augment.apply(sample, image, out)
+        return used
+
+    def fill_target(self, sample: int, row: int, out: NDArray[Any]) -> int:
+        """Write the target of exactly ``row``, varied as its pixels are, and return ``row``.
+
+        Raises:
+            SlideError, OSError: the slide does not open, or its annotation is damaged.
+        """
+        with self._naming(sample, row):
+            self.reading.fill_target(row, self.target, out)
+            if self.augment is not None:
+                self.augment.apply(sample, None, out)
+        return row
+
+    @contextlib.contextmanager
+    def _naming(self, sample: int, row: int) -> Iterator[None]:
+        tiles = self.reading.tiles
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"while reading sample {sample}: slide {tiles.slide_id(row)}, {tiles.region(row)}")
+            raise

@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.batch import Allocate
+from pipelines.stream.batch import Allocate, BufferPool
+from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.iterator import TileIterator
-from pipelines.stream.order import Balance, IndexOrder, Order, Rows, SlideShuffle
-from pipelines.stream.read import OnFault, Read
+from pipelines.stream.order import Balance, IndexOrder, Order, Rows, SampleSource, SlideShuffle
+from pipelines.stream.read import FaultLog, OnFault, Read, SampleReader
 from pipelines.stream.target import Labels, Masks, Target
 
 if TYPE_CHECKING:
@@ -177,7 +178,26 @@ class TileStream:
         return -(-self.order.length // self.global_batch)
 
     def __iter__(self) -> TileIterator:
-        return TileIterator(self)
+        """Return an iterator over the batches of this rank, from the first on."""
+        if self.reading is None:
+            raise ValueError("the stream reads from no slides: add .read(pool) to it")
+        target: Target = self.target or Labels(np.broadcast_to(np.int64(-1), len(self.tiles)))
+        augment = CpuAugment(self.augmentation, self.seed) if self.augmentation.augment == "cpu" else None
+        tile = self.tiles.settings.tile
+        buffers = BufferPool(
+            (len(self.image_rows), tile, tile, 3),
+            (len(self.target_rows), *target.shape(tile)),
+            target.dtype,
+            self.max_bytes,
+            self.allocate,
+        )
+        reader = SampleReader(self.reading, target, augment, FaultLog(self.reading.on_fault))
+        return TileIterator(self.source, reader, buffers, self.threads, lambda: self.fingerprint)
+
+    @cached_property
+    def source(self) -> SampleSource:
+        """What is in each batch, and which of it this rank reads."""
+        return SampleSource(self.order, self.epochs, self.global_batch, (self.rows, self.image_rows, self.target_rows))
 
     @cached_property
     def fingerprint(self) -> dict[str, str | int]:

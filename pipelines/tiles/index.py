@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,13 @@ from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart, merge, take_over
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, file_bytes, index_slide, slide_limits
 from pipelines.tiles.tile_table import IndexedSlide, IndexSettings, SlideFault, TileTable, check_settings
 
-__all__ = ["IndexSettings", "TileTable", "build_index", "pinned"]  # the names that go together outside this folder
+__all__ = [
+    "IndexSettings",
+    "SlideDone",
+    "TileTable",
+    "build_index",
+    "pinned",
+]  # the names that go together outside this folder
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +43,27 @@ LISTED_FAULTS = 20
 """As many slides are named in a message; all are in ``failed_slides.csv``."""
 
 
+@dataclass(frozen=True)
+class SlideDone:
+    """One slide is done: it is number ``done`` of ``total``, and ``what`` became of it."""
+
+    done: int
+    total: int
+    slide_id: str
+    what: str
+    failed: bool
+
+    def __str__(self) -> str:
+        return f"{self.done}/{self.total}  {self.slide_id}: {self.what}"
+
+
 def build_index(
     specs: Sequence[SlideSpec],
     settings: IndexSettings,
     out: Path,
     *,
     workers: int = 0,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str | SlideDone], None] = lambda told: None,
     retry_failed: bool = False,
     part: IndexPart | None = None,
     resumed: bool = False,
@@ -59,7 +79,7 @@ def build_index(
         settings: which tiles to cut.
         out: folder; made if it is not there.
         workers: processes; 0: one per core.
-        progress: told one line per slide as it is done.
+        progress: told of each slide as it is done, which the log has, too, and remarks.
         retry_failed: try slides again that failed before; otherwise only when their file has changed.
         part: only this part of ``specs``, in a file of its own.
         resumed: a run that has used this index goes on: a slide that is another now is refused, not indexed anew.
@@ -147,7 +167,7 @@ def _index_slides(
     specs: Sequence[SlideSpec],
     path: Path,
     workers: int,
-    progress: Callable[[str], None],
+    progress: Callable[[str | SlideDone], None],
 ) -> TileTable:
     """``table`` with the tiles or faults of ``specs``, saved as ``path``."""
     out = path.parent
@@ -177,7 +197,10 @@ def _index_slides(
                 failed.add(
                     spec.slide_id, "tiles", f"{count} tiles with tissue cannot be read and are left out: {first}"
                 )
-            progress(f"{done}/{len(specs)}  {spec.slide_id}: {_told(result.found)}")
+            is_fault = isinstance(result.found, SlideFault)
+            told = SlideDone(done, len(specs), spec.slide_id, _told(result.found), is_fault)
+            log.info("%s", told)
+            progress(told)
             if time.monotonic() - saved_s > SAVE_EVERY_S:
                 _merged(table, found).save(path)
                 saved_s = time.monotonic()

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from tyro.conf import Suppress
 
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, Region
@@ -39,7 +40,7 @@ class IndexSettings:
     """Step from tile to tile, in px at --mpp; the tile's side by default, less makes tiles overlap."""
     min_tissue: float = 0.25
     """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile."""
-    tissue_mpp: float = 8.0
+    tissue_mpp: Suppress[float] = 8.0
     """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
 
     @property
@@ -59,11 +60,11 @@ class IndexSettings:
         if not 0 <= self.min_tissue <= 1:
             faults.append(f"--min-tissue is a part of a tile, 0 to 1; got {self.min_tissue:g}")
         if not MPP_MIN <= self.tissue_mpp <= MPP_MAX:
-            faults.append(f"--tissue-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.tissue_mpp:g}")
+            faults.append(f"--developer tissue-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.tissue_mpp:g}")
         elif not faults and self.tile * self.mpp < self.tissue_mpp:
             faults.append(
                 f"a tile ({self.tile} px at {self.mpp:g} um/px) is smaller than one px of the tissue mask "
-                f"({self.tissue_mpp:g} um); ask for a larger --tile or a finer --tissue-mpp"
+                f"({self.tissue_mpp:g} um); ask for a larger --tile or a finer --developer tissue-mpp"
             )
         return faults
 

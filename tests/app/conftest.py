@@ -20,7 +20,8 @@ from tests.helpers.slurm import Slurm, missing_programs, running_slurm
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "256", "--batch", "4", "--microbatches", "2")
-QUICK += ("--validation-tiles", "3", "--twin-steps", "0", "--lr", "0.01", "--validate-every", "1000")
+QUICK += ("--developer", "validation-tiles=3", "--developer", "validate-every=1000", "--developer", "twin-steps=0")
+QUICK += ("--lr", "0.01")
 
 
 @pytest.fixture(scope="session")

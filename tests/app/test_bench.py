@@ -22,7 +22,7 @@ from app.benchmark.trial import Trial, run_trial
 from app.settings.run import DataSettings
 from tests.app.conftest import ROOT, train_environment
 
-TINY = ("--model", "tests.helpers.tiny_models:classifier", "--mpp", "0.5", "--twin-steps", "1")
+TINY = ("--model", "tests.helpers.tiny_models:classifier", "--mpp", "0.5", "--developer", "twin-steps=1")
 
 
 def case(label: str, ranks: int = 2, **more: Any) -> Case:
@@ -321,7 +321,7 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) 
 def test_groups_of_stages_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "hybrid"
     asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
-    asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--repeats", "1", "--twin-steps", "0"]
+    asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
     done = bench_run(*asked, "--strategies", "ddp", "gpipe", "--out", str(out))
     assert done.returncode == 0, done.stderr
     ddp, gpipe = json.loads((out / "bench.json").read_text())["rows"]

@@ -1,4 +1,5 @@
 import os
+import re
 import sys
 
 import pytest
@@ -25,7 +26,10 @@ def test_a_folder_is_indexed(slides, tmp_path, capsys):
     printed = capsys.readouterr().out
     table = TileTable.load(out / "tiles.parquet")
     assert (table.settings.tile, table.settings.stride) == (512, 256)
-    assert printed.startswith(f"2 slides in {slides}\n1/2  ")
+    assert re.match(rf"2 slides in {slides}\nindexed 2 slides in 0:\d\d:\d\d, 1 failed\n", printed)
+    logged = (out / "run.log").read_text()
+    assert "/2  a: " in logged
+    assert "/2  text: failed at open: " in logged
     assert f"{len(table)} tiles of 512 px at 0.5 um/px on 1 slides" in printed
     assert f"index     {out / 'tiles.parquet'}\npictures  {out / 'tissue'}/\n" in printed
     assert f"failed    {out / 'failed_slides.csv'} (1 slides)" in printed
@@ -84,7 +88,8 @@ def test_a_part_is_indexed_and_one_too_many_is_not_wrong(slides, tmp_path, capsy
     arguments = ["--slides", str(slides), "--out", str(tmp_path / "out"), "--tile", "512", "--workers", "1"]
     assert main([*arguments, "--part", "1/2"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"2 slides in {slides}, 1 of them in part 1/2\n1/1  a: ")
+    assert printed.startswith(f"2 slides in {slides}, 1 of them in part 1/2\nindexed 1 slides in ")
+    assert "1/1  a: " in (tmp_path / "out" / "tiles.part-1-of-2.log").read_text()
     assert f"index     {tmp_path / 'out' / 'tiles.part-1-of-2.parquet'}\n" in printed
     assert main([*arguments, "--part", "3/3"]) == 0
     assert capsys.readouterr().out == f"2 slides in {slides}, 0 of them in part 3/3\n"

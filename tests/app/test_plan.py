@@ -41,7 +41,7 @@ def test_a_split_is_drawn(tmp_path: Path) -> None:
     asked = ("--model", "resnet18", "--tile", "256", "--ranks", "2", "--parallel", "1f1b", "--microbatches", "4")
     assert main((*asked, *V100, "--out", str(tmp_path))) == 0
     plan = Plan.loads((tmp_path / "plan.json").read_text())
-    assert (plan.row.candidate.name, plan.row.candidate.m, len(plan.row.cuts)) == ("1f1b", 4, 1)
+    assert (plan.row.strategy.name, plan.row.strategy.m, len(plan.row.strategy.cuts)) == ("1f1b", 4, 1)
     assert "0F0" in (tmp_path / "schedule.csv").read_text()
     assert "simulated" in (tmp_path / "schedule.svg").read_text()
     assert json.loads((tmp_path / "graph.json").read_text())

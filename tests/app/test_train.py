@@ -38,7 +38,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 def reference(classify_slides: Path, train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve undisturbed steps."""
     out = tmp_path_factory.mktemp("reference") / "run"
-    done = train("--slides", classify_slides, *QUICK, "--steps", "12", "--twin-steps", "2", "--out", out)
+    done = train("--slides", classify_slides, *QUICK, "--steps", "12", "--developer", "twin-steps=2", "--out", out)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -182,7 +182,7 @@ def test_segmentation_end_to_end(segment_slides: Path, train: Train, tmp_path: P
 
 def test_tile_labels_from_annotations(segment_slides: Path, train: Train, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    tiles = ("--task", "classify", "--tile", "64", "--validation-tiles", "100")
+    tiles = ("--task", "classify", "--tile", "64", "--developer", "validation-tiles=100")
     done = train("--slides", segment_slides, *QUICK, *tiles, "--steps", "2", "--out", out)
     assert done.returncode == 0, done.stderr
     metrics = summary_of(out)["metrics"]
@@ -205,8 +205,8 @@ def test_loss_that_is_not_finite_names_step_slide_and_tile(classify_slides: Path
 
 def test_resuming_a_finished_run_leaves_it_as_it_is(reference: Path, classify_slides: Path, train: Train) -> None:
     before = (reference / "summary.json").read_text()
-    arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--twin-steps", "2", "--out", reference)
-    done = train(*arguments, "--resume")
+    arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--developer", "twin-steps=2")
+    done = train(*arguments, "--out", reference, "--resume")
     assert done.returncode == 0, done.stderr
     assert "nothing to do" in done.stdout
     assert (reference / "summary.json").read_text() == before

@@ -1,4 +1,4 @@
-"""A small classifier that fails in its second stage (``--cuts 3``), for tests of what a run says then.
+"""A small classifier that fails in its second stage (cut at ``3``), for tests of what a run says then.
 
 ``FAULT`` in the environment says how: "killed" or "shape". It happens in the fourth pass in training.
 """

@@ -64,8 +64,7 @@ def picture() -> str:
     turn = next(iter(found.values()))[1]
     across = max(len(live) for live, _ in found.values())
     most = max(max(live) for live, _ in found.values()) / GIB
-    ticks = MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(0, most)
-    high = ticks[-1]
+    *ticks, high = MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(0, most)
     whole = (LEFT + WIDTH + MARGIN, TOP + HEIGHT + 44)
 
     def x(moment: float) -> float:
@@ -92,7 +91,7 @@ def picture() -> str:
         parts.append(f'<rect class="f{colour}" x="{at:.1f}" y="82" width="14" height="5"/>')
         parts.append(svg_text(at + 20, 90, words, 14))
         at += 56 + 7.2 * len(words)
-    for tick in ticks:
+    for tick in [*ticks, high]:
         level = y(tick * GIB)
         parts.append(f'<path class="edge" d="M{LEFT:g} {level:.1f}h{WIDTH:g}"/>')
         parts.append(svg_text(LEFT - 8, level + 4.5, f"{tick:g} GiB", 13, "pale", "end"))

@@ -41,7 +41,7 @@ def random_graph(seed: int, most: int = 9) -> LayerGraph:
                 differentiable=k > 0 and (last or draw.random() < 0.9),
                 saved=tuple(sorted(saved)),
                 ops=() if k == 0 or last else (Op(draw.choice(["work", "work", "add"]), 0, 0, 0),),
-                gives=gives,
+                output_storages=gives,
             )
         )
     first = draw.randint(1, count - 3)
@@ -69,5 +69,5 @@ def travelling_bytes(graph: LayerGraph, start: int, stop: int) -> int:
 def kept_bytes(graph: LayerGraph, start: int, stop: int) -> int:
     """For the backward pass of these layers, each piece of memory once."""
     found = {piece for layer in graph.layers[start:stop] for piece in layer.saved}
-    found |= {piece for name in received(graph, start, stop) for piece in graph.by_name[name].gives}
+    found |= {piece for name in received(graph, start, stop) for piece in graph.by_name[name].output_storages}
     return sum(size for _, size in found)

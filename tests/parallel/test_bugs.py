@@ -100,7 +100,7 @@ class NormAndReLU(nn.BatchNorm2d):
 
 @pytest.mark.parametrize(
     "strategy",
-    [Strategy("master", 2, 2, 4), Strategy("gpipe", 2, 2, 4, keeping=ActivationPolicy(recompute="stage"))],
+    [Strategy("master", 2, 2, 4), Strategy("gpipe", 2, 2, 4, policy=ActivationPolicy(recompute="stage"))],
     ids=["master", "gpipe, recomputed"],
 )
 def test_running_statistics_of_batch_norms_that_are_not_torchs_own(strategy: Strategy) -> None:

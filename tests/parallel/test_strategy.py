@@ -74,9 +74,9 @@ def test_values_go_along_the_links_alone() -> None:
 
 
 def test_recompute_comes_before_each_backward_but_where_the_forward_was_just_done() -> None:
-    chosen = strategy("gpipe", keeping=ActivationPolicy(recompute="stage"))
+    chosen = strategy("gpipe", policy=ActivationPolicy(recompute="stage"))
     links = chosen.partition(chain(9)).links
-    plain = replace(chosen, keeping=ActivationPolicy()).schedule(links)
+    plain = replace(chosen, policy=ActivationPolicy()).schedule(links)
     again = chosen.schedule(links)
     assert not any(a.kind is Kind.RECOMPUTE for actions in plain.values() for a in actions)
     for actions in again.values():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launch.rank_fault import say_first
+from app.launch.rank_fault import report_first
 from parallel.schedule.action import Action, Schedule
 from parallel.schedule.text import describe_action, describe_fault, format_grid
 
@@ -71,11 +71,11 @@ def test_action_in_words(text: str, words: str) -> None:
 def test_one_of_many_speaks(tmp_path: Path) -> None:
     file = tmp_path / "fault.txt"
     with ThreadPoolExecutor(8) as threads:
-        first = list(threads.map(lambda rank: say_first(f"rank {rank}", file), range(32)))
+        first = list(threads.map(lambda rank: report_first(f"rank {rank}", file), range(32)))
     assert first.count(True) == 1
     assert file.read_text() == f"rank {first.index(True)}\n"
 
 
 def test_message_survives_a_folder_that_is_gone(tmp_path: Path) -> None:
-    assert say_first("rank 0", tmp_path / "gone" / "fault.txt")
-    assert say_first("rank 0", None)
+    assert report_first("rank 0", tmp_path / "gone" / "fault.txt")
+    assert report_first("rank 0", None)

@@ -61,7 +61,8 @@ def test_failing_rank_is_named_with_action_and_shapes(
     fault: str, reason: str, launcher: tuple[str, ...], classify_slides: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    split = ("--parallel", "1f1b", "--cuts", "3", "--model", "tests.helpers.failing_model:failing", "--batch", "2")
+    split = ("--parallel", "1f1b", "--developer", "cuts=3", "--batch", "2")
+    split += ("--model", "tests.helpers.failing_model:failing")
     arguments = ("--slides", classify_slides, *QUICK, *split, "--out", out, "--steps", "100000")
     done = subprocess.run(
         [*launcher, *train_command(*arguments, *(() if launcher else ("--ranks", "2")))],
@@ -79,5 +80,5 @@ def test_failing_rank_is_named_with_action_and_shapes(
     assert re.fullmatch(rf"rank 1 {reason}{where}", messages[0]), messages[0]
     assert ">>1F1<<" in done.stdout
     assert (out / "fault.txt").read_text().splitlines()[0] == messages[0]
-    # Found dead or heard of, not waited for: guardians end what lingers after 20 s.
+    # Found dead or heard of, not waited for: watchdogs end what lingers after 20 s.
     assert time.time() - (out / "fault.txt").stat().st_mtime < 15

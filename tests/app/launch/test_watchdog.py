@@ -21,18 +21,18 @@ from app.launch.watchdog import Watchdog
 
 texts = {0: "0F0 0F1 0B0 0B1", 1: "1F0 1B0 1F1 1B1"}
 schedule = {rank: [Action.parse(text) for text in line.split()] for rank, line in texts.items()}
-guardian = Watchdog(1, stuck_s=float(sys.argv[2]), stopped_s=1, fault_file=pathlib.Path(sys.argv[1]))
-guardian.start()
-guardian.follow(schedule)
-print(guardian._process.pid, flush=True)
-guardian.step(16)
-guardian.at(2, waiting=False, shapes="inputs (2, 256, 64, 64) float32")
+watchdog = Watchdog(1, stuck_s=float(sys.argv[2]), stopped_s=1, fault_file=pathlib.Path(sys.argv[1]))
+watchdog.start()
+watchdog.follow(schedule)
+print(watchdog._process.pid, flush=True)
+watchdog.step(16)
+watchdog.at(2, waiting=False, shapes="inputs (2, 256, 64, 64) float32")
 """
 FIRST_LINE = "in 1F1: forward pass of microbatch 1 through stage 1, inputs (2, 256, 64, 64) float32"
 
 
 class Rank:
-    """A rank in a process of its own, and its guardian."""
+    """A rank in a process of its own, and its watchdog."""
 
     def __init__(self, folder: Path, then: str, stuck_s: float = 60) -> None:
         self.file = folder / "fault.txt"
@@ -44,15 +44,15 @@ class Rank:
             text=True,
         )
         assert self.process.stdout is not None
-        self.guardian = psutil.Process(int(self.process.stdout.readline()))
+        self.watchdog = psutil.Process(int(self.process.stdout.readline()))
         self.process.stdout.readline()  # "ready", or nothing from a rank that has ended
 
     def end(self, within_s: float) -> str:
-        """What rank and guardian said; both are gone."""
+        """What rank and watchdog said; both are gone."""
         began_s = time.monotonic()
-        # Ends when nobody holds standard error any more: neither the rank nor its guardian.
+        # Ends when nobody holds standard error any more: neither the rank nor its watchdog.
         _, said = self.process.communicate(timeout=30)
-        while self.guardian.is_running() and self.guardian.status() != psutil.STATUS_ZOMBIE:
+        while self.watchdog.is_running() and self.watchdog.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() - began_s < within_s
         assert time.monotonic() - began_s < within_s
         return said
@@ -125,10 +125,10 @@ def test_stuck_rank_is_named_and_killed(start: Callable[..., Rank]) -> None:
 @pytest.mark.parametrize(
     "then",
     [
-        "[(guardian.at(i % 4), time.sleep(0.1)) for i in range(25)]",
-        "guardian.at(1, waiting=True); time.sleep(2.5)",
-        "guardian.at(-1); time.sleep(2.5)",
-        "guardian.rest(); time.sleep(2.5)",
+        "[(watchdog.at(i % 4), time.sleep(0.1)) for i in range(25)]",
+        "watchdog.at(1, waiting=True); time.sleep(2.5)",
+        "watchdog.at(-1); time.sleep(2.5)",
+        "watchdog.rest(); time.sleep(2.5)",
     ],
     ids=["moving", "waiting", "summing", "resting"],
 )
@@ -142,10 +142,10 @@ def test_rank_that_is_not_stuck_is_left_alone(then: str, start: Callable[..., Ra
 @pytest.mark.parametrize(
     ("then", "code", "said"),
     [
-        ("guardian.close(); guardian.close(); print('ready', flush=True); os.kill(os.getpid(), 9)", -9, ""),
+        ("watchdog.close(); watchdog.close(); print('ready', flush=True); os.kill(os.getpid(), 9)", -9, ""),
         ("sys.exit(0)", 0, ""),
-        ("guardian.speak('why'); sys.exit('why')", 1, "why\n"),
-        ("guardian.speak('why'); guardian.close(); os.kill(os.getpid(), 9)", -9, ""),
+        ("watchdog.report('why'); sys.exit('why')", 1, "why\n"),
+        ("watchdog.report('why'); watchdog.close(); os.kill(os.getpid(), 9)", -9, ""),
     ],
     ids=["closed", "end", "spoken", "spoken and killed"],
 )
@@ -172,18 +172,18 @@ def test_exit_without_goodbye_is_named(start: Callable[..., Rank]) -> None:
 def test_position_costs_less_than_two_microseconds() -> None:
     from app.launch.watchdog import Watchdog
 
-    guardian = Watchdog(0, stuck_s=60)
+    watchdog = Watchdog(0, stuck_s=60)
     best_s = float("inf")
     for _ in range(20):
         began_s = time.perf_counter()
         for position in range(1000):
-            guardian.at(position, False, "inputs (2, 256, 64, 64) float32")
+            watchdog.at(position, False, "inputs (2, 256, 64, 64) float32")
         best_s = min(best_s, (time.perf_counter() - began_s) / 1000)
     assert best_s < 2e-6
 
 
 @pytest.mark.process
-def test_guardian_imports_no_torch() -> None:
+def test_watchdog_imports_no_torch() -> None:
     check = "import app.launch.watchdog_process, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
 

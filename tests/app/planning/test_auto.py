@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.planning.auto import follow, plan_run, planned, savings_of
+from app.planning.auto import decided, follow, plan_run, savings_of
 from app.planning.machine import Machine
 from app.settings.cli import RunError
 from app.settings.run import DataSettings, ModelSettings, RunConfig
-from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
-from app.settings.strategy_names import Parallel
-from parallel.plan.candidate import Candidate
+from app.settings.strategy import Parallel, StrategySettings
+from parallel.memory.policy import ActivationPolicy
 from parallel.plan.plan import PlanRow
 from parallel.plan.savings import Savings
+from parallel.strategy import Strategy
 from pipelines.tiles.index import IndexSettings
 
 CONFIG = RunConfig(
@@ -51,11 +50,15 @@ def run(config: RunConfig, folder: Path) -> list[str]:
     return said
 
 
+def chosen(config: RunConfig, folder: Path) -> Strategy:
+    return decided(config.strategy, folder, "cpu")
+
+
 def test_one_rank_is_planned_without_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("app.planning.machine.load_or_calibrate")
     (said,) = run(CONFIG, tmp_path)
     assert said.startswith("plan: single, m=1")
-    assert planned(CONFIG, tmp_path).strategy == replace(CONFIG.strategy, parallel="single", microbatches=1)
+    assert chosen(CONFIG, tmp_path) == Strategy("single", 1, 1, 1)
 
 
 def test_one_rank_with_little_memory_takes_smaller_microbatches(tmp_path: Path) -> None:
@@ -74,42 +77,47 @@ def test_a_resumed_run_keeps_its_plan_unless_the_problem_changed(tmp_path: Path)
     written = json.loads((tmp_path / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps(written | {"m": 4}))
     assert run(replace(CONFIG, resume=True), tmp_path) == []
-    assert planned(CONFIG, tmp_path).strategy.microbatches == 4
+    assert chosen(CONFIG, tmp_path).m == 4
     assert run(CONFIG, tmp_path) != []
-    assert planned(CONFIG, tmp_path).strategy.microbatches == 1
+    assert chosen(CONFIG, tmp_path).m == 1
 
 
 def test_a_model_that_cannot_be_traced_is_not_split(tmp_path: Path) -> None:
     config = replace(CONFIG, net=ModelSettings(model="tests.app.planning.test_auto:forked"))
     (said,) = run(config, tmp_path)
     assert "cannot be planned for" in said
-    assert planned(config, tmp_path).strategy.parallel == "single"
+    assert chosen(config, tmp_path).name == "single"
 
 
 def test_a_named_strategy_is_left_alone(tmp_path: Path) -> None:
     named = replace(CONFIG, strategy=StrategySettings("1f1b", ranks=2))
-    assert planned(named, tmp_path) is named
+    assert chosen(named, tmp_path) == named.strategy.to_strategy("cpu") == Strategy("1f1b", 2, 2, 4)
 
 
 def test_a_missing_plan_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="name a strategy with --parallel"):
-        planned(CONFIG, tmp_path)
+        chosen(CONFIG, tmp_path)
 
 
 def test_everything_that_a_row_decides_is_followed() -> None:
-    row = PlanRow(Candidate("master", 4, 2, 8, recompute="stage", shard_optimizer=True), ("layer2",))
-    settings = follow(StrategySettings(ranks=4), row)
-    assert strategy_faults(settings) == []
-    assert (settings.name, settings.depth, settings.groups, settings.m) == ("master", 2, 2, 8)
-    assert (settings.cuts, settings.recompute, settings.shard_optimizer) == ("layer2", "stage", "pair")
-    again = Candidate("ddp", 2, 1, 8, recompute="optimal", offload=True)
-    settings = follow(StrategySettings(ranks=2), PlanRow(again, chosen=(("a", "b"), ("d", "d")), ahead_bytes=3 << 20))
-    assert strategy_faults(settings) == []
-    assert (settings.recompute, settings.recompute_runs) == ("optimal", "a:b,d:d")
-    assert (settings.offload, settings.offload_ahead) == ("overlap", "3MiB")
-    chunks = follow(StrategySettings(ranks=2), PlanRow(Candidate("interleaved", 2, 2, 4, chunks=2), ("a", "b", "c")))
-    assert chunks.chunks == 2
-    assert {"auto", row.candidate.name} <= set(get_args(Parallel))
+    row = PlanRow(Strategy("master", 4, 2, 8, cuts=("layer2",), shard_optimizer=True).under(recompute="stage"))
+    assert follow(StrategySettings(ranks=4), row, "cpu") == row.strategy
+    again = Strategy("ddp", 2, 1, 8).under(
+        recompute="optimal", chosen=(("a", "b"), ("d", "d")), offload="overlap", ahead=3 << 20
+    )
+    assert follow(StrategySettings(ranks=2), PlanRow(again), "cpu") == again
+    chunks = Strategy("interleaved", 2, 2, 4, 2, ("a", "b", "c"))
+    assert follow(StrategySettings(ranks=2), PlanRow(chunks), "cpu") == chunks
+    assert {"auto", row.strategy.name} <= set(get_args(Parallel))
+
+
+def test_what_plans_have_no_say_in_is_as_asked_for() -> None:
+    asked = StrategySettings(
+        offload_ahead="8MiB", offload_host="1GiB", offload_state="optimizer", norm_statistics="deferred", compile=True
+    )
+    strategy = follow(asked, PlanRow(Strategy("single", 1, 1, 2).under(offload="overlap", ahead=3 << 20)), "cpu")
+    assert strategy.policy == ActivationPolicy(offload="overlap", ahead=8 << 20, host_bytes=1 << 30, optimizer=True)
+    assert (strategy.statistics, strategy.compile, strategy.m) == ("deferred", True, 2)
 
 
 def test_what_a_user_asks_to_save_is_not_searched() -> None:
@@ -122,9 +130,7 @@ def test_savings_asked_for_are_in_the_plan(tmp_path: Path) -> None:
     asked = replace(CONFIG, strategy=StrategySettings(recompute="block", offload="overlap", offload_ahead="8MiB"))
     (said,) = run(asked, tmp_path)
     assert "+recompute block +offload" in said
-    strategy = planned(asked, tmp_path).strategy
-    assert strategy_faults(strategy) == []
-    assert (strategy.recompute, strategy.offload, strategy.offload_ahead) == ("block", "overlap", "8MiB")
+    assert chosen(asked, tmp_path).policy == ActivationPolicy("block", offload="overlap", ahead=8 << 20)
 
 
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +139,7 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.planning.machine.this_machine", lambda ranks, **more: named_machine("v100-16gb", ranks))
     config = replace(CONFIG, strategy=StrategySettings(ranks=2, batch=4))
     (said,) = run(config, tmp_path)
-    strategy = planned(config, tmp_path).strategy
-    assert strategy_faults(strategy) == []
-    assert strategy.parallel in said
+    assert str(chosen(config, tmp_path)) in said
     assert torch.get_num_threads() >= 1
 
 
@@ -151,17 +155,15 @@ def test_what_a_named_strategy_computes_again_is_planned(tmp_path: Path, monkeyp
     config = replace(wide, strategy=named)
     (said,) = run(config, tmp_path)
     assert said.startswith("plan: gpipe 1 x 2, m=4 +recompute optimal")
-    strategy = planned(config, tmp_path).strategy
-    assert strategy_faults(strategy) == []
-    assert (strategy.parallel, strategy.depth, strategy.m) == ("gpipe", 2, 4)
-    assert strategy.cuts.startswith("layer2")
-    assert ":" in strategy.recompute_runs
-    assert not strategy.runs_undecided
+    strategy = chosen(config, tmp_path)
+    assert (strategy.name, strategy.depth, strategy.m) == ("gpipe", 2, 4)
+    assert strategy.cuts[0].startswith("layer2")
+    assert strategy.policy.chosen
     with pytest.raises(RunError, match="--recompute optimal found nothing of gpipe"):
         run(replace(wide, strategy=replace(named, memory="150MiB")), tmp_path)
     plenty = replace(wide, strategy=replace(named, parallel="ddp", cuts="", memory="16GiB"))
     run(plenty, tmp_path)
-    assert planned(plenty, tmp_path).strategy.recompute_runs == ""
+    assert chosen(plenty, tmp_path).policy.chosen == ()
     forked = replace(config, net=ModelSettings(model="tests.app.planning.test_auto:forked"))
     with pytest.raises(RunError, match="--recompute optimal has to look into the model"):
         run(forked, tmp_path)

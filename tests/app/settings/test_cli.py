@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 import yaml
+from tyro.conf import Suppress
 
 from app.settings.cli import RunError, run_command
 from pipelines.slides.slide import SlideError
@@ -22,6 +23,8 @@ class Part:
     """Learning rate."""
     kind: Literal["sgd", "adamw"] = "sgd"
     """Rule."""
+    window: Suppress[int | None] = None
+    """Bytes."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,10 @@ class Settings:
     part: Part = field(default_factory=Part)
     resume: bool = False
     """Continue."""
-    read_ahead: str = "1GiB"
+    read_ahead: Suppress[str] = "1GiB"
     """Size."""
+    compile: Suppress[bool] = False
+    """Compile."""
 
     def validate(self) -> list[str]:
         return [f"--lr must be above 0; got {self.part.lr}"] * (self.part.lr <= 0) + ["no resume"] * self.resume
@@ -47,18 +52,22 @@ def run(argv: list[str], body=None) -> tuple[int, list[Settings]]:
 
 def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("slides: a\nlr: 0.5\nkind: adamw\nread-ahead: 2GiB\n")
-    code, (settings,) = run(["--config", str(file), "--lr", "0.25"])
+    file.write_text("slides: a\nlr: 0.5\nkind: adamw\ndeveloper:\n  read-ahead: 2GiB\n  window: 3\n")
+    code, (settings,) = run(
+        ["--config", str(file), "--lr", "0.25", "--developer", "window=4", "--developer=compile=true"]
+    )
     assert code == 0
-    assert settings == Settings(Path("a"), Part(0.25, "adamw"), read_ahead="2GiB")
+    assert settings == Settings(Path("a"), Part(0.25, "adamw", 4), read_ahead="2GiB", compile=True)
 
 
 def test_printed_config_reads_back_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--slides", "b", "--kind", "adamw", "--print-config"]) == (0, [])
+    assert run(["--slides", "b", "--kind", "adamw", "--developer", "read-ahead=", "--print-config"]) == (0, [])
     file = tmp_path / "run.yaml"
     file.write_text(capsys.readouterr().out)
-    assert yaml.safe_load(file.read_text())["kind"] == "adamw"
-    assert run(["--config", str(file)])[1] == [Settings(Path("b"), Part(kind="adamw"))]
+    printed = yaml.safe_load(file.read_text())
+    assert printed["kind"] == "adamw"
+    assert printed["developer"] == {"window": None, "read_ahead": "", "compile": False}
+    assert run(["--config", str(file)])[1] == [Settings(Path("b"), Part(kind="adamw"), read_ahead="")]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +77,13 @@ def test_printed_config_reads_back_the_same(tmp_path: Path, capsys: pytest.Captu
         ("- a\n- b\n", "expected `key: value` lines, found a list"),
         ("slides: a\nresume: 3\n", "key `resume` takes true or false, found 3"),
         ("slides: [\n", "cannot be read"),
+        ("slides: a\nread_ahead: 2GiB\n", "write under `developer:` what is a developer setting: `read_ahead`"),
+        ("slides: a\ndeveloper: 3\n", "expected `key: value` lines under `developer:`, found 3"),
+        (
+            "slides: a\ndeveloper:\n  read_ahed: 3\n",
+            "unknown developer setting `read_ahed`; did you mean `read_ahead`?",
+        ),
+        ("slides: a\ndeveloper:\n  lr: 3\n", "unknown developer setting `lr`"),
     ],
 )
 def test_faulty_file_is_a_usage_error(
@@ -93,6 +109,25 @@ def test_unknown_flag_value_and_missing_flag_are_usage_errors(capsys: pytest.Cap
     assert "--nonsense" in capsys.readouterr().err
     assert run([])[0] == 2
     assert "--slides" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--read-ahead", "2GiB"],
+            "write `read_ahead` under `developer:` in a --config file, or give --developer read-",
+        ),
+        (["--no-compile"], "give --developer compile=VALUE"),
+        (["--developer", "window"], "--developer takes KEY=VALUE"),
+        (["--developer", "windows=3"], "unknown developer setting `windows`; did you mean `window`?"),
+        (["--developer", "window=wide"], "window"),
+        (["--developer"], "--developer needs KEY=VALUE after it"),
+    ],
+)
+def test_faulty_developer_settings(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--slides", "a", *words]) == (2, [])
+    assert message in capsys.readouterr().err
 
 
 def test_all_faults_of_the_settings_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +156,8 @@ def test_help_ends_with_zero_and_shows_defaults(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "default: 0.1" in said
     assert "--config" in said
+    assert "--developer KEY=VALUE" in " ".join(said.split())
+    assert "read-ahead" not in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings.cli import _flags
+from app.settings.fields import developer_settings, flags_of
 from app.settings.run import (
     DataSettings,
     OptimizerSettings,
@@ -25,7 +25,7 @@ def test_defaults_are_valid() -> None:
 
 
 def test_every_flag_has_its_own_name_and_help() -> None:
-    names = [name for name, _ in _flags(RunConfig)]
+    names = [*(name for name, _ in flags_of(RunConfig)), *developer_settings(RunConfig)]
     assert len(names) == len(set(names))
 
     def undocumented(config_type: type) -> list[str]:
@@ -61,8 +61,11 @@ def test_every_flag_has_its_own_name_and_help() -> None:
         (replace(CONFIG, strategy=StrategySettings(parallel="single", ranks=2)), ["uses one process; got 2 ranks"]),
         (replace(CONFIG, stream=StreamSettings(read_ahead="lots")), ["512MiB or 2GiB; got 'lots'"]),
         (replace(CONFIG, stream=StreamSettings(read_ahead="xMiB")), ["got 'xMiB'"]),
-        (replace(CONFIG, optimization=OptimizerSettings(lr=0, momentum=1)), ["--lr must be above 0", "--momentum"]),
-        (replace(CONFIG, score=ScoreSettings(top_k=0)), ["--top-k must be at least 1; got 0"]),
+        (
+            replace(CONFIG, optimization=OptimizerSettings(lr=0, momentum=1)),
+            ["--lr must be above 0", "--developer momentum"],
+        ),
+        (replace(CONFIG, score=ScoreSettings(top_k=0)), ["--developer top-k must be at least 1; got 0"]),
         (
             replace(CONFIG, data=DataSettings(Path("s"), slide_mpp=1000), split=SplitSettings(0.6, 0.6)),
             ["--slide-mpp must be within 0.05-100.0 um/px; got 1000", "leave no slide to train on"],

@@ -8,10 +8,10 @@ from typing import Any, get_args
 import pytest
 
 from app.settings.launcher import find_launch
-from app.settings.strategy import StrategySettings
+from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_faults import strategy_faults
-from app.settings.strategy_names import WHOLE, Parallel
 from parallel.schedule.registry import SCHEDULES
+from parallel.strategy import WHOLE
 
 LAUNCHERS = {
     "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
@@ -88,7 +88,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ({"parallel": "fsdp"}, ["--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks 1"]),
         (
             {"parallel": "fsdp", "ranks": 2, "cuts": "fc"},
-            ["--cuts is about a model split into stages; --parallel fsdp"],
+            ["--developer cuts is about a model split into stages; --parallel fsdp"],
         ),
         ({"parallel": "gpipe", "ranks": 3, "stages": 2}, ["3 ranks cannot be divided into groups of --stages 2"]),
         ({"parallel": "gpipe", "ranks": 2, "stages": 3}, ["--stages must be 2 to the number of ranks, 2; got 3"]),
@@ -96,9 +96,9 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ({"parallel": "mast", "ranks": 2, "microbatches": 3}, ["mast computes 2 microbatches per group, 2 in all"]),
         (
             {"parallel": "1f1b", "ranks": 2, "chunks": 2},
-            ["--chunks is for --parallel interleaved; got"],
+            ["--developer chunks is for --parallel interleaved; got"],
         ),
-        ({"parallel": "interleaved", "ranks": 2, "chunks": 1}, ["--chunks must be at least 2; got 1"]),
+        ({"parallel": "interleaved", "ranks": 2, "chunks": 1}, ["--developer chunks must be at least 2; got 1"]),
         (
             {"parallel": "1f1b", "ranks": 2, "shard_optimizer": "pair", "schedule": Path("nowhere.csv")},
             [
@@ -108,7 +108,10 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ),
         (
             {"parallel": "ddp", "ranks": 2, "stages": 2, "cuts": "fc"},
-            ["--stages is about a model split into stages; --parallel ddp does not split it", "--cuts is about"],
+            [
+                "--stages is about a model split into stages; --parallel ddp does not split it",
+                "--developer cuts is about",
+            ],
         ),
         ({"ranks": 4, "stages": 3}, ["--stages must be 2 or more and divide the number of ranks, 4; got 3"]),
         ({"batch": 4, "microbatches": 5}, ["--microbatches must be 1 to --batch 4; got 5"]),
@@ -116,10 +119,10 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         (
             {"ranks": 2, "stages": 2, "cuts": "fc", "recompute": "stage", "shard_optimizer": "pair", "compile": True},
             [
-                "--cuts is about a model split into stages; --parallel auto chooses this itself",
+                "--developer cuts is about a model split into stages; --parallel auto chooses this itself",
                 "--recompute stage is about",
-                "--compile is about",
-                "--shard-optimizer pair needs two copies",
+                "--developer compile is about",
+                "--developer shard-optimizer=pair needs two copies",
             ],
         ),
         (
@@ -129,24 +132,24 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ({"recompute": "0"}, ["--recompute takes none, stage, block, optimal or a number of layers from 1; got '0'"]),
         (
             {"recompute": "block", "recompute_runs": "conv1:relu"},
-            ["--recompute-runs goes with --recompute optimal; got --recompute block"],
+            ["--developer recompute-runs goes with --recompute optimal; got --recompute block"],
         ),
         (
             {"recompute": "optimal", "recompute_runs": "conv1:relu,layer1"},
-            ["--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got 'conv1:relu,layer1'"],
+            ["--developer recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got 'conv1:relu,layer1'"],
         ),
         (
             {"offload": "overlap", "offload_ahead": "some", "offload_host": "-1GiB"},
             [
-                "--offload-ahead takes a size such as 512MiB or 16GiB; got 'some'",
-                "--offload-host takes a size such as 512MiB or 16GiB; got '-1GiB'",
+                "--developer offload-ahead takes a size such as 512MiB or 16GiB; got 'some'",
+                "--developer offload-host takes a size such as 512MiB or 16GiB; got '-1GiB'",
             ],
         ),
         (
             {"offload_ahead": "1MiB", "offload_host": "1GiB"},
             [
-                "--offload-ahead is about --offload overlap; got --offload none",
-                "--offload-host is about --offload overlap; got --offload none",
+                "--developer offload-ahead is about --offload overlap; got --offload none",
+                "--developer offload-host is about --offload overlap; got --offload none",
             ],
         ),
         (
@@ -160,7 +163,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             [
                 "--recompute block is not for --parallel fsdp, whose parameters come and go: use ddp",
                 "--offload overlap is not for --parallel fsdp",
-                "--offload-state parameters is not for --parallel fsdp",
+                "--developer offload-state=parameters is not for --parallel fsdp",
             ],
         ),
     ],

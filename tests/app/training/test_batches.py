@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +20,8 @@ from parallel.schedule.microbatch import split_batch
 from pipelines.catalog.handles import SlidePool
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.iterator import TileIterator
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import TILE, memory_specs, tile_table
 
@@ -44,6 +49,10 @@ def stream_of(*, damaged: bool = False) -> TileStream:
     return TileStream.over(TABLE, epochs=1).read(SlidePool(specs, 2)).label(np.arange(11))
 
 
+def feed_of(tiles: TileIterator) -> DeviceFeed:
+    return DeviceFeed(tiles, tiles.ready, PixelMaker(torch.device("cpu"), AugmentSettings(), 0))
+
+
 def test_a_rank_reads_the_microbatches_it_wants() -> None:
     ranges = split_batch(5, 3)
     reading = RankReading.of(recorded(), 5, ranges, [IMAGES, NOTHING, BOTH])
@@ -51,10 +60,8 @@ def test_a_rank_reads_the_microbatches_it_wants() -> None:
     assert reading.sizes == (2, 2, 1)
     stream = reading.sharded(stream_of())
     assert (stream.rows, stream.image_rows, stream.target_rows) == (range(5), (0, 1, 4), (4,))
-    with iter(stream) as batches:
-        parts = list(
-            microbatches_of(DeviceFeed(torch.device("cpu"), AugmentSettings(), seed=0), next(batches), (2, 2, 1))
-        )
+    with iter(stream) as tiles:
+        parts = list(microbatches_of(feed_of(tiles), next(tiles), (2, 2, 1)))
     assert [(part.images is not None, part.targets is not None) for part in parts] == [
         tuple(want) for want in (IMAGES, NOTHING, BOTH)
     ]
@@ -77,8 +84,30 @@ def test_labels_follow_the_tile_that_was_read_on_the_rank_with_the_pixels() -> N
     with iter(labels.sharded(stream_of())) as batches:
         batch = next(batches)
         assert batch.targets.tolist() == [0, 1, 2, 3]
-        labels.settle(batches, batch)
+        assert labels.settle(batches, batch)
         assert batch.targets.tolist() == batch.rows.tolist() == read
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_ranks_settle_a_batch_only_if_a_tile_of_it_is_replaced_or_it_was_not_read_in_time(
+    damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, lease = threading.Event(), SlidePool.lease
+    monkeypatch.setattr(SlidePool, "lease", lambda pool, slide_id: gate.wait(20) and lease(pool, slide_id))
+    reading = RankReading.of(recorded([1]), 4, split_batch(4, 2), [IMAGES] * 2)
+    with iter(reading.sharded(stream_of(damaged=damaged))) as tiles, feed_of(tiles) as feed:
+        assert reading.unsettled(feed)
+        gate.set()
+        while not tiles.ready():
+            time.sleep(0.001)
+        assert reading.unsettled(feed) == damaged
+
+
+def test_where_pixels_and_targets_are_read_together_nothing_is_settled() -> None:
+    reading = RankReading.of(recorded(), 4, split_batch(4, 2), [BOTH] * 2)
+    with iter(reading.sharded(stream_of(damaged=True))) as tiles, feed_of(tiles) as feed:
+        assert not reading.unsettled(feed)
+        assert not reading.settle(tiles, next(feed))
 
 
 def test_ranks_without_labels_take_part_when_any_has_them_apart() -> None:

@@ -1,4 +1,4 @@
-"""``--gradient-buckets`` and ``--device-prefetch``: what they take, where they go, and that they change no number."""
+"""Gradient buckets and device prefetch: what they take, where they go, and that they change no number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_sizes(asked: str | None, size: int | None) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"ranks": 2, "gradient_buckets": "25 MB"}, "--gradient-buckets takes a size such as 4MiB, or 0; got '25 MB'"),
+        (
+            {"ranks": 2, "gradient_buckets": "25 MB"},
+            "--developer gradient-buckets takes a size such as 4MiB, or 0; got '25 MB'",
+        ),
         ({"parallel": "single"}, "--parallel single on 1 rank sums none so: leave it out"),
         ({"parallel": "gpipe", "ranks": 2}, "--parallel gpipe on 2 ranks sums none so: leave it out"),
         ({"parallel": "fsdp", "ranks": 2}, "sums those of a unit at once: leave it out"),
@@ -65,7 +68,7 @@ def test_where_some_are_they_have(asked: dict[str, Any]) -> None:
 
 def test_microbatches_ahead_are_counted_from_none() -> None:
     (fault,) = RunConfig(DataSettings(Path("slides")), stream=StreamSettings(device_prefetch=-1)).validate()
-    assert fault == "--device-prefetch must be at least 0 microbatches; got -1"
+    assert fault == "--developer device-prefetch must be at least 0 microbatches; got -1"
 
 
 @pytest.mark.parametrize(("asked", "ddp", "master"), [(None, 1, 1), ("0", 1, 1), ("64KiB", 4, 2)])
@@ -86,11 +89,12 @@ def test_the_size_reaches_the_engine(asked: str | None, ddp: int, master: int) -
         return build_engine(
             StrategySettings(
                 parallel=parallel, ranks=2, batch=4, gradient_buckets=asked, cuts="2" * (parallel != "ddp")
-            ),
+            ).to_strategy("cpu"),
             model,
             F.cross_entropy,
             functools.partial(build_optimizer, OptimizerSettings()),
             communicator,
+            batch=4,
             tile=8,
             seed=0,
             device=torch.device("cpu"),
@@ -115,7 +119,10 @@ def test_a_run_with_both_gives_the_same_losses(
     arguments = ("--slides", classify_slides, *QUICK, "--model", "tests.helpers.tiny_models:telling", "--steps", "3")
     arguments += ("--parallel", "ddp", "--ranks", "2")
     losses: list[list[str]] = []
-    for name, more in (("plain", ()), ("knobs", ("--gradient-buckets", "0", "--device-prefetch", "1"))):
+    for name, more in (
+        ("plain", ()),
+        ("knobs", ("--developer", "gradient-buckets=0", "--developer", "device-prefetch=1")),
+    ):
         told = tmp_path / f"told-{name}"
         told.mkdir()
         monkeypatch.setenv("TOLD", str(told))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from parallel.engine.step import Microbatch
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device_pixels import PixelMaker
 from tests.app.conftest import QUICK, Train, summary_of
 
 CPU = torch.device("cpu")
@@ -74,7 +76,7 @@ def test_a_run_that_takes_more_than_its_memory_stops(
     train: Train, train_ranks: Train, classify_slides: Path, tmp_path: Path, ranks: int
 ) -> None:
     out = tmp_path / "run"
-    asked = ("--memory", "2MiB", "--memory-excess", "stop", "--parallel", "single" if ranks == 1 else "ddp")
+    asked = ("--memory", "2MiB", "--developer", "memory-excess=stop", "--parallel", "single" if ranks == 1 else "ddp")
     start = train if ranks == 1 else train_ranks
     done = start("--slides", classify_slides, *QUICK, *asked, "--ranks", ranks, "--steps", 3, "--out", out)
     assert done.returncode == 1
@@ -105,10 +107,11 @@ def test_microbatches_made_ahead_on_another_thread_count() -> None:
 
     def peaks(prefetch: int) -> list[int]:
         memory, found = MemoryLimit(None, CPU), []
-        feed = DeviceFeed(CPU, AugmentSettings(augment="none"), seed=0, prefetch=prefetch)
-        feed.beside = memory.beside
-        feed.repeat(batch)
+        pixels = PixelMaker(CPU, AugmentSettings(augment="none"), 0)
+        repeated = itertools.repeat(batch)
+        feed = DeviceFeed(repeated, lambda: True, pixels, prefetch=prefetch, beside=memory.beside)
         for _step in range(CHECKED):
+            next(feed)
             with memory.watching(feed.held()):
                 for images, _targets in feed.microbatches(batch, [1] * 4):
                     del images, _targets

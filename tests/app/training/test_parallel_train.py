@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,11 +27,13 @@ from app.settings.strategy_faults import strategy_faults
 from app.train import main
 from app.training import session as session_module
 from app.training.dataset import Dataset, prepare
+from app.training.engines import build_engine
 from app.training.loop import TrainingLoop
 from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index import IndexSettings
@@ -73,8 +74,9 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
     def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
         folder = RunFolder(config.out)
         placement = RankPlace(communicator, torch.device("cpu"), None)
-        guardian = Watchdog(communicator.rank, stuck_s=60)
-        session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guardian)
+        watchdog = Watchdog(communicator.rank, stuck_s=60)
+        strategy = config.strategy.to_strategy("cpu")
+        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)
         outcome = TrainingLoop(session, folder, Interrupt()).run()
         opened = session.pool.open_ids
         session.close()
@@ -200,7 +202,10 @@ def test_an_interrupted_run_out_of_core_goes_on_bit_by_bit(
     strategy: dict[str, Any], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tensors are tiny here, and what is to be moved is moved; AdamW has the most to come back.
-    monkeypatch.setattr(session_module, "build_engine", functools.partial(session_module.build_engine, smallest=0))
+    def moving_all(strategy: Strategy, *more: Any, **named: Any) -> Any:
+        return build_engine(strategy.under(smallest=0), *more, **named)
+
+    monkeypatch.setattr(session_module, "build_engine", moving_all)
     asked = {"optimizer": "adamw", **strategy, **OUT_OF_CORE}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
@@ -242,7 +247,7 @@ def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_pr
     # Without --microbatches: those of the first strategy are kept, which are not the second one's own.
     arguments = [argument for argument in QUICK if argument not in ("--microbatches", "2")]
     common = ("--slides", classify_slides, *arguments, "--optimizer", "sgd", "--out", out, "--ranks", "2")
-    done = train_process(*common, "--parallel", "master", "--steps", "3", "--twin-steps", "1")
+    done = train_process(*common, "--parallel", "master", "--steps", "3", "--developer", "twin-steps=1")
     assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(out)
     assert (summary["strategy"], summary["ranks"], summary["stages"], summary["microbatches"]) == ("master", 2, 2, 4)
@@ -260,7 +265,10 @@ def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_pr
     [
         (("--parallel", "gpipe"), "--parallel gpipe splits the model over 2 ranks or more; got --ranks 1"),
         (("--parallel", "mast", "--ranks", "2", "--microbatches", "4"), "mast computes 2 microbatches per group"),
-        (("--norm-statistics", "deferred", "--norm", "group"), "--norm-statistics deferred is about --norm batch"),
+        (
+            ("--developer", "norm-statistics=deferred", "--norm", "group"),
+            "--developer norm-statistics deferred is about --norm batch",
+        ),
     ],
 )
 def test_wrong_usage_is_said_before_anything_is_read(

@@ -26,7 +26,7 @@ from app.launch.watchdog import Watchdog
 from app.pages.run_files import read_run
 from app.pages.run_page import render
 from app.settings.cli import RunError
-from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings
+from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings, StreamSettings
 from app.training import loop as loop_module
 from app.training import session as session_module
 from app.training.dataset import Dataset, prepare
@@ -112,8 +112,9 @@ def train(config: RunConfig, dataset: Dataset) -> RunFolder:
 
     def rank(communicator: Communicator, _: None) -> None:
         placement = RankPlace(communicator, torch.device("cpu"), None)
-        guardian = Watchdog(communicator.rank, stuck_s=60)
-        session = build_session(config, dataset, placement, FailedSlides(folder.failed_slides), guardian)
+        watchdog = Watchdog(communicator.rank, stuck_s=60)
+        strategy = config.strategy.to_strategy("cpu")
+        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)
         loop = TrainingLoop(session, folder, Interrupt())
         summary = RunSummary(session, folder, loop.outcome, loop.memory, 0)
         try:
@@ -222,12 +223,18 @@ def test_unreadable_tiles_take_no_part_in_scores(
     assert "no tile could be read" in page
 
 
-def test_replaced_training_tiles_are_counted(classify_slides: Path, data: Dataset, tmp_path: Path) -> None:
-    """Of two ranks, each replaced tile counts once."""
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_replaced_training_tiles_are_counted_and_their_labels_follow(
+    prefetch: int, classify_slides: Path, data: Dataset, tmp_path: Path
+) -> None:
+    """Of two ranks, the first with the pixels and the second with the labels, each replaced tile counts once."""
     bad = data.splits.slides("train")[0]
     config = run_config(classify_slides, tmp_path / "run", steps=6, parallel="gpipe", ranks=2)
+    config = dataclasses.replace(config, stream=StreamSettings(device_prefetch=prefetch))
     folder = train(config, broken(data, {bad: None}))
     summary = summary_of(folder)
+    alone = train(run_config(classify_slides, tmp_path / "alone", steps=6), broken(data, {bad: None}))
+    assert summary["final_loss"] == pytest.approx(summary_of(alone)["final_loss"], rel=1e-5)
     rows = data.rows("train")
     stream = session_module._tiles(config, data, rows).shuffle(config.stream.open_slides)
     drawn = rows[stream.order.epoch(0)[:24]]

@@ -15,9 +15,9 @@ from app.verify import VerifyCommand, VerifyResult, verify
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import Costs, LayerCost
-from parallel.plan.candidate import WHOLE
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES
+from parallel.strategy import WHOLE
 from parallel.trace.updated_search import Updated, updated_buffers
 from tests.helpers import updating_nets
 
@@ -123,10 +123,10 @@ def test_the_planner_chooses_among_what_is_exact(ranks: int) -> None:
     link = LinkSpec("fast", 1e15, 0.0)
     cluster = Cluster("test", 1 << 40, 8, 8, link, link, 1e18, copy_bandwidth=1e6, host_bytes=1e18)
     rows = list(Planner(task, cluster).rows((*WHOLE, *SCHEDULES), ranks=ranks))
-    fits = {row.candidate.name for row in rows if row.fits}
+    fits = {row.strategy.name for row in rows if row.fits}
     assert fits
-    assert all(row.candidate.copies == 1 for row in rows if row.fits)
-    refused = {row.candidate.name: row.refused for row in rows if row.refused}
+    assert all(row.strategy.copies == 1 for row in rows if row.fits)
+    refused = {row.strategy.name: row.refused for row in rows if row.refused}
     if ranks > 1:
         assert {"ddp", "master", "bidirectional"} <= refused.keys()
         assert refused["ddp"].startswith("2.parametrizations.weight.0._u of _SpectralNorm (and 1 more) is a buffer")

@@ -6,10 +6,10 @@ import pytest
 
 from parallel.draw.coarsen import coarsen
 from parallel.draw.outline import Group, Level, Link, saved_bytes
-from parallel.graph.articulation import values_across
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.op import Op
+from parallel.graph.single_value_cuts import values_across
 from tests.helpers.graph_pictures import traced
 from tests.helpers.lanes import long_where
 

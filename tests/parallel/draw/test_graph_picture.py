@@ -17,9 +17,9 @@ from parallel.draw.graph_places import BOX_HEIGHT, Layout, Wire
 from parallel.draw.model_view import ModelView
 from parallel.draw.outline import Level, Outline
 from parallel.draw.text_width import text_width
-from parallel.graph.articulation import bytes_across
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, partition_at, partition_equal
+from parallel.graph.single_value_cuts import bytes_across
 from parallel.units import bytes_text
 from tests.helpers.drawn_graphs import graphs
 from tests.helpers.graph_pictures import FOLDER, PICTURES, picture, traced

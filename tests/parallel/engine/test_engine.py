@@ -72,7 +72,7 @@ def test_single_precision() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "bidirectional"])
 def test_recomputed_stages_count_once_and_draw_the_same_numbers(schedule: str) -> None:
-    strategy = strategy_for(schedule, 3, keeping=ActivationPolicy(recompute="stage"))
+    strategy = strategy_for(schedule, 3, policy=ActivationPolicy(recompute="stage"))
     ranks = on_threads("skips", strategy, steps_of(strategy.m))
     assert_equal(ranks, plain("skips", strategy.m), torch.float64)
 
@@ -224,7 +224,7 @@ def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
         for strategy in (
             Strategy("mp-basic", 1, 1, 6, statistics="deferred"),
             Strategy("gpipe", 4, 2, 6, statistics="deferred"),
-            Strategy("bidirectional", 3, 3, 6, statistics="deferred", keeping=ActivationPolicy(recompute="stage")),
+            Strategy("bidirectional", 3, 3, 6, statistics="deferred", policy=ActivationPolicy(recompute="stage")),
         )
     ]
     for state in states[1:]:

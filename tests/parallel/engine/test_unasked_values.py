@@ -90,7 +90,7 @@ def test_every_cut_gives_the_plain_update(kind: type[Parts], recompute: str) -> 
                 loss,
                 optimizer,
                 communicator,
-                Strategy("1f1b", ranks=2, depth=2, m=M, cuts=(cut,), keeping=ActivationPolicy(recompute)),
+                Strategy("1f1b", ranks=2, depth=2, m=M, cuts=(cut,), policy=ActivationPolicy(recompute)),
                 shape=SHAPE,
                 batch=4,
                 device=torch.device("cpu"),

@@ -28,7 +28,7 @@ def test_it_is_what_a_trace_with_more_tiles_gives() -> None:
             other.flops,
             other.param_bytes,
         )
-        assert one.gives == other.gives
+        assert one.output_storages == other.output_storages
         assert [op.convolution for op in one.ops] == [op.convolution for op in other.ops]
         reads = [[op.read_bytes for op in layer.ops if op.convolution] for layer in (one, other)]
         assert reads[0] == reads[1]

@@ -39,11 +39,23 @@ def chain(*, twice: bool = False) -> LayerGraph:
     """Three layers. With ``twice``, b keeps what it gives, as c does."""
     return LayerGraph(
         (
-            Layer("images", INPUT, (), output_bytes=100, differentiable=False, gives=((0, 100),)),
-            Layer("a", "work", ("images",), output_bytes=40, param_bytes=16, saved=((0, 100),), gives=((1, 40),)),
-            Layer("b", "work", ("a",), output_bytes=60, saved=((1, 40), *(((2, 60),) * twice)), gives=((2, 60),)),
-            Layer("c", "work", ("b",), output_bytes=20, param_bytes=10, saved=((2, 60), (9, 8)), gives=((3, 20),)),
-            Layer("output", OUTPUT, ("c",), output_bytes=20, gives=((3, 20),)),
+            Layer("images", INPUT, (), output_bytes=100, differentiable=False, output_storages=((0, 100),)),
+            Layer(
+                "a", "work", ("images",), output_bytes=40, param_bytes=16, saved=((0, 100),), output_storages=((1, 40),)
+            ),
+            Layer(
+                "b", "work", ("a",), output_bytes=60, saved=((1, 40), *(((2, 60),) * twice)), output_storages=((2, 60),)
+            ),
+            Layer(
+                "c",
+                "work",
+                ("b",),
+                output_bytes=20,
+                param_bytes=10,
+                saved=((2, 60), (9, 8)),
+                output_storages=((3, 20),),
+            ),
+            Layer("output", OUTPUT, ("c",), output_bytes=20, output_storages=((3, 20),)),
         )
     )
 

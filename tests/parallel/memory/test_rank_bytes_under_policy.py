@@ -83,7 +83,7 @@ def rules(strategy: Strategy) -> dict[str, ActivationPolicy]:
     runs = chosen_runs(partition, strategy.placement, schedule, forward_s, limit, slots=1)
     assert runs
     return {
-        "chosen": ActivationPolicy("chosen", runs),
+        "optimal": ActivationPolicy("optimal", runs),
         "offload, ahead": ActivationPolicy(offload="overlap", smallest=16 * KIB, ahead=1024 * KIB),
         "block and offload": ActivationPolicy("block", offload="overlap", smallest=16 * KIB),
     }
@@ -95,7 +95,7 @@ def test_ranks_take_what_is_predicted(schedule: str) -> None:
     partition = Strategy(schedule, 2, 2, M).partition(graph())
     message = max(stage.returned for stage in stage_bytes(partition))
     for rule, keeping in rules(Strategy(schedule, 2, 2, M)).items():
-        strategy = Strategy(schedule, 2, 2, M, keeping=keeping)
+        strategy = Strategy(schedule, 2, 2, M, policy=keeping)
         found = run_on_threads(2, lambda c, _, strategy=strategy: measured(c, strategy), timeout_s=60)
         for told, taken in zip(predicted(strategy, keeping), found, strict=True):
             assert told <= 1.1 * taken, (rule, told, taken)

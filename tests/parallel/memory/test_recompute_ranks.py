@@ -39,12 +39,12 @@ def test_ranks_fit(name: str) -> None:
     limit = 0.8 * full
     runs = chosen_runs(partition, placement, schedule, seconds(graph), limit, slots=2)
     assert runs
-    assert 0.9 * limit < fullest(ActivationPolicy("chosen", runs)) <= limit
+    assert 0.9 * limit < fullest(ActivationPolicy("optimal", runs)) <= limit
     assert chosen_runs(partition, placement, schedule, seconds(graph), full, slots=2) == ()
     most = max(stage.parameters for stage in stage_bytes(partition))
     assert chosen_runs(partition, placement, schedule, seconds(graph), 4 * most, slots=2) is None
     again = [
-        each for k in range(partition.depth) for each in segments_of(partition, k, ActivationPolicy("chosen", runs))
+        each for k in range(partition.depth) for each in segments_of(partition, k, ActivationPolicy("optimal", runs))
     ]
     assert sum(segment.recompute for segment in again) == len(runs)
 
@@ -55,6 +55,8 @@ def test_whole_models_fit() -> None:
     runs = chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), 0.8 * full, slots=2)
     assert runs
     assert (
-        0.7 * full < whole_bytes("single", 1, 2, graph, 2, keeping=ActivationPolicy("chosen", runs)).total <= 0.8 * full
+        0.7 * full
+        < whole_bytes("single", 1, 2, graph, 2, keeping=ActivationPolicy("optimal", runs)).total
+        <= 0.8 * full
     )
     assert chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), full, slots=2) == ()

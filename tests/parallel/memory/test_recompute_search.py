@@ -27,7 +27,7 @@ Plan = tuple[Segment, ...]
 def peak(graph: LayerGraph, plan: Plan, in_flight: int) -> int:
     found = pieces(graph)
     plain = window_bytes(graph, plan[0].start, plan[-1].stop)
-    stage = with_lifetimes(graph, Lifetimes(found, passes_of(graph, plan, found), ActivationPolicy("chosen")), plain)
+    stage = with_lifetimes(graph, Lifetimes(found, passes_of(graph, plan, found), ActivationPolicy("optimal")), plain)
     return (in_flight - 1) * stage.activations + max(stage.forward, stage.backward)
 
 

@@ -59,7 +59,7 @@ def test_chosen_runs_end_with_stages() -> None:
     places = cut_positions(graph)
     bounds = [(places[1], places[4]), (places[4], places[-3])]
     chosen = tuple((graph.layers[start].name, graph.layers[stop - 1].name) for start, stop in bounds)
-    keeping = ActivationPolicy("chosen", chosen)
+    keeping = ActivationPolicy("optimal", chosen)
     whole = every(unet(1), keeping)
     assert [(each.start, each.stop) for each in whole if each.recompute] == bounds
     assert [each.recompute for each in whole] == [False, True, True, False]
@@ -76,4 +76,4 @@ def test_runs_that_are_not_in_the_model() -> None:
         ((last, first), f"'{last}' to '{first}' cannot be computed again alone: no cut may fall there; plan anew"),
     ]:
         with pytest.raises(ValueError, match=message):
-            segments_of(partition, 0, ActivationPolicy("chosen", (run,)))
+            segments_of(partition, 0, ActivationPolicy("optimal", (run,)))

@@ -38,7 +38,7 @@ def some_places(draw: random.Random, graph: LayerGraph) -> list[int]:
 
 def one_by_one(graph: LayerGraph, segments: list[Segment]) -> StageBytes:
     found = pieces(graph)
-    lives = Lifetimes(found, passes_of(graph, segments, found), ActivationPolicy("chosen"))
+    lives = Lifetimes(found, passes_of(graph, segments, found), ActivationPolicy("optimal"))
     return with_lifetimes(graph, lives, window_bytes(graph, segments[0].start, segments[-1].stop))
 
 
@@ -51,9 +51,9 @@ def test_any_segments_of_any_stage(seed: int) -> None:
         places = some_places(draw, graph)
         first, last = sorted(draw.sample(range(len(places)), 2))
         segments = [Segment(*bound, draw.random() < 0.6) for bound in pairwise(places[first : last + 1])]
-        assert memory.of_segments(segments, ActivationPolicy("chosen")) == one_by_one(graph, segments)
+        assert memory.of_segments(segments, ActivationPolicy("optimal")) == one_by_one(graph, segments)
         bound = segments[0].start, segments[-1].stop
-        for rule in (ActivationPolicy("chosen"), *RULES[4:]):
+        for rule in (ActivationPolicy("optimal"), *RULES[4:]):
             stage = memory.of_segments(segments, rule)
             assert memory.least(bound) <= min(stage.backward, stage.first_backward)
 
@@ -65,7 +65,7 @@ def test_any_segments_of_real_models(model: str) -> None:
     memory = StageMemory(graph)
     for _ in range(4):
         segments = [Segment(*bound, draw.random() < 0.6) for bound in pairwise(some_places(draw, graph))]
-        assert memory.of_segments(segments, ActivationPolicy("chosen")) == one_by_one(graph, segments)
+        assert memory.of_segments(segments, ActivationPolicy("optimal")) == one_by_one(graph, segments)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -28,12 +28,12 @@ KEEPINGS = {
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
 @pytest.mark.parametrize("name", NETS)
 def test_schedules(name: str, schedule: str, keeping: ActivationPolicy) -> None:
-    strategy = strategy_for(schedule, 2, m=4, keeping=keeping)
+    strategy = strategy_for(schedule, 2, m=4, policy=keeping)
     assert_equal(on_threads(name, strategy, steps_of(strategy.m)), plain(name, strategy.m), torch.float64)
 
 
 @pytest.mark.parametrize("keeping", ["overlap", "2 layers", "block and overlap", "stage and overlap"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
 def test_complex_values(schedule: str, keeping: str) -> None:
-    strategy = strategy_for(schedule, 2, m=4, keeping=KEEPINGS[keeping])
+    strategy = strategy_for(schedule, 2, m=4, policy=KEEPINGS[keeping])
     assert_equal(on_threads("fourier", strategy, steps_of(strategy.m)), plain("fourier", strategy.m), torch.float64)

@@ -160,5 +160,5 @@ def test_nobody_uses_a_copy_before_it_is_done(
     schedule: str, keeping: ActivationPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Copies, "for_device", staticmethod(lambda device: LateCopies()))
-    strategy = strategy_for(schedule, 2, m=4, keeping=keeping)
+    strategy = strategy_for(schedule, 2, m=4, policy=keeping)
     assert_equal(on_threads("skips", strategy, steps_of(strategy.m)), plain("skips", strategy.m), torch.float64)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from parallel.memory.policy import ActivationPolicy
-from parallel.plan.candidate import WHOLE, Candidate, candidates
+from parallel.plan.candidates import candidates
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.schedule.registry import SCHEDULES
+from parallel.strategy import WHOLE, Strategy
 
 NAMES = (*WHOLE, *SCHEDULES)
 
@@ -59,17 +58,21 @@ def test_uneven_microbatches_weigh_what_they_hold() -> None:
 
 
 def test_texts() -> None:
-    assert str(Candidate("ddp", 4, 1, 8)) == "ddp 4, m=8"
-    assert str(Candidate("single", 1, 1, 2, recompute="block", offload=True)) == "single, m=2 +recompute block +offload"
-    master = Candidate("master", 8, 4, 16, recompute="stage", shard_optimizer=True)
+    assert str(Strategy("ddp", 4, 1, 8)) == "ddp 4, m=8"
+    assert (
+        str(Strategy("single", 1, 1, 2).under(recompute="block", offload="overlap"))
+        == "single, m=2 +recompute block +offload"
+    )
+    master = Strategy("master", 8, 4, 16, shard_optimizer=True).under(recompute="stage")
     assert str(master) == "master 2 x 4, m=16 +recompute +shard-optimizer"
 
 
 def test_what_is_kept() -> None:
     runs = (("layer1", "layer2"),)
-    plain = Candidate("1f1b", 2, 2, 4)
-    assert plain.keeping(runs, 5) == ActivationPolicy()
-    assert not plain.saves
-    assert replace(plain, recompute="optimal").keeping(runs) == ActivationPolicy("chosen", runs)
-    assert replace(plain, offload=True).keeping(runs, 5) == ActivationPolicy(offload="overlap", ahead=5)
-    assert replace(plain, recompute="stage").stagewise
+    plain = Strategy("1f1b", 2, 2, 4)
+    assert plain.policy == ActivationPolicy()
+    assert not plain.policy.saves
+    assert plain.under(recompute="optimal", chosen=runs).policy == ActivationPolicy("optimal", runs)
+    assert not plain.under(recompute="optimal").policy.segmented
+    assert plain.under(offload="overlap").policy.saves
+    assert plain.under(recompute="stage").policy.stagewise

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.plan.candidate import Candidate
 from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
 from parallel.plan.plan import PlanRow
 from parallel.plan.savings import PLAIN, RECOMPUTE, Savings
+from parallel.strategy import Strategy
 
 
 def row(name: str, over: int) -> PlanRow:
-    return PlanRow(Candidate(name, 1, 1, 1), over_bytes=max(0, over))
+    return PlanRow(Strategy(name, 1, 1, 1), over_bytes=max(0, over))
 
 
 @pytest.mark.parametrize("memory", [STEP**2, 1000**2, 1024**2, 1025**2, 5000**2])

@@ -8,10 +8,12 @@ from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.memory.rank_bytes import RankBytes
 from parallel.plan.limit import limit_of, working_set
 
-IMAGE = Layer("x", INPUT, (), differentiable=False, output_bytes=10, gives=((0, 10),))
-FIRST = Layer("wide", "Conv2d", ("x",), output_bytes=100, saved=((0, 10),), gives=((1, 100),))
-SECOND = Layer("norm", "BatchNorm2d", ("wide",), output_bytes=100, saved=((1, 100), (2, 4)), gives=((3, 100),))
-ADDED = Layer("added", "add", ("wide", "norm"), output_bytes=100, gives=((4, 100),))
+IMAGE = Layer("x", INPUT, (), differentiable=False, output_bytes=10, output_storages=((0, 10),))
+FIRST = Layer("wide", "Conv2d", ("x",), output_bytes=100, saved=((0, 10),), output_storages=((1, 100),))
+SECOND = Layer(
+    "norm", "BatchNorm2d", ("wide",), output_bytes=100, saved=((1, 100), (2, 4)), output_storages=((3, 100),)
+)
+ADDED = Layer("added", "add", ("wide", "norm"), output_bytes=100, output_storages=((4, 100),))
 GRAPH = LayerGraph((IMAGE, FIRST, SECOND, ADDED, Layer("output", OUTPUT, ("added",), output_bytes=100)))
 
 

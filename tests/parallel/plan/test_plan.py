@@ -6,20 +6,19 @@ import json
 
 import pytest
 
-from parallel.plan.candidate import Candidate
+from parallel.memory.policy import ActivationPolicy
 from parallel.plan.plan import Plan, PlanRow
+from parallel.strategy import Strategy
 
+RUNS = (("conv1", "pool"),)
 PLAN = Plan(
     {"model": "resnet18", "tile_px": 512},
     PlanRow(
-        Candidate("master", 4, 2, 8, recompute="optimal", offload=True),
-        ("layer2", "layer4"),
+        Strategy("master", 4, 2, 8, 1, ("layer2", "layer4"), ActivationPolicy("optimal", RUNS, "overlap", 7), True),
         1.5,
         5.3,
         0.1,
         (10, 20),
-        chosen=(("conv1", "pool"),),
-        ahead_bytes=7,
     ),
     "calibrated",
     0.07,
@@ -36,10 +35,14 @@ def test_the_names_that_others_read() -> None:
     assert written["fits"] is True
     assert written["images_per_second"] == 1.5
     assert written["peak_memory_bytes"] == [10, 20]
+    assert (written["ranks"], written["depth"], written["m"], written["chunks"]) == (4, 2, 8, 1)
+    assert (written["recompute"], written["recomputed"]) == ("optimal", [["conv1", "pool"]])
+    assert (written["offload"], written["ahead_bytes"], written["shard_optimizer"]) == (True, 7, True)
+    assert written["cuts"] == ["layer2", "layer4"]
 
 
 def test_what_does_not_fit_or_cannot_run() -> None:
-    candidate = PLAN.row.candidate
+    candidate = PLAN.row.strategy
     assert not PlanRow(candidate, over_bytes=1).fits
     assert not PlanRow(candidate, refused="no").fits
 

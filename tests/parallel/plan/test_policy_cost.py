@@ -21,7 +21,7 @@ RUNS = (("x", "conv1"),)
 
 def chain() -> LayerGraph:
     """x -> conv0 -> ... -> conv3: each keeps its input, 2 MiB, and ``conv3`` besides 1 KiB."""
-    found = [Layer("x", INPUT, (), differentiable=False, output_bytes=2 * MIB, gives=((0, 2 * MIB),))]
+    found = [Layer("x", INPUT, (), differentiable=False, output_bytes=2 * MIB, output_storages=((0, 2 * MIB),))]
     for n in range(4):
         saved = ((n, 2 * MIB), *(((9, 1024),) if n == 3 else ()))
         found.append(
@@ -32,10 +32,10 @@ def chain() -> LayerGraph:
                 module=f"conv{n}",
                 output_bytes=2 * MIB,
                 saved=saved,
-                gives=((n + 1, 2 * MIB),),
+                output_storages=((n + 1, 2 * MIB),),
             )
         )
-    found.append(Layer("output", OUTPUT, (found[-1].name,), output_bytes=2 * MIB, gives=((4, 2 * MIB),)))
+    found.append(Layer("output", OUTPUT, (found[-1].name,), output_bytes=2 * MIB, output_storages=((4, 2 * MIB),)))
     return LayerGraph(tuple(found))
 
 
@@ -59,10 +59,10 @@ def test_nothing_is_added_where_all_is_kept() -> None:
 
 
 def test_computing_again_is_part_of_the_backward_pass() -> None:
-    found = cost(ActivationPolicy("chosen", RUNS))
+    found = cost(ActivationPolicy("optimal", RUNS))
     assert (found.forward_s, found.backward_s, found.backward_input_s) == (4, 8 + 2, 4 + 2)
     assert cost(ActivationPolicy("1")).backward_s == 8 + 3  # what is last is kept
-    assert cost(ActivationPolicy("chosen", (("conv2", "conv2"),)), starts=(0, 3)).backward_s == 4  # of another stage
+    assert cost(ActivationPolicy("optimal", (("conv2", "conv2"),)), starts=(0, 3)).backward_s == 4  # of another stage
 
 
 def moved(keeping: ActivationPolicy, starts: tuple[int, ...] = (0,)) -> MovedBytes:
@@ -75,14 +75,14 @@ def test_what_is_moved() -> None:
     assert moved(everything, (0, 3)) == MovedBytes(4 * MIB, 0)
     assert moved(ActivationPolicy(offload="overlap", smallest=1)) == MovedBytes(8 * MIB + 1024, 0)
     # The model's input enters the run, conv2 and conv3 keep what they are given; conv1's input is made again.
-    assert moved(ActivationPolicy("chosen", RUNS, "overlap")) == MovedBytes(6 * MIB, 2 * MIB)
+    assert moved(ActivationPolicy("optimal", RUNS, "overlap")) == MovedBytes(6 * MIB, 2 * MIB)
     assert moved(ActivationPolicy("stage", offload="overlap"), (0, 3)) == MovedBytes(2 * MIB, 2 * MIB)
 
 
 def test_copies_on_a_cpu_are_added() -> None:
     found = cost(ActivationPolicy(offload="overlap"), copy_s=0.5)
     assert (found.forward_s, found.backward_s) == (4 + 2, 8 + 2)
-    again = cost(ActivationPolicy("chosen", RUNS, "overlap"), copy_s=0.5)
+    again = cost(ActivationPolicy("optimal", RUNS, "overlap"), copy_s=0.5)
     assert (again.forward_s, again.backward_s) == (4 + 1.5, 8 + 2 + 1.5 + 1)
 
 

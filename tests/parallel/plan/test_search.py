@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
@@ -10,13 +11,15 @@ from parallel.cost.cluster import FILL, Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.plan.candidate import WHOLE, Candidate, candidates
+from parallel.memory.policy import ActivationPolicy, Offload
+from parallel.plan.candidates import candidates
 from parallel.plan.limit import too_small
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.savings import ON_DEVICE, PLAIN, Savings
 from parallel.plan.search import Planner
 from parallel.plan.task import Task
 from parallel.schedule.registry import SCHEDULES
+from parallel.strategy import WHOLE, Strategy
 
 NAMES = (*WHOLE, *SCHEDULES)
 LINK = LinkSpec("fast", 1e15, 0.0)
@@ -65,11 +68,11 @@ def planner(
 
 def test_every_strategy_has_a_row_and_ddp_wins_where_it_fits() -> None:
     rows = list(planner().rows(NAMES, ranks=4))
-    assert {row.candidate.name for row in rows} == set(NAMES) - {"single"}
+    assert {row.strategy.name for row in rows} == set(NAMES) - {"single"}
     assert all(row.fits for row in rows)
     best = best_of(rows)
     assert best is not None
-    assert best.candidate.name == "ddp"
+    assert best.strategy.name == "ddp"
     assert best.step_s == pytest.approx(2 * 12 * 3, rel=1e-3)
 
 
@@ -79,19 +82,19 @@ def test_a_pipeline_wins_where_the_model_does_not_fit_each_rank() -> None:
     rows = list(planner(130 * MIB).rows(NAMES, ranks=2))
     best = best_of(rows)
     assert best is not None
-    assert best.candidate.splits
+    assert best.strategy.splits
     assert max(best.peak_bytes) <= 130 * MIB
-    assert all(row.candidate.saves for row in rows if row.candidate.name == "ddp" and row.fits)
+    assert all(row.strategy.policy.saves for row in rows if row.strategy.name == "ddp" and row.fits)
     (ddp,) = planner(130 * MIB).rows(["ddp"], ranks=2, m=8, savings=PLAIN)
     assert ddp.over_bytes > 0
 
 
 def test_recomputation_and_shared_states_only_where_nothing_else_fits() -> None:
-    candidate = Candidate("1f1b", 2, 2, 8)
+    candidate = Strategy("1f1b", 2, 2, 8)
     plenty = planner().row(candidate)
-    assert not plenty.candidate.saves
+    assert not plenty.strategy.policy.saves
     tight = planner(max(plenty.peak_bytes) - 20 * MIB).row(candidate)
-    assert tight.candidate.saves
+    assert tight.strategy.policy.saves
     assert tight.fits
     assert tight.images_per_second is not None
     assert plenty.images_per_second is not None
@@ -108,13 +111,12 @@ def wide() -> LayerGraph:
 
 
 def test_of_several_savings_that_fit_the_fastest_is_taken() -> None:
-    candidate = Candidate("ddp", 2, 1, 8)
+    candidate = Strategy("ddp", 2, 1, 8)
     plain = planner(graph=wide()).row(candidate, PLAIN)
     memory = max(plain.peak_bytes) - 100 * MIB
     slow, fast = (planner(memory, graph=wide(), copies=copies).row(candidate) for copies in (1e6, 1e12))
-    assert (slow.candidate.recompute, slow.candidate.offload, slow.ahead_bytes) == ("block", False, 0)
-    assert (fast.candidate.recompute, fast.candidate.offload) == ("none", True)
-    assert fast.ahead_bytes == 2 * 16 * MIB
+    assert slow.strategy.policy == ActivationPolicy("block")
+    assert fast.strategy.policy == ActivationPolicy(offload="overlap", ahead=2 * 16 * MIB)
     assert slow.step_s is not None
     assert plain.step_s is not None
     assert fast.step_s == pytest.approx(plain.step_s)  # copies hide behind what is computed
@@ -123,49 +125,49 @@ def test_of_several_savings_that_fit_the_fastest_is_taken() -> None:
 
 
 def test_both_savings_where_the_host_is_too_small_for_all() -> None:
-    candidate = Candidate("ddp", 2, 1, 8)
+    candidate = Strategy("ddp", 2, 1, 8)
     free = planner(graph=wide())
     block, moved, both = (
         row
-        for way in ({"recompute": "block"}, {"offload": True}, {"recompute": "block", "offload": True})
-        if (row := free.forecast(dataclasses.replace(candidate, **way))) is not None
+        for way in ({"recompute": "block"}, {"offload": "overlap"}, {"recompute": "block", "offload": "overlap"})
+        if (row := free.forecast(candidate.under(**way))) is not None
     )
     memory = max(block.peak_bytes) - MIB
     assert max(*moved.peak_bytes, *both.peak_bytes) < memory
     # 12 layers keep 24 MiB each; of 11 that are computed again, one at a time, 8 MiB are there meanwhile.
-    assert str(planner(memory, graph=wide(), host=12 * 24 * MIB).row(candidate).candidate) == "ddp 2, m=8 +offload"
+    assert str(planner(memory, graph=wide(), host=12 * 24 * MIB).row(candidate).strategy) == "ddp 2, m=8 +offload"
     less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).row(candidate)
-    assert str(less.candidate) == "ddp 2, m=8 +recompute block +offload"
+    assert str(less.strategy) == "ddp 2, m=8 +recompute block +offload"
     assert planner(memory, graph=wide(), host=9 * 8 * MIB).row(candidate).over_bytes > 0
 
 
-@pytest.mark.parametrize(("candidate", "less"), [(Candidate("ddp", 2, 1, 8), 20), (Candidate("1f1b", 2, 2, 8), 120)])
-def test_the_best_choice_of_what_is_computed_again_is_faster_than_all_blocks(candidate: Candidate, less: int) -> None:
+@pytest.mark.parametrize(("candidate", "less"), [(Strategy("ddp", 2, 1, 8), 20), (Strategy("1f1b", 2, 2, 8), 120)])
+def test_the_best_choice_of_what_is_computed_again_is_faster_than_all_blocks(candidate: Strategy, less: int) -> None:
     plenty = planner(graph=wide()).row(candidate)
     one = planner(max(plenty.peak_bytes) - less * MIB, graph=wide())
     rough = one.row(candidate, ON_DEVICE)
-    assert rough.candidate.recompute in ("block", "stage")
-    best, other = one.refined([rough, PlanRow(Candidate("mast", 2, 2, 2), images_per_second=1e-9)])
-    assert other.candidate.name == "mast"
+    assert rough.strategy.policy.recompute in ("block", "stage")
+    best, other = one.refined([rough, PlanRow(Strategy("mast", 2, 2, 2), images_per_second=1e-9)])
+    assert other.strategy.name == "mast"
     assert best.fits
-    assert best.candidate.recompute == "optimal"
-    assert len(best.chosen) >= 1
+    assert best.strategy.policy.recompute == "optimal"
+    assert len(best.strategy.policy.chosen) >= 1
     assert best.step_s is not None
     assert rough.step_s is not None
     assert plenty.step_s is not None
     assert plenty.step_s < best.step_s < rough.step_s
     (asked,) = one.rows([candidate.name], ranks=2, m=8, savings=Savings(("optimal",)))
-    assert (asked.chosen, asked.step_s) == (best.chosen, best.step_s)
+    assert (asked.strategy.policy.chosen, asked.step_s) == (best.strategy.policy.chosen, best.step_s)
 
 
 def test_what_is_chosen_in_the_end_is_left_alone_where_nothing_is_computed_again_or_that_is_asked_for() -> None:
     one = planner(graph=wide())
-    plain = one.row(Candidate("ddp", 2, 1, 8))
+    plain = one.row(Strategy("ddp", 2, 1, 8))
     assert one.refined([plain]) == [plain]
-    block = one.row(plain.candidate, Savings(("block",), (False,)))
+    block = one.row(plain.strategy, Savings(("block",), (False,)))
     assert one.refined([block], Savings(("block",), (False,))) == [block]
-    assert Savings().refined(Candidate("zero-bubble", 2, 2, 8, recompute="stage")) is None
-    assert Savings().refined(dataclasses.replace(block.candidate, offload=True)) is None
+    assert Savings().refined(Strategy("zero-bubble", 2, 2, 8).under(recompute="stage")) is None
+    assert Savings().refined(block.strategy.under(offload="overlap")) is None
 
 
 def test_no_choice_of_what_is_computed_again_fits() -> None:
@@ -173,13 +175,15 @@ def test_no_choice_of_what_is_computed_again_fits() -> None:
     assert row.refused == "no choice of what is computed again was found that fits the memory"
     (both,) = planner().rows(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (True,)))
     assert both.fits
-    assert both.chosen  # what is computed again beside what goes to the host
+    assert both.strategy.policy.chosen  # what is computed again beside what goes to the host
 
 
 def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
     rows = list(planner().rows(NAMES, ranks=2, savings=Savings(("block",), (True,))))
-    assert {row.candidate.name for row in rows if row.refused} == {"fsdp", "zero-bubble"}
-    assert all(row.candidate.recompute == "block" and row.candidate.offload for row in rows if not row.refused)
+    assert {row.strategy.name for row in rows if row.refused} == {"fsdp", "zero-bubble"}
+    assert all(
+        row.strategy.policy.recompute == "block" and row.strategy.policy.moves for row in rows if not row.refused
+    )
     (fsdp,) = planner().rows(["fsdp"], ranks=2, m=2, savings=Savings(offload=(True,)))
     assert fsdp.refused.startswith("offload is asked for, and fsdp gathers")
     (alone,) = planner().rows(["single"], ranks=1, m=1, savings=Savings(("stage",), (False,)))
@@ -187,8 +191,8 @@ def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
 
 
 def test_where_times_are_not_known_the_least_saving_is_best() -> None:
-    one = Candidate("single", 1, 1, 2)
-    saving, plain = PlanRow(dataclasses.replace(one, offload=True)), PlanRow(dataclasses.replace(one, m=4))
+    one = Strategy("single", 1, 1, 2)
+    saving, plain = PlanRow(one.under(offload="overlap")), PlanRow(dataclasses.replace(one, m=4))
     assert best_of([saving, plain]) is plain
     assert best_of([plain, saving, plain]) is plain
 
@@ -199,14 +203,14 @@ def test_nothing_fits() -> None:
     assert best_of(rows) is None
     assert all(row.over_bytes > 0 for row in rows)
     least = min(rows, key=lambda row: row.over_bytes)
-    assert str(least.candidate) in too_small(rows, small.cluster)
+    assert str(least.strategy) in too_small(rows, small.cluster)
     enough = planner(4 * MIB + least.over_bytes)
-    assert enough.row(dataclasses.replace(least.candidate)).fits
+    assert enough.row(least.strategy).fits
 
 
 def test_a_refused_strategy_says_why() -> None:
     rows = list(planner(**{"zero-bubble": "no layer to split"}).rows(NAMES, ranks=2))
-    (row,) = [row for row in rows if row.candidate.name == "zero-bubble"]
+    (row,) = [row for row in rows if row.strategy.name == "zero-bubble"]
     assert row.refused == "no layer to split"
     assert not row.fits
 
@@ -224,7 +228,7 @@ def test_no_row_is_left_out_that_would_have_been_the_best_of_its_strategy(monkey
 
 def test_the_partition_of_a_row_is_the_one_it_was_forecast_with() -> None:
     one = planner()
-    row = one.row(Candidate("gpipe", 4, 4, 8))
+    row = one.row(Strategy("gpipe", 4, 4, 8))
     partition = one.partition_of(row)
     assert [len(partition.layers_of(stage)) for stage in range(4)] == [4, 3, 3, 4]
     timeline = one.timeline(row)
@@ -237,7 +241,7 @@ def test_the_least_is_what_fits_first() -> None:
     row = small.least("1f1b", 2)
     assert row is not None
     assert row.fits
-    assert row.candidate.m == 8
+    assert row.strategy.m == 8
     assert small.least("mast", 1) is None
 
 
@@ -248,7 +252,7 @@ def test_the_first_of_those_that_are_hardly_slower() -> None:
     assert best_of([]) is None
 
 
-def some() -> list[Candidate]:
+def some() -> list[Strategy]:
     return list(candidates(2, 4, names=["ddp", "1f1b"], most_stages=5))[:3]
 
 
@@ -257,15 +261,13 @@ def some() -> list[Candidate]:
 def test_no_choice_takes_less_than_the_least_bytes(name: str, shard: bool) -> None:
     one = planner(graph=wide(), batch=9)
     given = candidates(2, 9, names=[name], most_stages=one.cutting.most_stages)
-    ways = [("none", False), ("block", False), ("none", True), ("block", True)]
+    policies = [ActivationPolicy(how, offload=to) for how in ("none", "block") for to in get_args(Offload)]
     for candidate in given:
-        for recompute, offload in ways:
-            tried = dataclasses.replace(
-                candidate, recompute=recompute, offload=offload, shard_optimizer=shard and candidate.paired
-            )
+        for policy in policies:
+            tried = dataclasses.replace(candidate, policy=policy, shard_optimizer=shard and candidate.paired)
             partition = one.cutting.partition(tried, within=False)
             assert partition is not None
-            keeping = one.cutting.keeping(tried, partition)
-            assert keeping is not None
-            taken = max(rank.total for rank in one.cutting.rank_bytes(tried, partition, keeping))
+            decided = one.cutting.decided(tried, partition)
+            assert decided is not None
+            taken = max(rank.total for rank in one.cutting.rank_bytes(decided, partition))
             assert 0 < one.cutting.least_bytes(tried, partition) <= taken

@@ -9,7 +9,7 @@ import pytest
 
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
-from parallel.plan.candidate import Candidate
+from parallel.memory.policy import ActivationPolicy
 from parallel.plan.step_time import (
     ADDING_PASSES,
     DDP_BUCKET,
@@ -18,6 +18,7 @@ from parallel.plan.step_time import (
     forecast_whole,
 )
 from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.strategy import Strategy
 
 FAST = LinkSpec("fast", 1e30, 0.0)
 
@@ -29,7 +30,7 @@ def cluster(per_node: int = 8, lanes: float = 8, link: LinkSpec = FAST, update: 
 def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: Any) -> float:
     costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)] * depth
     links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(depth - 1)}
-    return forecast_split(Candidate(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
+    return forecast_split(Strategy(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,10 @@ def test_formulas_of_the_papers(name: str, m: int, expected: float) -> None:
 
 def test_recomputation_takes_a_forward_pass_more() -> None:
     assert split("gpipe", 2, 2, 2, cluster()) == 9
-    assert split("gpipe", 2, 2, 2, cluster(), recompute="stage") == 9 + 2  # the last stage has just computed one of two
-    assert split("mp-basic", 2, 2, 1, cluster(), recompute="stage") == split("mp-basic", 2, 2, 1, cluster())
+    stage = ActivationPolicy("stage")
+    # The last stage has just computed one of two.
+    assert split("gpipe", 2, 2, 2, cluster(), policy=stage) == 9 + 2
+    assert split("mp-basic", 2, 2, 1, cluster(), policy=stage) == split("mp-basic", 2, 2, 1, cluster())
 
 
 def test_groups_sum_their_gradients_after_the_last_backward_pass() -> None:
@@ -85,7 +88,7 @@ def test_what_a_pair_updates_in_halves_is_copied() -> None:
 
 
 def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:
-    return forecast_whole(Candidate(name, ranks, 1, m), batch, 1.0, 2.0, params, 2, on).step_s
+    return forecast_whole(Strategy(name, ranks, 1, m), batch, 1.0, 2.0, params, 2, on).step_s
 
 
 def test_whole_models() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from parallel.cost.cluster import Cluster
-from parallel.plan.candidate import Candidate
 from parallel.plan.step_time import forecast_whole
 from parallel.profile import link_speed
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
+from parallel.strategy import Strategy
 
 SPEED = LinkSpeed(4e9, 1e-4, 1e9, 3e-4, 2.5, 6.0)
 SIZE = 30_000_000
@@ -35,7 +35,7 @@ def test_a_plan_forecasts_the_seconds_that_were_measured(ranks: int) -> None:
     assert cluster.sum_s(SIZE, range(ranks)) == pytest.approx(0.046)
     assert cluster.sum_s(0, range(ranks)) == pytest.approx(0.006)
     ddp, fsdp = (
-        forecast_whole(Candidate(name, ranks, 1, ranks), ranks, 0.1, 0.1, SIZE, 0, cluster).step_s
+        forecast_whole(Strategy(name, ranks, 1, ranks), ranks, 0.1, 0.1, SIZE, 0, cluster).step_s
         for name in ("ddp", "fsdp")
     )
     assert (ddp, fsdp) == (pytest.approx(0.3), pytest.approx(0.8))

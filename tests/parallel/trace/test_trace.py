@@ -40,8 +40,11 @@ class Refuses(nn.Module):
         super().__init__()
         self.how = how
         self.inner = nn.Linear(4, 4)
+        self.inner.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how == "inner buffer":
+            self.inner.mean = x.mean(0)
         if self.how == "data":
             return self.inner(x) if bool(x.sum() > 0) else x
         if self.how == "no_grad":
@@ -126,7 +129,7 @@ def test_no_memory_for_the_largest_tile() -> None:
     assert traced.graph.by_name["conv1"].output_bytes == 8 * 64 * 32768**2 * 4
 
 
-@pytest.mark.parametrize("how", ["data", "no_grad", "autocast", "drawn", "hook"])
+@pytest.mark.parametrize("how", ["data", "no_grad", "autocast", "drawn", "hook", "inner buffer"])
 def test_innermost_module_that_cannot_be_traced_is_a_leaf(how: str) -> None:
     model = Around(how)
     if how == "hook":
@@ -249,7 +252,7 @@ def test_norms_that_are_not_taken_apart_leave_the_same_facts(
 ) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4), nn.ReLU(inplace=True), BuffersOfItsOwn())
     graph = trace(model, (2, 3, 16, 16), autocast=dtype).graph
-    monkeypatch.setattr("parallel.trace.op_watch._normed", lambda *given: None)
+    monkeypatch.setattr("parallel.trace.op_recorder._normed", lambda *given: None)
     assert trace(model, (2, 3, 16, 16), autocast=dtype).graph == graph
 
 

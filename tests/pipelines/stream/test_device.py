@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from pipelines.stream import stain
 from pipelines.stream.augment import AugmentSettings, draw
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed, allocate_pinned
-from pipelines.stream.device_pixels import NORMALISATION
+from pipelines.stream.device_batch import DeviceBatch, DeviceLane
+from pipelines.stream.device_pixels import NORMALISATION, PixelMaker
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import pool_of, tile_table
 
@@ -31,6 +34,16 @@ def batch_of(n: int, size: int = 16, first: int = 100, *, masks: bool = False) -
     samples = np.arange(first, first + n)
     every = np.ones(n, bool)
     return Batch(images, targets, samples, samples, first, lambda: None, every, every, samples)
+
+
+def feed_of(
+    settings: AugmentSettings, seed: int, left: list[Batch] | None = None, *, prefetch: int = 0, beside: Any = None
+) -> DeviceFeed:
+    """On the CPU, of batches that are there at once; ``left`` loses those that were taken."""
+    left = [] if left is None else left
+    source = iter(lambda: left.pop(0), None)
+    pixels = PixelMaker(CPU, settings, seed)
+    return DeviceFeed(source, lambda: bool(left), pixels, prefetch=prefetch, beside=beside or contextlib.nullcontext)
 
 
 def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +62,8 @@ def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor
 @pytest.mark.parametrize("name", ["imagenet", "he"])
 def test_pixels_are_normalised(name: str, channels_last: bool) -> None:
     batch = batch_of(3)
-    feed = DeviceFeed(CPU, NONE, seed=0, normalisation=name, channels_last=channels_last)  # type: ignore[arg-type]
+    pixels = PixelMaker(CPU, NONE, 0, name, channels_last)  # type: ignore[arg-type]
+    feed = DeviceFeed(iter(()), lambda: False, pixels)
     images, targets = next(feed.microbatches(batch, [3]))
     assert images is not None
     assert targets is not None
@@ -63,7 +77,7 @@ def test_pixels_are_normalised(name: str, channels_last: bool) -> None:
 
 @pytest.mark.parametrize("sizes", [[7], [1] * 7, [3, 4]])
 def test_the_cut_into_microbatches_changes_no_bit(sizes: list[int]) -> None:
-    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
+    feed = feed_of(AugmentSettings(), 4)
     whole = made(feed, batch_of(7, masks=True), [2, 2, 3])
     parts = made(feed, batch_of(7, masks=True), sizes)
     assert torch.equal(whole[0], parts[0])
@@ -71,7 +85,7 @@ def test_the_cut_into_microbatches_changes_no_bit(sizes: list[int]) -> None:
 
 
 def test_ranks_draw_what_one_process_draws() -> None:
-    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
+    feed = feed_of(AugmentSettings(), 4)
     batch = batch_of(6)
     whole = made(feed, batch, [6])[0]
     half = Batch(
@@ -89,7 +103,7 @@ def test_ranks_draw_what_one_process_draws() -> None:
 
 
 def test_tile_and_mask_turn_together() -> None:
-    feed = DeviceFeed(CPU, AugmentSettings(stain=0, brightness=0), seed=2)
+    feed = feed_of(AugmentSettings(stain=0, brightness=0), 2)
     batch = batch_of(16, masks=True)
     images, masks = made(feed, batch, [16])
     mean, std = NORMALISATION["imagenet"]
@@ -103,10 +117,10 @@ def test_tile_and_mask_turn_together() -> None:
 
 def test_a_part_of_a_batch_is_made_as_in_the_whole() -> None:
     batch = batch_of(6, masks=True)
-    images, masks = made(DeviceFeed(CPU, AugmentSettings(), seed=2), batch, [6])
+    images, masks = made(feed_of(AugmentSettings(), 2), batch, [6])
     some = np.arange(6) < 2
     half = replace(batch, images=batch.images[:2], targets=batch.targets[2:], has_image=some, has_target=~some)
-    first, second, third = DeviceFeed(CPU, AugmentSettings(), seed=2).microbatches(half, [2, 1, 3])
+    first, second, third = feed_of(AugmentSettings(), 2).microbatches(half, [2, 1, 3])
     assert first[0] is not None
     assert torch.equal(first[0], images[:2])
     assert (first[1], second[0], third[0]) == (None, None, None)
@@ -118,7 +132,7 @@ def test_a_part_of_a_batch_is_made_as_in_the_whole() -> None:
 def test_stains_change_as_the_numpy_version_changes_them() -> None:
     settings = AugmentSettings(flip=False, stain=0.1, brightness=0.2)
     batch = batch_of(4)
-    images, _ = made(DeviceFeed(CPU, settings, seed=9), batch, [4])
+    images, _ = made(feed_of(settings, 9), batch, [4])
     drawn = draw(settings, 9, batch.samples)
     assert drawn.matrix is not None
     assert drawn.shift is not None
@@ -134,7 +148,7 @@ def test_stains_change_as_the_numpy_version_changes_them() -> None:
 def test_the_batch_is_left_as_it_is_and_targets_outlive_it() -> None:
     batch = batch_of(4, masks=True)
     before = batch.images.copy()
-    _, targets = made(DeviceFeed(CPU, NONE, seed=0), batch, [4])
+    _, targets = made(feed_of(NONE, 0), batch, [4])
     assert (batch.images == before).all()
     kept = targets.clone()
     batch.targets[...] = 77
@@ -143,42 +157,58 @@ def test_the_batch_is_left_as_it_is_and_targets_outlive_it() -> None:
 
 def test_sizes_must_make_up_the_batch() -> None:
     with pytest.raises(ValueError, match=r"\[2, 1\] tiles do not make up a batch of 4"):
-        next(DeviceFeed(CPU, NONE, seed=0).microbatches(batch_of(4), [2, 1]))
+        next(feed_of(NONE, 0).microbatches(batch_of(4), [2, 1]))
 
 
-def test_the_iterator_ahead_gives_the_same_batches_and_state() -> None:
+def test_the_feed_gives_the_batches_of_its_source_and_takes_the_next_one_early() -> None:
     table = tile_table([9])
     stream = TileStream.over(table, epochs=1).read(pool_of(table)).batch(2)
     plain = [b.rows.tolist() for b in iter(stream)]
-    feed = DeviceFeed(CPU, AugmentSettings(), seed=0)
-    found, states, early = [], [], False
-    with feed.ahead_of(iter(stream)) as batches:
-        for batch in batches:
-            found.append(batch.rows.tolist())
+    given, early = [], False
+    with (
+        iter(stream) as tiles,
+        DeviceFeed(tiles, tiles.ready, PixelMaker(CPU, AugmentSettings(), 0)) as feed,
+    ):
+        for batch in feed:
+            given.append(batch.rows.tolist())
             for _ in feed.microbatches(batch, [1] * len(batch)):
                 time.sleep(0.01)  # as computing does: the next batch is read, and sent between two microbatches
-            early = early or batches._next is not None
             batch.release()
-            states.append(batches.get_state()["batch"])
-        assert batches.wait_s > 0
-        batches.set_state({**batches.get_state(), "batch": 2})
-        assert [b.rows.tolist() for b in batches] == plain[2:]
-    assert found == plain
-    assert states == [1, 2, 3, 4, 5]
+            early = early or tiles.get_state()["batch"] > len(given)
+    assert given == plain
     assert early
+
+
+def test_what_was_taken_early_is_released_when_the_feed_is_closed() -> None:
+    released: list[int] = []
+    batches = [replace(batch_of(2, first=k), release=lambda k=k: released.append(k)) for k in range(3)]
+    with feed_of(NONE, 0, batches, prefetch=1) as feed:
+        made(feed, next(feed), [1, 1])
+    assert released == [1]
+    assert len(batches) == 1
+
+
+def test_the_feed_says_whether_the_next_batch_is_there_as_it_was_wanted() -> None:
+    whole, other = batch_of(2), replace(batch_of(2), rows=np.array([100, 7]))
+    batches = [whole, other]
+    feed = feed_of(NONE, 0, batches)
+    assert feed.next_as_wanted()
+    assert feed.next_as_wanted()
+    assert next(feed) is whole
+    assert not feed.next_as_wanted()
+    assert next(feed) is other
+    assert not feed.next_as_wanted()
 
 
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("prefetch", [1, 3, 9])
 def test_microbatches_made_ahead_are_the_same_to_the_last_bit(prefetch: int, masks: bool) -> None:
     batches = [batch_of(5, 24, 100 * k, masks=masks) for k in range(3)]
-    plain, ahead = (DeviceFeed(CPU, AugmentSettings(), seed=4, prefetch=n) for n in (0, prefetch))
-    for number, batch in enumerate(batches):
-        found = []
-        for part in ahead.microbatches(batch, [2, 2, 1]):
-            found.append(part)
-            if not found[1:] and batches[number + 1 :]:
-                ahead.send(batches[number + 1])
+    left = list(batches)
+    plain, ahead = feed_of(AugmentSettings(), 4), feed_of(AugmentSettings(), 4, left, prefetch=prefetch)
+    for batch in batches:
+        assert next(ahead) is batch
+        found = list(ahead.microbatches(batch, [2, 2, 1]))
         for one, other in zip(plain.microbatches(batch, [2, 2, 1]), found, strict=True):
             assert one[0] is not None
             assert other[0] is not None
@@ -210,48 +240,68 @@ class Makers:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
 def test_as_many_are_made_ahead_as_asked_those_of_the_next_batch_too(prefetch: int) -> None:
-    feed, makers = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=prefetch), Makers()
-    feed.beside = makers
+    makers, left = Makers(), []
+    feed = feed_of(AugmentSettings(), 0, left, prefetch=prefetch, beside=makers)
     first, second = batch_of(3), batch_of(3, first=200)
     parts = feed.microbatches(first, [1, 1, 1])
     next(parts)
     assert len(makers.settled(min(3, 1 + prefetch))) == (min(3, 1 + prefetch) if prefetch else 0)
-    feed.send(second)
+    left.append(second)
     given = 1
     for given, _ in enumerate(parts, 2):
         assert len(makers.settled(min(6, given + prefetch))) == (min(6, given + prefetch) if prefetch else 0)
     assert given == 3
     assert all(name.startswith("microbatch-maker") for name in makers.names)
     assert len(list(feed.held())) == 2 * min(3, prefetch)
+    assert next(feed) is second
     assert [len(targets) for _, targets in feed.microbatches(second, [1, 1, 1])] == [1, 1, 1]  # type: ignore[arg-type]
     assert len(makers.names) == (6 if prefetch else 0)
 
 
 def test_one_batch_can_be_the_next_one_for_ever() -> None:
-    feed, makers = DeviceFeed(CPU, AugmentSettings(), seed=4, prefetch=1), Makers()
-    batch = batch_of(2)
-    expected = made(DeviceFeed(CPU, AugmentSettings(), seed=4), batch, [1, 1])[0]
-    feed.beside = makers
-    feed.repeat(batch)
-    for times in range(1, 4):
-        assert torch.equal(made(feed, batch, [1, 1])[0], expected)
-        assert len(makers.settled(2 * times + 1)) == 2 * times + 1  # the first of the next time
+    makers, batch = Makers(), batch_of(2)
+    expected = made(feed_of(AugmentSettings(), 4), batch, [1, 1])[0]
+    pixels = PixelMaker(CPU, AugmentSettings(), 4)
+    with DeviceFeed(itertools.repeat(batch), lambda: True, pixels, prefetch=1, beside=makers) as feed:
+        for times in range(1, 4):
+            assert torch.equal(made(feed, next(feed), [1, 1])[0], expected)
+            assert len(makers.settled(2 * times + 1)) == 2 * times + 1  # the first of the next time
 
 
-def test_what_was_made_early_is_dropped_when_targets_or_sizes_change() -> None:
-    feed = DeviceFeed(CPU, NONE, seed=0, prefetch=2)
-    batch = batch_of(4)
-    list(feed.microbatches(batch_of(4), [2, 2]))
-    feed.send(batch)
-    feed.forget()
-    batch.targets[...] = 9  # as ``follow`` does
-    assert made(feed, batch, [2, 2])[1].tolist() == [9] * 4
-    feed.send(batch)
-    assert made(feed, batch, [3, 1])[1].tolist() == [9] * 4
+def test_what_was_made_early_is_made_anew_when_targets_or_sizes_change() -> None:
+    first, second, third = (batch_of(4, first=k) for k in (0, 10, 20))
+    feed = feed_of(NONE, 0, [first, second, third], prefetch=2)
+    made(feed, next(feed), [2, 2])
+    assert len(list(feed.held())) == 4
+    assert next(feed) is second
+    second.targets[...] = 9  # as ``follow`` does
+    feed.renew(second)
+    assert made(feed, second, [2, 2])[1].tolist() == [9] * 4
+    assert made(feed, next(feed), [3, 1])[1].tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_under_way_is_waited_for_and_the_rest_never_made() -> None:
+    gate, begun = threading.Event(), []
+
+    @contextlib.contextmanager
+    def waits() -> Iterator[None]:
+        begun.append(gate.wait(20))
+        yield
+
+    lane = DeviceLane(PixelMaker(CPU, NONE, 0), True, waits)
+    sent = DeviceBatch(lane, batch_of(3), [1, 1, 1])
+    assert sent.begin(2) == 0
+    threading.Timer(0.05, gate.set).start()
+    sent.cancel()
+    assert begun == [True]
+    assert sent.begin(2) == 1  # one is left
+    sent.take()
+    assert sent.begin(2) == 2
+    lane.close()
 
 
 def test_nobody_here_holds_what_was_given() -> None:
-    feed = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=1)
+    feed = feed_of(AugmentSettings(), 0, prefetch=1)
     for images, _ in feed.microbatches(batch_of(3), [1, 1, 1]):
         assert images is not None
         given = weakref.ref(images)
@@ -264,12 +314,10 @@ def test_nobody_here_holds_what_was_given() -> None:
 
 
 def test_a_fault_of_the_thread_that_makes_them_is_raised_where_they_are_asked_for() -> None:
-    feed = DeviceFeed(CPU, AugmentSettings(), seed=0, prefetch=1)
-
     def fails() -> contextlib.AbstractContextManager[None]:
         raise torch.OutOfMemoryError("tensors take too much")
 
-    feed.beside = fails
+    feed = feed_of(AugmentSettings(), 0, prefetch=1, beside=fails)
     with pytest.raises(torch.OutOfMemoryError, match="take too much"):
         next(feed.microbatches(batch_of(2), [1, 1]))
 
@@ -301,10 +349,10 @@ def test_streams_wait_for_each_other_and_memory_is_kept_for_them(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: notes.append(f"kept for {stream.name}"))
-    feed = DeviceFeed(CPU, AugmentSettings(), seed=4)
-    feed._prefetch, feed._side = prefetch, side  # type: ignore[assignment]
-    feed._making = making if prefetch else None  # type: ignore[assignment]
-    expected = made(DeviceFeed(CPU, AugmentSettings(), seed=4), batch_of(2), [1, 1])[0]
+    feed = feed_of(AugmentSettings(), 4)
+    feed._prefetch, feed._lane.copying = prefetch, side  # type: ignore[assignment]
+    feed._lane.making = making if prefetch else None  # type: ignore[assignment]
+    expected = made(feed_of(AugmentSettings(), 4), batch_of(2), [1, 1])[0]
     assert torch.equal(made(feed, batch_of(2), [1, 1])[0], expected)
     ahead = ["making waits for side", "kept for making", "kept for making", "making records"]
     taken = ["computing waits for making", "kept for computing", "kept for computing"]
@@ -320,11 +368,14 @@ def test_streams_wait_for_each_other_and_memory_is_kept_for_them(
 def test_a_cuda_device_is_fed_what_the_cpu_is_fed(prefetch: int) -> None:
     table = tile_table([40])
     stream = TileStream.over(table, epochs=1).read(pool_of(table)).batch(8)
-    on_cpu = DeviceFeed(CPU, AugmentSettings(), seed=3)
-    on_cuda = DeviceFeed(torch.device("cuda"), AugmentSettings(), seed=3, prefetch=prefetch)
+    on_cpu = feed_of(AugmentSettings(), 3)
+    on_cuda = PixelMaker(torch.device("cuda"), AugmentSettings(), 3)
     plain = [made(on_cpu, batch, [3, 5])[0] for batch in iter(stream)]
-    with on_cuda.ahead_of(iter(stream.prefetch(allocate=allocate_pinned))) as batches:
-        for batch, expected in zip(batches, plain, strict=True):
-            found = made(on_cuda, batch, [3, 5])[0]
+    with (
+        iter(stream.prefetch(allocate=allocate_pinned)) as tiles,
+        DeviceFeed(tiles, tiles.ready, on_cuda, prefetch=prefetch) as feed,
+    ):
+        for batch, expected in zip(feed, plain, strict=True):
+            images = made(feed, batch, [3, 5])[0]
             batch.release()
-            assert torch.allclose(found.cpu(), expected, atol=1e-4)
+            assert torch.allclose(images.cpu(), expected, atol=1e-4)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pipelines.stream.batch import BufferPool
-from pipelines.stream.prefetch import MAX_BATCHES_AHEAD, BuffersHeldError, Readahead, Wanted
+from pipelines.stream.order import BatchRequest
+from pipelines.stream.prefetch import MAX_BATCHES_AHEAD, BuffersHeldError, Readahead
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import TILE, pool_of, tile_table
 
@@ -88,13 +90,11 @@ def test_reading_goes_on_while_the_caller_computes() -> None:
 
 def run(fill: Any, batches: int = 4, threads: int = 3) -> tuple[Readahead, BufferPool]:
     """Batches of 5 samples, filled by ``fill(sample)``, buffers for all of them."""
-    left = iter(range(batches))
 
-    def wanted() -> Wanted | None:
-        k = next(left, None)
-        samples = None if k is None else np.arange(5 * k, 5 * k + 5)
-        every = np.ones(5, bool)
-        return None if samples is None else Wanted(samples, samples * 2, int(samples[0]), every, every)
+    def requests() -> Iterator[BatchRequest]:
+        for first in range(0, 5 * batches, 5):
+            samples, every = np.arange(first, first + 5), np.ones(5, bool)
+            yield BatchRequest(samples, samples * 2, first, every, every)
 
     def fill_one(sample: int, row: int, image: NDArray[np.uint8], target: NDArray[Any]) -> int:
         fill(sample)
@@ -102,7 +102,7 @@ def run(fill: Any, batches: int = 4, threads: int = 3) -> tuple[Readahead, Buffe
         return row + 1
 
     pool = BufferPool((5, 1, 1, 3), (5,), np.int64, 1 << 20, np.empty)
-    return Readahead(threads, pool, wanted, fill_one), pool
+    return Readahead(threads, pool, requests(), fill_one), pool
 
 
 def test_batches_come_in_order_whatever_takes_longest() -> None:
@@ -140,6 +140,8 @@ def test_an_error_surfaces_at_its_batch_and_the_first_one_wins() -> None:
 
     readahead, pool = run(fill)
     assert readahead.next() is not None
+    time.sleep(0.1)
+    assert not readahead.ready()  # a fault is for `next` to raise
     with pytest.raises(OSError, match="sample 7"):
         readahead.next()
     readahead.close()
@@ -187,10 +189,9 @@ def test_an_abandoned_iterator_ends_its_threads() -> None:
 
 
 def test_an_exhausted_iterator_has_no_threads() -> None:
-    for batch in (batches := iter(stream_of())):
+    for batch in iter(stream_of()):
         batch.release()
     assert reader_threads() == []
-    assert batches.wait_s > 0
 
 
 @pytest.mark.process

@@ -38,7 +38,9 @@ def contents(table):
 
 def test_real_slides_are_indexed(tmp_path):
     lines = []
-    table = build_index(specs_of(dapi=NDPI, svs=SVS), SETTINGS, tmp_path, workers=2, progress=lines.append)
+    table = build_index(
+        specs_of(dapi=NDPI, svs=SVS), SETTINGS, tmp_path, workers=2, progress=lambda told: lines.append(str(told))
+    )
     assert table.slides == ("dapi", "svs")
     assert sorted(lines)[0].startswith("1/2  ")
     assert any("svs: " in line and "37% tissue, 2220 x 2967 px at 0.499 um/px, " in line for line in lines)
@@ -166,7 +168,7 @@ def test_an_index_is_reused_and_other_settings_are_refused(tmp_path):
     first = build_index(specs, SETTINGS, tmp_path, workers=1)
     written = (tmp_path / "tiles.parquet").stat().st_mtime_ns
     lines = []
-    again = build_index(specs, SETTINGS, tmp_path, progress=lines.append)
+    again = build_index(specs, SETTINGS, tmp_path, progress=lambda told: lines.append(str(told)))
     assert contents(again) == contents(first)
     assert (tmp_path / "tiles.parquet").stat().st_mtime_ns == written
     assert lines == [f"1 slides are in {tmp_path / 'tiles.parquet'} already"]
@@ -226,14 +228,16 @@ def test_a_slide_replaced_by_one_of_the_same_size_is_indexed_anew_or_refused(tmp
     os.utime(path)
     spec.check_unchanged()  # touched, not replaced
     lines = []
-    build_index(specs, SETTINGS, tmp_path / "out", workers=1, progress=lines.append, resumed=True)
+    build_index(
+        specs, SETTINGS, tmp_path / "out", workers=1, progress=lambda told: lines.append(str(told)), resumed=True
+    )
     replaced(path)
     with pytest.raises(ValueError, match=r"replaced or changed since: s\. Put the files back"):
         build_index(specs, SETTINGS, tmp_path / "out", workers=1, resumed=True)
     os.utime(path, ns=(0, 0))
     with pytest.raises(SlideError, match="not the slide that was indexed"):
         spec.check_unchanged()
-    build_index(specs, SETTINGS, tmp_path / "out", workers=1, progress=lines.append)
+    build_index(specs, SETTINGS, tmp_path / "out", workers=1, progress=lambda told: lines.append(str(told)))
     assert [line.split(":")[0] for line in lines] == [
         f"1 slides are in {tmp_path / 'out/tiles.parquet'} already",
         "1/1  s",
@@ -277,7 +281,7 @@ def test_failed_slides_are_remembered_until_a_retry_or_a_change(tmp_path):
 
     def lines_of(**options):
         lines = []
-        table = build_index(specs, SETTINGS, out, workers=1, progress=lines.append, **options)
+        table = build_index(specs, SETTINGS, out, workers=1, progress=lambda told: lines.append(str(told)), **options)
         return table.slides, lines
 
     assert lines_of()[0] == ("ok",)
@@ -300,7 +304,7 @@ def test_an_interrupted_index_keeps_what_was_found(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         build_index(specs, SETTINGS, tmp_path, workers=1, progress=stop)
     lines = []
-    build_index(specs, SETTINGS, tmp_path, workers=1, progress=lines.append)
+    build_index(specs, SETTINGS, tmp_path, workers=1, progress=lambda told: lines.append(str(told)))
     assert [line.split(":")[0] for line in lines[1:]] == ["1/1  b"]
 
 
@@ -353,7 +357,7 @@ def test_parts_are_taken_over_by_the_whole(tmp_path, monkeypatch):
     each = module.each_in_process
     monkeypatch.setattr(module, "each_in_process", None)  # nothing is left to be found
     lines = []
-    whole = build_index(specs, settings, out, workers=1, progress=lines.append)
+    whole = build_index(specs, settings, out, workers=1, progress=lambda told: lines.append(str(told)))
     assert contents(whole) == expected
     assert contents(TileTable.load(out / "tiles.parquet")) == expected
     assert [fault.slide_id for fault in whole.faults] == ["text"]

@@ -1,4 +1,4 @@
-"""What one microbatch leaves behind in a stage between its two passes, and where gradients enter and leave it."""
+"""The state of one microbatch in a stage between forward and backward, and where gradients enter and leave it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from parallel.stage.arrivals import Arrival
 
 
 @dataclass
-class InFlight:
-    """What one microbatch leaves behind between forward and backward.
+class MicrobatchState:
+    """What one microbatch leaves in a stage between forward and backward.
 
     Attributes:
+        tiles: in the microbatch.
         values: received, by name; their tensors are leaves of this stage's part of the autograd graph. Where
             activations go to the host, put away, or gone.
+        targets: for the loss, in the last stage.
         random: where the stage's random numbers began: a seed, or a state handed on by an earlier stage.
         recomputed: the first forward pass kept nothing else.
         buffers: values that forward passes update, as the first one found them, where it is recomputed.
@@ -38,24 +40,24 @@ class InFlight:
 
 
 def can_need_grad(tensor: Tensor) -> bool:
-    """True of the types that autograd differentiates: real and complex floating point."""
+    """Return whether autograd differentiates the type of ``tensor``: real and complex floating point."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def edges_of(value: Any, was_promised: bool) -> list[GradientEdge | None]:
-    """Of the tensors of ``value`` that a gradient comes back for.
+    """Return the edges of the tensors of ``value`` that a gradient comes back for.
 
     Args:
         was_promised: gradients of all of them were asked for, whether anything flows back from there or not.
     """
-    wanted = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and can_need_grad(leaf)]
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and can_need_grad(leaf)]
     if was_promised:
-        return [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in wanted]
-    return [get_gradient_edge(leaf) for leaf in wanted if leaf.requires_grad]
+        return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 def promised(value: Any) -> Any:
-    """``value`` of a pass without gradients, marked where recomputation will ask for one."""
+    """Return ``value`` of a pass without gradients, marked where recomputation will ask for one."""
     return tree_map(
         lambda leaf: leaf.detach().requires_grad_(can_need_grad(leaf)) if isinstance(leaf, Tensor) else leaf,
         value,
@@ -63,10 +65,10 @@ def promised(value: Any) -> Any:
 
 
 def gradients_of(value: Any) -> list[Tensor]:
-    """Gradients of the leaves of ``value`` that need one, taken out of them; zeros where nothing flowed back."""
-    taken = []
+    """Return gradients of the leaves of ``value`` that need one, taken out of them; zeros where nothing flowed back."""
+    gradients = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            taken.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
-    return taken
+    return gradients

@@ -1,4 +1,4 @@
-"""What torch computes while it is watched: operations with their flops and bytes, and what they change, draw and keep.
+"""A recorder of what torch computes: operations with flops and bytes, and what they change, draw and save for backward.
 
 Takes no part in what is computed, on fake tensors or real ones; gives ``Op``s. Flops are those of torch's own formulas.
 """
@@ -36,7 +36,7 @@ class _Signature:
     Attributes:
         arguments: their names in order.
         written: those of them that it changes.
-        draws: it draws random numbers.
+        uses_rng: it draws random numbers.
         computes: it makes or changes something; views and allocations do not.
         composite: it is made of others, whose flops are its own.
     """
@@ -44,7 +44,7 @@ class _Signature:
     name: str
     arguments: tuple[str, ...]
     written: tuple[str, ...]
-    draws: bool
+    uses_rng: bool
     computes: bool
     composite: bool
 
@@ -57,17 +57,23 @@ def _signature(func: Any) -> _Signature:
         name=schema.name.rpartition("::")[2],
         arguments=tuple(argument.name for argument in schema.arguments),
         written=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
-        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        uses_rng=torch.Tag.nondeterministic_seeded in func.tags,
         computes=func.namespace != "prim" and not views and func not in ALLOCATIONS,
         composite=func.namespace != "prim" and func.overloadpacket not in flop_registry and func._can_decompose(),
     )
 
 
-class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what one node computes: storages written to, random numbers drawn, operations, and what autograd keeps.
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A record of what one node computes.
 
     Args:
-        state: memory of parameters and buffers, which is there anyway.
+        state: storages of parameters and buffers, which are there anyway.
+
+    Attributes:
+        written: storages that were changed.
+        saved: number -> bytes of each storage that autograd saves for the backward pass, but those of ``state``.
+        ops: what was computed.
+        uses_rng: random numbers were drawn.
     """
 
     def __init__(self, state: set[StorageWeakRef]) -> None:
@@ -77,47 +83,47 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begin()
 
     def begin(self) -> None:
-        """A new node."""
+        """Forget what was recorded: another node is run next."""
         self.written: set[StorageWeakRef] = set()
         self.saved: dict[int, int] = {}
         self.ops: list[Op] = []
-        self.drew = False
+        self.uses_rng = False
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Takes what autograd keeps, and keeps it as autograd does."""
-        if piece := self.numbered(tensor):
-            number, size = piece
+        """Record what autograd saves, and return it as it is; a hook for ``saved_tensors_hooks``."""
+        if storage := self.numbered(tensor):
+            number, size = storage
             self.saved[number] = size
         return tensor
 
     def numbered(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(number, bytes) of the memory of ``tensor``; None where a parameter or buffer lies in it."""
-        memory = memory_of(tensor)
-        if memory in self._state:
+        """Return (number, bytes) of the storage of ``tensor``; None for that of a parameter or buffer."""
+        storage = storage_of(tensor)
+        if storage in self._state:
             return None
-        return self._numbers.setdefault(memory, len(self._numbers)), tensor.untyped_storage().nbytes()
+        return self._numbers.setdefault(storage, len(self._numbers)), tensor.untyped_storage().nbytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         signature = _signature(func)
-        given = dict(zip(signature.arguments, args, strict=False)) | kwargs
-        if signature.draws and given.get("dropout_p", 1) > 0:
-            self.drew = True
+        arguments = dict(zip(signature.arguments, args, strict=False)) | kwargs
+        if signature.uses_rng and arguments.get("dropout_p", 1) > 0:
+            self.uses_rng = True
         if signature.written:
-            self.written |= {memory_of(tensor) for tensor in _tensors(map(given.get, signature.written))}
+            self.written |= {storage_of(tensor) for tensor in _tensors(map(arguments.get, signature.written))}
         if func is _aten.native_batch_norm.default and (normed := _normed(*args)) is not None:
-            self.written |= {memory_of(tensor) for tensor in _tensors(args[3:5])}
+            self.written |= {storage_of(tensor) for tensor in _tensors(args[3:5])}
             value, flops = normed, 0
         elif signature.composite:
-            value, flops = self._parts(func, args, kwargs)
+            value, flops = self._decomposed(func, args, kwargs)
         else:
             value, flops = _counted(func, args, kwargs)
         if signature.computes:
-            self.ops.append(self._op(func, signature.name, given, value, flops))
+            self.ops.append(self._op(func, signature.name, arguments, value, flops))
         return value
 
-    def _parts(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """What a composite operation gives, and the flops of its parts, which are not noted themselves."""
+    def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """Return the value of a composite operation, and the flops of those it is made of, which are not recorded."""
         before = len(self.ops)
         with self:
             value = func.decompose(*args, **kwargs)
@@ -125,22 +131,22 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self.ops[before:]
         return value, flops
 
-    def _op(self, func: Any, name: str, given: dict[str, Any], value: Any, flops: int) -> Op:
-        read, written = _tensors(given.values()), _tensors((value,))
+    def _op(self, func: Any, name: str, arguments: dict[str, Any], value: Any, flops: int) -> Op:
+        read, written = _tensors(arguments.values()), _tensors((value,))
         return Op(
             name=name,
             flops=flops,
             read_bytes=sum(map(bytes_of, read)),
             written_bytes=sum(map(bytes_of, written)),
             differentiable=any(tensor.requires_grad for tensor in read),
-            passes_on=any(tensor.requires_grad and memory_of(tensor) not in self._state for tensor in read),
-            convolution=_convolution(given, value) if func is _aten.convolution.default else None,
+            passes_on=any(tensor.requires_grad and storage_of(tensor) not in self._state for tensor in read),
+            convolution=_convolution(arguments, value) if func is _aten.convolution.default else None,
         )
 
 
 def _normed(images: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What batch norm gives in training without data, in single precision; taken apart it takes half of a run. None
-    where it has to be, and where one value a channel has no variance."""
+    """Return the value of batch norm in training without data, in single precision; taken apart it takes half of a run.
+    None where it has to be, and where one value a channel has no variance."""
     if not isinstance(images, FakeTensor) or images.dtype is not torch.float32 or not others[4]:
         return None
     if images.numel() == images.shape[1]:
@@ -150,44 +156,44 @@ def _normed(images: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor] | Non
 
 
 def _counted(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """What an operation gives, and its flops: 0 of one for which torch has no formula."""
+    """Return the value of an operation and its flops, 0 for one of which torch has no formula."""
     value = func(*args, **kwargs)
     formula = flop_registry.get(func.overloadpacket)
     return value, 0 if formula is None else formula(*args, **kwargs, out_val=value)
 
 
-def _convolution(given: dict[str, Any], value: Tensor) -> Convolution:
-    images, weight = given["input"], given["weight"]
+def _convolution(arguments: dict[str, Any], value: Tensor) -> Convolution:
+    images, weight = arguments["input"], arguments["weight"]
     return Convolution(
         batch=images.shape[0],
         channels_in=images.shape[1],
         channels_out=value.shape[1],
         kernel=tuple(weight.shape[2:]),
-        stride=tuple(given["stride"]),
-        dilation=tuple(given["dilation"]),
-        groups=given["groups"],
+        stride=tuple(arguments["stride"]),
+        dilation=tuple(arguments["dilation"]),
+        groups=arguments["groups"],
         size_in=tuple(images.shape[2:]),
         size_out=tuple(value.shape[2:]),
-        transposed=given["transposed"],
+        transposed=arguments["transposed"],
     )
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of its values, wherever they lie."""
+    """Return the bytes of the values of ``tensor``, wherever they lie."""
     return tensor.numel() * tensor.element_size()
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Among what an operation takes or gives: tensors, and those in lists."""
-    found = []
+    """Return the tensors among ``values``, and those in lists."""
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [each for each in value if isinstance(each, Tensor)]
-    return found
+            tensors += [element for element in value if isinstance(element, Tensor)]
+    return tensors
 
 
-def memory_of(tensor: Tensor) -> StorageWeakRef:
-    """What tensors share when a change of one shows in the other."""
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Return the storage of ``tensor``: where two share it, a change of one shows in the other."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -1,0 +1,160 @@
+"""A batch on its way to the device, and its microbatches made there: when asked for, or ahead of that.
+
+Takes a ``Batch``; gives its microbatches in order, each begun no earlier than it is said to be. On CUDA the batch is
+copied on a stream of its own, and microbatches that are made ahead on another; on a CPU a thread makes them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipelines.stream.batch import Batch
+from pipelines.stream.device_pixels import Part, PixelMaker
+
+
+class DeviceLane:
+    """What copies batches to a device, and what makes microbatches there.
+
+    Args:
+        pixels: makes microbatches, on its device.
+        ahead: they are made beside the computation.
+        beside: entered by the thread that makes them on a CPU, around each.
+    """
+
+    def __init__(self, pixels: PixelMaker, ahead: bool, beside: Callable[[], AbstractContextManager[object]]) -> None:
+        self.device = pixels.device
+        self.copying: torch.cuda.Stream | None = None
+        self.making: torch.cuda.Stream | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pixels = pixels
+        self._beside = beside
+        if self.device.type == "cuda":
+            self.copying = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        if ahead and self.copying is None:
+            self._thread = ThreadPoolExecutor(1, "microbatch-maker")
+        elif ahead:
+            # Not the copying stream: the next microbatch would wait for the next batch to be copied.
+            self.making = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.making.wait_stream(torch.cuda.current_stream(self.device))  # for the normalisation's numbers
+
+    def submit(self, make: Callable[[PixelMaker], Part]) -> Future[Part]:
+        """Return the microbatch that ``make`` gives, made by the thread where there is one, here and now elsewhere."""
+        if self._thread is not None:
+            return self._thread.submit(self._make_beside, make)
+        made: Future[Part] = Future()
+        made.set_result(make(self._pixels))
+        return made
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _make_beside(self, make: Callable[[PixelMaker], Part]) -> Part:
+        with self._beside():
+            return make(self._pixels)
+
+
+class DeviceBatch:
+    """One batch on the device, uint8 still, and its microbatches.
+
+    Args:
+        lane: brings it there.
+        sizes: tiles of each microbatch.
+    """
+
+    def __init__(self, lane: DeviceLane, batch: Batch, sizes: Sequence[int]) -> None:
+        self.batch = batch
+        self._lane = lane
+        self._copied: torch.cuda.Event | None = None
+        self._images, self._targets = torch.from_numpy(batch.images), torch.from_numpy(batch.targets)
+        if lane.copying is not None:
+            with torch.cuda.stream(lane.copying):
+                self._images = self._images.to(lane.device, non_blocking=True)
+                self._targets = self._targets.to(lane.device, non_blocking=True)
+            self._copied = lane.copying.record_event()
+        self._begun: deque[tuple[Future[Part], torch.cuda.Event | None]] = deque()
+        self._sizes, self._next = tuple(sizes), 0
+
+    def cut(self, sizes: Sequence[int]) -> None:
+        """Have microbatches of ``sizes`` tiles; those that were begun of others are given up."""
+        if tuple(sizes) != self._sizes:
+            self.cancel()
+            self._sizes, self._next = tuple(sizes), 0
+
+    def begin(self, count: int) -> int:
+        """Have ``count`` microbatches under way, of fewer that are left all; return how many are missing."""
+        while len(self._begun) < count and self._next < len(self._sizes):
+            start = sum(self._sizes[: self._next])
+            self._begun.append(self._begin(slice(start, start + self._sizes[self._next])))
+            self._next += 1
+        return count - len(self._begun)
+
+    def take(self) -> Part:
+        """Return the next microbatch, which was begun, once it is made; nobody here holds it any more."""
+        future, made = self._begun.popleft()
+        part = future.result()
+        if made is not None:
+            computing = torch.cuda.current_stream(self._lane.device)
+            computing.wait_event(made)
+            for tensor in part:
+                if tensor is not None:
+                    tensor.record_stream(computing)  # made on the other: not to be reused before this one is done
+        return part
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """Yield images and targets made and not taken; those being made are waited for."""
+        for future, _ in self._begun:
+            yield from (tensor for tensor in future.result() if tensor is not None)
+
+    def cancel(self) -> None:
+        """Give up what is begun; nothing reads the batch for it any more."""
+        wait([future for future, _ in self._begun if not future.cancel()])
+        self._begun.clear()
+
+    def leave_host(self) -> None:
+        """Return once the batch in host memory is copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def enter(self) -> None:
+        """Let the computation use what is copied, unless another stream makes microbatches of it."""
+        if self._copied is not None and self._lane.making is None:
+            self._wait_on(torch.cuda.current_stream(self._lane.device))
+
+    def _begin(self, tiles: slice) -> tuple[Future[Part], torch.cuda.Event | None]:
+        def make(pixels: PixelMaker) -> Part:
+            return pixels.make(
+                _of_part(self._images, self.batch.has_image, tiles),
+                _of_part(self._targets, self.batch.has_target, tiles),
+                self.batch.samples[tiles],
+            )
+
+        making = self._lane.making
+        if making is None:
+            return self._lane.submit(make), None
+        self._wait_on(making)
+        with torch.cuda.stream(making):
+            return self._lane.submit(make), making.record_event()
+
+    def _wait_on(self, stream: torch.cuda.Stream) -> None:
+        """Let ``stream`` use what the copying stream has brought."""
+        assert self._copied is not None
+        stream.wait_event(self._copied)
+        for tensor in (self._images, self._targets):
+            tensor.record_stream(stream)  # of the copying stream's memory: not to be reused before this one is done
+
+
+def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], part: slice) -> torch.Tensor | None:
+    """What is stored of the tiles ``part`` of a batch: all or, None, nothing."""
+    count = int(np.count_nonzero(has[part]))
+    assert count in (0, part.stop - part.start), "a microbatch is wanted as a whole"
+    start = int(np.count_nonzero(has[: part.start]))
+    return stored[start : start + count] if count else None
