@@ -63,7 +63,7 @@ def partition_optimal(
     windows: Callable[[Sequence[int] | None], Windows] | None = None,
     explain: bool = True,
 ) -> Partition:
-    """The partition into ``stages`` whose slowest rank is fastest; of those, the one with the fewest bytes sent.
+    """Return the partition into ``stages`` whose slowest rank is fastest; of those, the one with the fewest bytes sent.
 
     With more stages than ranks (interleaved: stage s on rank s mod D) the slowest stage is made as fast as it can be,
     and each stage of a rank may take an equal part of its memory.
@@ -93,8 +93,8 @@ def partition_optimal(
     speeds = [1.0] * ranks if speeds is None else speeds
 
     def search(chosen: Sequence[int] | None, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
-        found = Windows(graph, seconds, chosen) if windows is None else windows(chosen)
-        return _Problem(found, stages, link_s, speeds, memory, paired, explain).solve(known)
+        between = Windows(graph, seconds, chosen) if windows is None else windows(chosen)
+        return _Problem(between, stages, link_s, speeds, memory, paired, explain).solve(known)
 
     if not paired:
         _, starts = search(places if positions is not None else None)
@@ -119,17 +119,17 @@ def partition_optimal(
 
 
 def _around(places: Sequence[int], few: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """``starts``, and beside each as many places as there is room for, up to its neighbours in ``few``."""
+    """Return ``starts``, and beside each as many places as there is room for, up to its neighbours in ``few``."""
     each = max(2, (PLACES - len(starts)) // max(1, 2 * (len(starts) - 1)))
-    found = {places[0], places[-1], *starts}
-    index, coarse = {place: n for n, place in enumerate(places)}, {place: n for n, place in enumerate(few)}
+    chosen = {places[0], places[-1], *starts}
+    index, coarse = ({position: n for n, position in enumerate(line)} for line in (places, few))
     for start in starts[1:]:
         below, above = index[few[coarse[start] - 1]], index[few[coarse[start] + 1]]
         at = index[start]
         for end in (below, above):
             near = np.linspace(at, end, min(each, abs(end - at)) + 1).round().astype(int)
-            found.update(places[n] for n in near)
-    return sorted(found)
+            chosen.update(places[n] for n in near)
+    return sorted(chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class _Problem:
     _parameters: dict[float, Loads] = field(default_factory=dict)
 
     def solve(self, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
-        """The load of the slowest rank, and the positions where stages begin.
+        """Return the load of the slowest rank, and the positions where stages begin.
 
         Args:
             known: positions where stages of pairs may begin.
@@ -176,7 +176,7 @@ class _Problem:
         return load if self.memory is None else np.where(self._filled(stage, rows) > 1, np.inf, load)
 
     def _filled(self, stage: int, rows: slice) -> Loads:
-        """Part of the memory that a stage alone on its rank, or in its part of the rank's memory, would fill."""
+        """Return which part of the memory a stage alone on its rank, or in its share of that memory, would fill."""
         assert self.memory is not None
         ranks = len(self.speeds)
         chunk, rank = divmod(stage, ranks)
@@ -185,7 +185,7 @@ class _Problem:
         return self._bytes(most, self.memory.per_parameter, rows, computing=True) / limit
 
     def _bytes(self, in_flight: int, per_parameter: float, rows: slice = EVERY, *, computing: bool) -> Loads:
-        """Of windows that begin at some of the places; infinite where they would end before."""
+        """Return the bytes of windows that begin at some of the places; infinite where they would end before."""
         if per_parameter not in self._parameters:
             self._parameters[per_parameter] = _only_windows(
                 (per_parameter * self.windows.param_bytes).astype(np.float64)
@@ -197,14 +197,14 @@ class _Problem:
 
     @functools.cached_property
     def _kept(self) -> Loads:
-        """Bytes that a window keeps of a microbatch in flight."""
+        """Bytes that each window keeps of a microbatch in flight."""
         assert self.memory is not None
         windows = self.windows
         return (windows.entered_bytes if self.memory.recompute else windows.kept_bytes).astype(np.float64)
 
     @functools.cached_property
     def _passing(self) -> Loads:
-        """Bytes that live besides in a window while it is computed."""
+        """Bytes that live besides in each window while it is computed."""
         return self.windows.peak_bytes - self._kept
 
     def _pair(self, k: int) -> Pair:
@@ -216,12 +216,13 @@ class _Problem:
         return Pair((2 * load, None), most, speed / 2) if k == other else Pair((load, load), most, speed)
 
     def _pair_filled(self, k: int) -> list[tuple[Loads, Loads | None]]:
-        """Parts of the memory of ranks k and D-1-k that stages k and D-1-k fill, in each state that a rank comes to."""
+        """Return which parts of the memory of ranks k and D-1-k stages k and D-1-k fill, in each state that a rank
+        comes to."""
         assert self.memory is not None
         rule, other = self.memory, self.stages - 1 - k
         if k == other:
             return [(self._filled_middle(k), None)]
-        found: list[tuple[Loads, Loads | None]] = []
+        filled: list[tuple[Loads, Loads | None]] = []
         for rank in (k, other):
             own = rule.per_parameter
             not_own = own if rule.per_other is None else rule.per_other
@@ -229,13 +230,13 @@ class _Problem:
             for left, right in rule.in_flight[rank]:
                 for computing, number in ((0, left), (1, right)):
                     if number:
-                        found.append(
+                        filled.append(
                             (
                                 self._bytes(left, first, computing=computing == 0) / rule.limits[rank],
                                 self._bytes(right, second, computing=computing == 1) / rule.limits[rank],
                             )
                         )
-        return found
+        return filled
 
     def _filled_middle(self, k: int) -> Loads:
         assert self.memory is not None
@@ -243,7 +244,7 @@ class _Problem:
         return self._bytes(most, self.memory.per_parameter, computing=True) / self.memory.limits[k]
 
     def _too_small(self, travels: Loads) -> str:
-        """How much more memory it takes: the fullest rank made as empty as it can be."""
+        """Say how much more memory it takes: the fullest rank made as empty as it can be."""
         assert self.memory is not None
         limits = self.memory.limits
         factor = self._fullest(travels)
@@ -258,19 +259,19 @@ class _Problem:
         )
 
     def _fullest(self, travels: Loads) -> float:
-        """What part of its memory the fullest rank fills at best."""
+        """Return which part of its memory the fullest rank fills at best."""
         if not self.paired:
             return best_chain(self._filled, self.stages, travels)[0]
-        found = [self._pair_filled(k) for k in range((self.stages + 1) // 2)]
+        filled = [self._pair_filled(k) for k in range((self.stages + 1) // 2)]
         low, high, nothing = 0.0, 1.0, np.zeros_like(travels)
 
         def fits(factor: float) -> bool:
             pairs = [
                 Pair(
-                    (nothing, None if parts[0][1] is None else nothing),
-                    tuple((one / factor, None if two is None else two / factor) for one, two in parts),
+                    (nothing, None if states[0][1] is None else nothing),
+                    tuple((first / factor, None if second is None else second / factor) for first, second in states),
                 )
-                for parts in found
+                for states in filled
             ]
             return bool(np.isfinite(best_pairs(pairs, travels, nothing)[0]))
 
@@ -283,6 +284,6 @@ class _Problem:
 
 
 def _only_windows(loads: Loads) -> Loads:
-    """Infinite where a window would end before it begins."""
+    """Return ``loads``, infinite where a window would end before it begins."""
     loads[np.tri(len(loads), dtype=bool)] = np.inf
     return loads

@@ -19,7 +19,7 @@ Loads = npt.NDArray[np.float64]
 
 
 def best_chain(loads: Callable[[int, slice], Loads], stages: int, bytes_: Loads) -> tuple[float, list[int]]:
-    """Cuts into ``stages`` windows.
+    """Return the cuts into ``stages`` windows.
 
     Args:
         loads: takes a stage and places, gives those rows of its (P, P) matrix; infinite where i >= j.
@@ -43,15 +43,15 @@ def best_chain(loads: Callable[[int, slice], Loads], stages: int, bytes_: Loads)
         sums = np.where(loads(stage, reached) <= limit, total[reached, None] + bytes_[reached], np.inf)
         chosen.append(reached.start + sums.argmin(axis=0))
         total = sums.min(axis=0)
-    starts, place = [], bytes_.shape[0] - 1
+    starts, end = [], bytes_.shape[0] - 1
     for begin in reversed(chosen):
-        place = int(begin[place])
-        starts.append(place)
+        end = int(begin[end])
+        starts.append(end)
     return limit, [0, *reversed(starts)]
 
 
 def _reached(best: Loads) -> slice:
-    """From the first to the last place that the stages so far can end at; beyond it nothing can begin."""
+    """Return the places from the first to the last that the stages so far can end at; nothing begins beyond."""
     places = np.flatnonzero(np.isfinite(best))
     return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
 
@@ -72,40 +72,40 @@ class Pair:
     speed: float = 1.0
 
     def parts(self, bound: float) -> tuple[Loads, Loads, Loads]:
-        """(n, P, P) of the first stage and of the second, what is summed of each, and (n, 1, 1) that sums may not
-        exceed: loads, which may come to ``bound``, then ``most``."""
+        """Return (n, P, P) of the first stage and of the second, what is summed of each, and (n, 1, 1) that sums may
+        not exceed: loads, which may come to ``bound``, then ``most``."""
         first, second = zip(self.loads, *self.most, strict=True)
         return np.stack(first), np.stack(second), np.array([bound, *[1.0] * len(self.most)])[:, None, None]
 
     def at(self, places: npt.NDArray[np.int64]) -> Pair:
-        """With these places only."""
+        """Return the pair with these places only."""
         grid = np.ix_(places, places)
 
-        def part(loads: tuple[Loads, Loads | None]) -> tuple[Loads, Loads | None]:
+        def among(loads: tuple[Loads, Loads | None]) -> tuple[Loads, Loads | None]:
             return loads[0][grid], None if loads[1] is None else loads[1][grid]
 
-        return Pair(part(self.loads), tuple(map(part, self.most)), self.speed)
+        return Pair(among(self.loads), tuple(map(among, self.most)), self.speed)
 
     def load(self, window: tuple[int, int], other: tuple[int, int]) -> float:
-        """Of two windows; infinite where they may not be."""
-        most = [one[window] + (0.0 if two is None else two[other]) for one, two in self.most]
-        if any(each > 1 for each in most):
-            return np.inf
-        one, two = self.loads
-        return float(one[window] + (0.0 if two is None else two[other]))
+        """Return the load of two windows; infinite where they may not be."""
+
+        def total(first: Loads, second: Loads | None) -> float:
+            return float(first[window] + (0.0 if second is None else second[other]))
+
+        return np.inf if any(total(*most) > 1 for most in self.most) else total(*self.loads)
 
     def middle(self) -> Loads:
-        """Of the windows of a middle stage; infinite where they may not be."""
+        """Return the loads of the windows of a middle stage; infinite where they may not be."""
         load = self.loads[0].copy()
-        for one, _ in self.most:
-            load[one > 1] = np.inf
+        for most, _ in self.most:
+            load[most > 1] = np.inf
         return load
 
 
 def best_pairs(
     pairs: Sequence[Pair], bytes_: Loads, work: Loads, known: Sequence[int] | None = None
 ) -> tuple[float, list[int]]:
-    """Cuts into stages of which the first and the last, the second and the last but one, ... are one load.
+    """Return the cuts into stages of which the first and the last, the second and the last but one, ... are one load.
 
     Args:
         pairs: from the outermost to the innermost.
@@ -133,7 +133,8 @@ def _largest(pairs: Sequence[Pair], bounds: Sequence[int]) -> float:
 
 
 class _Search:
-    """From the outside in: ``value[i, j]`` is the best so far with all layers placed but those of window [i, j).
+    """The search from the outside in: ``value[i, j]`` is the best so far with all layers placed but those of window [i,
+    j).
 
     Args:
         bound: loads above it are of no use.
@@ -148,7 +149,7 @@ class _Search:
         self._in_order = np.tri(self._size, dtype=bool).T
 
     def smallest(self) -> float:
-        """The largest load at best."""
+        """Return the largest load at best."""
         value = self._start()
         for k in range(len(self._outer)):
             value, _ = self._inward(k, value, np.maximum, count_bytes=False)
@@ -158,7 +159,7 @@ class _Search:
         return float(np.diagonal(value).min())
 
     def cuts(self) -> list[int]:
-        """Places where the stages begin: no load above the bound, fewest bytes."""
+        """Return the places where the stages begin: no load above the bound, fewest bytes."""
         value, ways = self._start(), []
         for k in range(len(self._outer)):
             value, way = self._inward(k, value, np.add, count_bytes=True)
@@ -184,7 +185,7 @@ class _Search:
     def _inward(
         self, k: int, value: Loads, join: Callable[[Loads, Loads], Loads], *, count_bytes: bool
     ) -> tuple[Loads, npt.NDArray[np.int64]]:
-        """``value`` after pair ``k``, and the window around each window by which it is reached."""
+        """Return ``value`` after pair ``k``, and the window around each window by which it is reached."""
         after = np.full_like(value, np.inf)
         way = np.zeros(value.shape, dtype=np.int64)
         first, second, bounds = self._outer[k].parts(self._bound)
@@ -209,7 +210,7 @@ class _Search:
 
 
 def _extents(allowed: npt.NDArray[np.bool_]) -> list[slice]:
-    """Of each row, from the first to the last place that is allowed."""
+    """Return for each row the places from the first to the last that is allowed."""
     count = allowed.shape[1]
     begin, end = allowed.argmax(axis=1), count - allowed[:, ::-1].argmax(axis=1)
     some = allowed.any(axis=1)

@@ -24,7 +24,7 @@ def candidates(
     depth: int | None = None,
     m: int | None = None,
 ) -> Iterator[Strategy]:
-    """All without recomputation and without a sharded optimizer, which are for those that do not fit.
+    """Yield all without recomputation and without a sharded optimizer, which are for those that do not fit.
 
     Microbatches are of 1, 2, 4, ... tiles, up to a group's share of the batch.
 
@@ -64,7 +64,7 @@ def _depths(ranks: int, asked: int | None) -> list[int]:
 
 
 def _microbatches(name: str, groups: int, batch: int, asked: int | None) -> list[int]:
-    """Numbers of microbatches: every group has one, every one has a tile."""
+    """Return the numbers of microbatches of which every group has one, and every one a tile."""
     if name == "mast":
         return [2 * groups] if 2 * groups <= batch and asked in (None, 2 * groups) else []
     if asked is not None:

@@ -24,7 +24,7 @@ Least = Callable[[int, str, Savings], PlanRow | None]
 
 @dataclass(frozen=True)
 class LargestTile:
-    """Of one strategy.
+    """The largest tile of one strategy.
 
     Attributes:
         savings: the ways of needing less memory that were open.
@@ -43,32 +43,33 @@ class LargestTile:
 
 
 def steps_of(savings: Savings) -> list[Savings]:
-    """Within ``savings``: nothing, computing again, and moving to the host besides."""
-    found = []
+    """Return, within ``savings``: nothing, computing again, and moving to the host besides."""
+    steps: list[Savings] = []
     for open_to in (PLAIN, Savings(offload=(False,)), Savings()):
         recompute = tuple(how for how in savings.recompute if how in open_to.recompute or how not in RECOMPUTE)
         offload = tuple(moves for moves in savings.offload if moves in open_to.offload)
         step = Savings(recompute, offload)
-        if recompute and offload and step not in found:
-            found.append(step)
-    return found
+        if recompute and offload and step not in steps:
+            steps.append(step)
+    return steps
 
 
 def largest_tiles(names: Iterable[str], steps: Sequence[Savings], least: Least) -> list[LargestTile]:
-    """For each strategy, and each of ``steps``, from the one that allows least on, as far as it gains anything."""
-    found = []
+    """Return those of each strategy under each of ``steps``, from the one that allows least on, as far as it gains
+    anything."""
+    tiles = []
     for name in names:
         best = 0
         for savings in steps:
-            one = largest_tile(name, savings, least, best)
-            if one is not None and (savings == steps[0] or one.tile > best):
-                found.append(one)
-                best = max(best, one.tile)
-    return found
+            largest = largest_tile(name, savings, least, best)
+            if largest is not None and (savings == steps[0] or largest.tile > best):
+                tiles.append(largest)
+                best = max(best, largest.tile)
+    return tiles
 
 
 def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 0) -> LargestTile | None:
-    """For one strategy and one set of ways to need less memory; None where it cannot run.
+    """Return that of one strategy and one set of ways to need less memory; None where it cannot run.
 
     Args:
         known_to_fit: px of a side that does.

@@ -39,7 +39,7 @@ class Limit:
 
 
 def limit_of(fullest: RankBytes, graph: LayerGraph, layers: Iterable[Layer]) -> Limit:
-    """The largest part of ``fullest``.
+    """Return the largest part of ``fullest``.
 
     Args:
         layers: of ``graph``, those that the rank computes.
@@ -56,19 +56,19 @@ def limit_of(fullest: RankBytes, graph: LayerGraph, layers: Iterable[Layer]) -> 
 
 
 def working_set(graph: LayerGraph, layer: Layer) -> int:
-    """Bytes that have to be there at once for ``layer`` alone, forward or backward: what it is given, gives and keeps,
-    and the gradients of the former two beside the latter."""
+    """Return the bytes that have to be there at once for ``layer`` alone, forward or backward: what it is given, gives
+    and keeps, and the gradients of the former two beside the latter."""
     given = [graph.by_name[name] for name in layer.inputs]
     saved = sum(size for _, size in layer.saved)
     shared = {number for number, _ in layer.saved}
-    around = [one for one in (*given, layer) if shared.isdisjoint(number for number, _ in one.output_storages)]
-    forward = saved + sum(one.output_bytes for one in around)
-    backward = saved + sum(one.output_bytes for one in (*given, layer) if one.differentiable)
+    around = [near for near in (*given, layer) if shared.isdisjoint(number for number, _ in near.output_storages)]
+    forward = saved + sum(near.output_bytes for near in around)
+    backward = saved + sum(near.output_bytes for near in (*given, layer) if near.differentiable)
     return max(forward, backward)
 
 
 def too_small(rows: Sequence[PlanRow], cluster: Cluster) -> str:
-    """What to say when nothing fits: the least memory that would do."""
+    """Return what to say when nothing fits: the least memory that would do."""
     known = [row for row in rows if row.peak_bytes]
     if not known:
         reasons = dict.fromkeys(row.refused for row in rows)

@@ -109,7 +109,7 @@ class Plan:
     expected_error: float | None
 
     def dumps(self) -> str:
-        """As JSON."""
+        """Return the plan as JSON."""
         return json.dumps(
             {
                 "version": VERSION,
@@ -123,23 +123,23 @@ class Plan:
 
     @classmethod
     def loads(cls, text: str) -> Plan:
-        """What ``dumps`` gave.
+        """Return the plan that ``dumps`` wrote.
 
         Raises:
             ValueError: the text is no plan of this version.
         """
         try:
-            found = json.loads(text)
-            if found["version"] != VERSION:
-                raise ValueError(f"it is of version {found['version']}, and this program reads version {VERSION}")
-            return cls(found["problem"], PlanRow.from_json(found), found["cost_source"], found["expected_error"])
+            plan = json.loads(text)
+            if plan["version"] != VERSION:
+                raise ValueError(f"it is of version {plan['version']}, and this program reads version {VERSION}")
+            return cls(plan["problem"], PlanRow.from_json(plan), plan["cost_source"], plan["expected_error"])
         except (json.JSONDecodeError, KeyError, TypeError) as fault:
             raise ValueError(f"it is not a plan: {fault!r}") from fault
 
 
 def best_of(rows: Iterable[PlanRow]) -> PlanRow | None:
-    """The fastest of those that fit; one that stands before it where that is hardly slower. Where nobody knows, the one
-    that does least to need less memory."""
+    """Return the fastest of those that fit; one that stands before it where that is hardly slower. Where nobody knows,
+    the one that does least to need less memory."""
     best: PlanRow | None = None
     for row in rows:
         if row.fits and (best is None or _better(row, best)):

@@ -24,7 +24,7 @@ from parallel.schedule.step_cost import StageCost
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """Of a stage and one microbatch.
+    """What offloading moves of a stage and one microbatch.
 
     Attributes:
         kept: that are moved out in a forward pass, and back before its backward pass.
@@ -35,18 +35,18 @@ class MovedBytes:
     again: int
 
 
-def keeping_costs(
+def policy_costs(
     partition: Partition,
     stages: Sequence[StageCost],
     costs: Costs,
-    keeping: ActivationPolicy,
+    policy: ActivationPolicy,
     *,
     copy_bandwidth: float,
     beside: bool,
     memory: StageMemory | None = None,
 ) -> list[StageCost]:
-    """``stages`` with what ``keeping`` adds. A stage that is computed again as a whole has an action for that, whose
-    time is its forward pass's.
+    """Return ``stages`` with what ``policy`` adds. A stage that is computed again as a whole has an action for that,
+    whose time is its forward pass's.
 
     Args:
         costs: of the layers.
@@ -54,12 +54,12 @@ def keeping_costs(
         beside: copies run beside the computation.
         memory: of the partition's graph, where it is known.
     """
-    if keeping.offload == "none" and not keeping.segmented:
+    if not policy.moves and not policy.segmented:
         return list(stages)
     memory = StageMemory(partition.graph) if memory is None else memory
     result = []
     for number, stage in enumerate(stages):
-        segments = segments_of(partition, number, keeping)
+        segments = segments_of(partition, number, policy)
         again_s = sum(
             costs.layers[position].forward_s
             for segment in segments
@@ -67,11 +67,11 @@ def keeping_costs(
             for position in range(segment.start, segment.stop)
         )
         forward_s, backward_s = stage.forward_s, stage.backward_s + again_s
-        if keeping.offload != "none":
-            moved = moved_bytes(memory.touched((segments[0].start, segments[-1].stop)), segments, keeping)
+        if policy.moves:
+            moved = moved_bytes(memory.touched((segments[0].start, segments[-1].stop)), segments, policy)
             # The action that computes a whole stage again counts as a forward pass, copies and all: instead of those
             # out it makes those back.
-            back = 0 if keeping.stagewise else moved.kept
+            back = 0 if policy.stagewise else moved.kept
             out_s, back_s = moved.kept / copy_bandwidth, (back + 2 * moved.again) / copy_bandwidth
             forward_s = max(forward_s, out_s) if beside else forward_s + out_s
             backward_s = max(backward_s, back_s) if beside else backward_s + back_s
@@ -84,21 +84,21 @@ def keeping_costs(
     return result
 
 
-def moved_bytes(found: Iterable[Piece], segments: Sequence[Segment], keeping: ActivationPolicy) -> MovedBytes:
-    """What offloading moves of a stage, whose layers ``segments`` cover.
+def moved_bytes(pieces: Iterable[Piece], segments: Sequence[Segment], policy: ActivationPolicy) -> MovedBytes:
+    """Return what offloading moves of a stage, whose layers ``segments`` cover.
 
     Args:
-        found: pieces of memory of the model's graph; those that the stage does not touch change nothing.
+        pieces: of memory of the model's graph; those that the stage does not touch change nothing.
     """
     start, stop = segments[0].start, segments[-1].stop
-    if keeping.stagewise:
+    if policy.stagewise:
         segments = (Segment(start, stop, True),)
     begins = [segment.start for segment in segments]
     kept = again = 0
-    for piece in found:
-        if piece.bytes < keeping.smallest:
+    for piece in pieces:
+        if piece.bytes < policy.smallest:
             continue
-        saved = {bisect.bisect(begins, place) - 1 for place in piece.saved if start <= place < stop}
+        saved = {bisect.bisect(begins, layer) - 1 for layer in piece.saved if start <= layer < stop}
         entered = {
             number
             for made, use in piece.used

@@ -55,7 +55,8 @@ class Planner:
         m: int | None = None,
         savings: Savings = ANY,
     ) -> Iterator[PlanRow]:
-        """Of every candidate among the strategies ``names``; ``depth`` and ``m`` as the user fixed them."""
+        """Yield the row of every candidate among the strategies ``names``; ``depth`` and ``m`` as the user fixed
+        them."""
         free = []
         for name in names:
             if reason := self.task.refused.get(name):
@@ -63,22 +64,23 @@ class Planner:
             else:
                 free.append(name)
         most = self.cutting.most_stages
-        found = list(candidates(ranks, self.task.batch, names=free, most_stages=most, depth=depth, m=m))
+        allowed = list(candidates(ranks, self.task.batch, names=free, most_stages=most, depth=depth, m=m))
         if self.task.one_copy:
-            several = [candidate for candidate in found if candidate.copies > 1]
-            found = [candidate for candidate in found if candidate.copies == 1]
-            for name in {each.name: None for each in several if each.name not in {other.name for other in found}}:
+            several = dict.fromkeys(candidate.name for candidate in allowed if candidate.copies > 1)
+            allowed = [candidate for candidate in allowed if candidate.copies == 1]
+            for name in [name for name in several if name not in {candidate.name for candidate in allowed}]:
                 yield PlanRow(Strategy(name, ranks, 1, 1), refused=self.task.one_copy)
-        if len(found) <= FEW:
-            yield from (self.row(candidate, savings) for candidate in found)
+        if len(allowed) <= FEW:
+            yield from (self.row(candidate, savings) for candidate in allowed)
             return
         for name in free:
-            yield from self._promising([candidate for candidate in found if candidate.name == name], savings)
+            yield from self._promising([candidate for candidate in allowed if candidate.name == name], savings)
 
-    def _promising(self, found: Iterable[Strategy], savings: Savings) -> Iterator[PlanRow]:
-        """Rows of one strategy, those with the highest bound of images/s first, as long as it is above the best."""
+    def _promising(self, own: Iterable[Strategy], savings: Savings) -> Iterator[PlanRow]:
+        """Yield rows of one strategy, those with the highest bound of images/s first, as long as it is above the
+        best."""
         best = 0.0
-        for bound, candidate in sorted(((self._bound(one), one) for one in found), key=lambda pair: -pair[0]):
+        for bound, candidate in sorted(((self._bound(each), each) for each in own), key=lambda pair: -pair[0]):
             if bound <= best:
                 return
             row = self.row(candidate, savings)
@@ -87,7 +89,8 @@ class Planner:
             yield row
 
     def _bound(self, candidate: Strategy) -> float:
-        """Images per second that no partition and no memory could raise: nobody waits but for the slowest rank."""
+        """Return images per second that no partition and no memory could raise: nobody waits but for the slowest
+        rank."""
         _, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
         microbatches = sum(weights_of(candidate, self.task.batch))
         slowest = sum(costs.seconds)
@@ -100,28 +103,28 @@ class Planner:
         return self.task.batch / (microbatches * slowest) if slowest else math.inf
 
     def row(self, candidate: Strategy, savings: Savings = ANY) -> PlanRow:
-        """Of ``candidate``, with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost about as
-        much; the variant that misses by least where none does."""
+        """Return, of ``candidate`` with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost
+        about as much; the variant that misses by least where none does."""
         best: _Fitting | None = None
         for tier in savings.tiers(candidate):
             tried = [fitting for variant in tier if (fitting := self._least(variant)) is not None]
             fits = [self._timed(fitting) for fitting in tried if not fitting.over_bytes]
-            if (found := best_of(fits)) is not None:
-                return found
+            if (fastest := best_of(fits)) is not None:
+                return fastest
             best = min([*tried, *([best] if best else [])], key=lambda fitting: fitting.over_bytes, default=None)
         if best is None:
             return PlanRow(candidate, refused=savings.refusal(candidate))
         return self._timed(best)
 
     def refined(self, rows: Sequence[PlanRow], savings: Savings = ANY) -> list[PlanRow]:
-        """``rows``; the best of each strategy that may come to be the best of all with the best choice of what it
-        computes again."""
-        found, best = list(rows), best_of(rows)
+        """Return ``rows``, the best of each strategy that may come to be the best of all with the best choice of what
+        it computes again."""
+        refined, best = list(rows), best_of(rows)
         for name in dict.fromkeys(row.strategy.name for row in rows):
             own = best_of(row for row in rows if row.strategy.name == name)
             if own and best and GAIN * (own.images_per_second or 0) >= (best.images_per_second or 0):
-                found[found.index(own)] = self._refined(own, savings)
-        return found
+                refined[refined.index(own)] = self._refined(own, savings)
+        return refined
 
     def _refined(self, row: PlanRow, savings: Savings) -> PlanRow:
         candidate = savings.refined(dataclasses.replace(row.strategy, cuts=()))
@@ -131,34 +134,34 @@ class Planner:
         return best_of([row, self._timed(fitting)]) or row
 
     def _least(self, candidate: Strategy) -> _Fitting | None:
-        """Of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that miss by
-        less; None where it cannot run."""
+        """Return, of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that
+        miss by less; None where it cannot run."""
         if candidate not in self._known:
-            found = self._fitting(candidate, within=False)
-            if candidate.splits and (found is None or found.over_bytes):
+            fitting = self._fitting(candidate, within=False)
+            if candidate.splits and (fitting is None or fitting.over_bytes):
                 within = self._fitting(candidate, within=True)
-                if within is not None and (found is None or within.over_bytes < found.over_bytes):
-                    found = within
-            self._known[candidate] = found
+                if within is not None and (fitting is None or within.over_bytes < fitting.over_bytes):
+                    fitting = within
+            self._known[candidate] = fitting
         return self._known[candidate]
 
     def least(self, name: str, ranks: int, savings: Savings = ANY) -> PlanRow | None:
-        """Of strategy ``name``: the first candidate that fits, from microbatches of one tile on, or the one that misses
-        by least; None where the strategy cannot run."""
-        found: PlanRow | None = None
+        """Return, of strategy ``name``, the first candidate that fits, from microbatches of one tile on, or the one
+        that misses by least; None where the strategy cannot run."""
+        nearest: PlanRow | None = None
         given = candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages)
         if name in self.task.refused:
             return None
-        for candidate in leanest(one for one in given if one.copies == 1 or not self.task.one_copy):
+        for candidate in leanest(each for each in given if each.copies == 1 or not self.task.one_copy):
             row = self.row(candidate, savings)
             if row.fits:
                 return row
-            if not row.refused and (found is None or row.over_bytes < found.over_bytes):
-                found = row
-        return found
+            if not row.refused and (nearest is None or row.over_bytes < nearest.over_bytes):
+                nearest = row
+        return nearest
 
     def forecast(self, candidate: Strategy, *, within: bool = False) -> PlanRow | None:
-        """Of ``candidate`` as it is.
+        """Return the row of ``candidate`` as it is.
 
         Args:
             within: choose cuts that keep every rank within the memory; None where there are none.
@@ -167,17 +170,18 @@ class Planner:
         return None if fitting is None else self._timed(fitting)
 
     def at(self, candidate: Strategy, partition: Partition) -> PlanRow | None:
-        """Of ``candidate`` with stages that are given; None where no choice of what is computed again fits."""
+        """Return the row of ``candidate`` with stages that are given; None where no choice of what is computed again
+        fits."""
         fitting = self._fitting_at(candidate, partition)
         return None if fitting is None else self._timed(fitting)
 
     def _fitting(self, candidate: Strategy, within: bool) -> _Fitting | None:
-        """What ``candidate`` takes, which is known sooner than its time; None where no cuts fit as asked."""
+        """Return what ``candidate`` takes, which is known sooner than its time; None where no cuts fit as asked."""
         partition = self.cutting.partition(candidate, within=within)
         return None if partition is None else self._fitting_at(candidate, partition)
 
     def _fitting_at(self, candidate: Strategy, partition: Partition) -> _Fitting | None:
-        """As ``_fitting``, for stages that are given."""
+        """Return the same for stages that are given."""
         decided = self.cutting.decided(candidate, partition)
         if decided is None:
             return None
@@ -202,12 +206,13 @@ class Planner:
         )
 
     def partition_of(self, row: PlanRow) -> Partition:
-        """The stages of a row, for microbatches of the row's size; one where each rank computes the whole model."""
+        """Return the stages of a row, for microbatches of the row's size; one where each rank computes the whole
+        model."""
         graph, _ = self.cutting.microbatch(self.cutting.tiles(row.strategy))
         return Partition(graph, (0, *(graph.position[cut] for cut in row.strategy.cuts)))
 
     def limit(self, row: PlanRow) -> Limit:
-        """What fills the fullest rank most, or the host where a row misses that by more."""
+        """Return what fills the fullest rank most, or the host where a row misses that by more."""
         strategy, partition = row.strategy, self.partition_of(row)
         held = self.cutting.rank_bytes(strategy, partition)
         fullest = max(range(len(held)), key=lambda rank: held[rank].total)
@@ -218,7 +223,7 @@ class Planner:
         return limit_of(held[fullest], partition.graph, layers)
 
     def timeline(self, row: PlanRow) -> Timeline | None:
-        """The simulated step of the first group; None where each rank computes the whole model."""
+        """Return the simulated step of the first group; None where each rank computes the whole model."""
         return self._forecast(row.strategy, self.partition_of(row)).timeline
 
     def _forecast(self, candidate: Strategy, partition: Partition) -> StepTime:

@@ -29,7 +29,7 @@ from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_wh
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
-from parallel.plan.policy_cost import keeping_costs
+from parallel.plan.policy_cost import policy_costs
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
@@ -69,21 +69,21 @@ class StageCache:
 
     @property
     def most_stages(self) -> int:
-        """That the model can be cut into."""
+        """Stages that the model can be cut into."""
         return len(self._places) + 1
 
     def tiles(self, candidate: Strategy) -> int:
-        """Of the largest microbatch."""
+        """Return the tiles of the largest microbatch."""
         return -(-self.task.batch // candidate.m)
 
     def microbatch(self, tiles: int) -> tuple[LayerGraph, Costs]:
-        """The graph for microbatches of ``tiles`` tiles, and what its layers cost."""
+        """Return the graph for microbatches of ``tiles`` tiles, and what its layers cost."""
         if tiles not in self._microbatches:
             self._microbatches[tiles] = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
         return self._microbatches[tiles]
 
     def partition(self, candidate: Strategy, *, within: bool) -> Partition | None:
-        """The best stages for a candidate.
+        """Return the best stages for a candidate.
 
         Args:
             within: that keep every rank within the memory; None where there are none.
@@ -172,8 +172,8 @@ class StageCache:
         )
 
     def least_bytes(self, candidate: Strategy, partition: Partition) -> int:
-        """That the fullest rank takes at least, whatever is computed again or moved: parameters, the optimizer's state
-        where it is not shared, and a backward pass."""
+        """Return the bytes that the fullest rank takes at least, whatever is computed again or moved: parameters, the
+        optimizer's state where it is not shared, and a backward pass."""
         memory, bounds = self._memory_of(candidate), list(pairwise([*partition.starts, len(partition.graph.layers)]))
         own = 1 + (0 if candidate.shard_optimizer else self.task.slots)
         sizes = [memory.plain(bound).parameters for bound in bounds]
@@ -181,12 +181,12 @@ class StageCache:
             return own * sizes[0] + memory.least(bounds[0])
         schedule, placement = schedule_of(candidate)
         smallest = min(weights_of(candidate, self.task.batch))
-        found = []
+        needed: list[int] = []
         for rank in range(placement.depth):
             held = sum(sizes[stage] for stage in {stage for stage, _ in placement.held_by(rank)})
             passed = {action.stage for action in schedule[rank] if action.kind in BEGINS_BACKWARD}
-            found += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
-        return max(found)
+            needed += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
+        return max(needed)
 
     def rank_bytes(self, candidate: Strategy, partition: Partition) -> list[RankBytes]:
         """Return the bytes of the ranks of the first group; of any rank where each computes the whole model."""
@@ -218,7 +218,7 @@ class StageCache:
     def stage_costs(self, candidate: Strategy, partition: Partition) -> list[StageCost]:
         """Return the costs of the stages for the largest microbatch, with what the candidate's policy takes."""
         _, costs = self.microbatch(self.tiles(candidate))
-        return keeping_costs(
+        return policy_costs(
             partition,
             stage_costs(partition, costs),
             costs,
@@ -253,7 +253,7 @@ class StageCache:
 
 
 def slower_link(candidate: Strategy, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
-    """Between two stages: of both replicas, the slower link."""
+    """Return the link between two stages; of both replicas' the slower."""
     ends = [stage % candidate.depth for stage in (source, target)]
     ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
     links = [link for way in ways if (link := cluster.link(*way)) is not None]

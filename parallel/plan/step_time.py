@@ -39,7 +39,7 @@ ADDING_PASSES = 3
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one step.
+    """How long one step takes.
 
     Attributes:
         bubble: part of the ranks' time until the last backward pass in which they do not compute.
@@ -55,7 +55,7 @@ class StepTime:
 
 
 def schedule_of(candidate: Strategy) -> tuple[Schedule, Placement]:
-    """What the ranks of the first group of a split model compute, and where.
+    """Return what the ranks of the first group of a split model compute, and where.
 
     Raises:
         ValueError: the schedule does not run with these numbers.
@@ -72,8 +72,8 @@ def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: 
 
 
 def weights_of(candidate: Strategy, batch: int) -> list[float]:
-    """Of the first group's microbatches, 1 for the largest."""
-    sizes = [len(part) for part in split_batch(batch, candidate.m)]
+    """Return the weights of the first group's microbatches, 1 for the largest."""
+    sizes = list(map(len, split_batch(batch, candidate.m)))
     return [sizes[i] / max(sizes) for i in share_of(0, candidate.groups, candidate.m)]
 
 
@@ -86,7 +86,7 @@ def forecast_split(
     slots: int,
     cluster: Cluster,
 ) -> StepTime:
-    """A model cut into stages.
+    """Return the time of a model cut into stages.
 
     Args:
         costs: of the stages, for the largest microbatch.
@@ -112,23 +112,23 @@ def forecast_split(
 def _adding(
     candidate: Strategy, costs: Sequence[StageCost], gradient_bytes: Sequence[int], cluster: Cluster
 ) -> list[StageCost]:
-    """``costs`` with what adding gradients up takes, in the mean over the microbatches of a replica: the first has
-    nothing to add to."""
+    """Return ``costs`` with what adding gradients up takes, in the mean over the microbatches of a replica: the first
+    has nothing to add to."""
     share = len(share_of(0, candidate.groups, candidate.m)) / (2 if candidate.paired else 1)
-    found = []
+    adding = []
     for cost, size in zip(costs, gradient_bytes, strict=True):
         more = max(0.0, 1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth
-        found.append(
+        adding.append(
             dataclasses.replace(
                 cost, backward_s=cost.backward_s + more, backward_weight_s=cost.backward_weight_s + more
             )
         )
-    return found
+    return adding
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Of a long step, what is not simulated: that many microbatches, which take so long."""
+    """What is not simulated of a long step: that many microbatches, which take so long."""
 
     microbatches: int
     seconds: float
@@ -141,14 +141,13 @@ def _step(
     links: dict[tuple[int, int], LinkCost],
     cluster: Cluster,
 ) -> tuple[Timeline, Placement, _LeftOut]:
-    """The compute actions of the first group's step. In a long one every microbatch beyond those that fill the pipeline
-    takes as long as the one before it, so only the first are simulated."""
+    """Return the compute actions of the first group's step. In a long one every microbatch beyond those that fill the
+    pipeline takes as long as the one before it, so only the first are simulated."""
     share, weights = len(share_of(0, candidate.groups, candidate.m)), weights_of(candidate, batch)
     devices = cluster.devices(candidate.depth, candidate.groups)
 
     def run(microbatches: int) -> tuple[Timeline, Placement]:
-        part = dataclasses.replace(candidate, ranks=candidate.depth, m=microbatches)
-        schedule, placement = schedule_of(part)
+        schedule, placement = schedule_of(dataclasses.replace(candidate, ranks=candidate.depth, m=microbatches))
         own = weights[:microbatches]
         if devices:
             return simulate_shared(schedule, placement, costs, links, devices, weights=own), placement
@@ -170,14 +169,14 @@ def _summed_s(
     gradient_bytes: Sequence[int],
     cluster: Cluster,
 ) -> float:
-    """When the last sum of gradients is done: each begins with the last backward pass of its stage, on every holder,
-    and a rank does its sums one after the other."""
+    """Return when the last sum of gradients is done: each begins with the last backward pass of its stage, on every
+    holder, and a rank does its sums one after the other."""
     last: dict[tuple[int, int], float] = {}
     for rank in timeline.spans:
         for span in timeline.compute(rank):
             if span.action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                place = (rank, span.action.stage)
-                last[place] = max(last.get(place, 0.0), span.end_s)
+                held = (rank, span.action.stage)
+                last[held] = max(last.get(held, 0.0), span.end_s)
     free = dict.fromkeys(timeline.spans, 0.0)
     stages = sorted(range(placement.stages), key=lambda s: max(last[rank, s] for rank in placement.holders(s)))
     for stage in stages:
@@ -200,7 +199,7 @@ def forecast_whole(
     slots: int,
     cluster: Cluster,
 ) -> StepTime:
-    """Each rank computes the whole model.
+    """Return the time where each rank computes the whole model.
 
     Args:
         forward_s, backward_s: of the largest microbatch.
@@ -228,5 +227,5 @@ def forecast_whole(
 
 
 def _update_s(param_bytes: float, slots: int, cluster: Cluster, ranks: int) -> float:
-    """Time of an optimizer's update of so many bytes of parameters on each of ``ranks``."""
+    """Return the time of an optimizer's update of so many bytes of parameters on each of ``ranks``."""
     return UPDATE_PASSES[slots] * param_bytes / cluster.update_bandwidth * cluster.slowdown(ranks)

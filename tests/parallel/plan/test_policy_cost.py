@@ -13,7 +13,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.liveness import pieces
 from parallel.memory.policy import MIB, ActivationPolicy
 from parallel.memory.segments import segments_of
-from parallel.plan.policy_cost import MovedBytes, keeping_costs, moved_bytes
+from parallel.plan.policy_cost import MovedBytes, moved_bytes, policy_costs
 from parallel.schedule.step_cost import StageCost
 
 RUNS = (("x", "conv1"),)
@@ -50,7 +50,7 @@ def cost(
     partition = Partition(GRAPH, starts)
     bandwidth = 2 * MIB / copy_s if copy_s else math.inf
     given = stage_costs(partition, COSTS)
-    return keeping_costs(partition, given, COSTS, keeping, copy_bandwidth=bandwidth, beside=beside)[0]
+    return policy_costs(partition, given, COSTS, keeping, copy_bandwidth=bandwidth, beside=beside)[0]
 
 
 def test_nothing_is_added_where_all_is_kept() -> None:
