@@ -7,6 +7,7 @@ has and then written as the variable of the style sheet, so that one drawing ser
 from __future__ import annotations
 
 import io
+import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ def line_chart(
     shown = [line for line in series if line.finite.any()]
     if not shown:
         return Chart(title, y_label, (), "", title)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # of fonts and where it keeps them: letters are the page's
     from matplotlib import style
     from matplotlib.figure import Figure
 

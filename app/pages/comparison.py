@@ -6,34 +6,22 @@ table. What all runs share is left to the report of each, and their curves over 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.pages.curves import score_name
-from app.pages.html import Table, flattened, format_setting, format_value, rendered, save
+from app.pages.html import Table, flattened, rendered, save
 from app.pages.run_files import RunFiles, read_run
+from app.pages.run_page import figures_of, scores_of
 
-FIGURES = {
-    "status": "Ended",
-    "strategy": "Strategy",
-    "ranks": "Ranks",
-    "tile_px": "Tile side, px",
-    "global_batch": "Tiles per step",
-    "steps": "Optimiser steps",
-    "images": "Tiles trained on",
-    "images_per_second": "Images per second",
-    "images_per_second_no_data": "Images per second, fed from memory",
-    "data_wait_fraction": "Waiting for data",
-    "bubble": "Bubble",
-    "peak_memory_bytes": "Peak memory, by rank",
-    "device_bytes": "Tensors on the device at most, by rank",
-    "final_loss": "Training loss, last step",
-    "wall_s": "Duration",
-}
-"""Figures of ``summary.json`` by their key, in the order shown; scores come after them."""
+HOW = {"status": "Ended", "strategy": "Strategy", "ranks": "Ranks"}
+"""Of ``summary.json``, above the figures that a run's own report has."""
+
+OWN = ("out", "resume")
+"""Settings that say nothing of what a run does."""
 
 
 def write_comparison(runs: Sequence[Path], out: Path) -> Path:
@@ -46,9 +34,9 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
     """
     if len({run.resolve() for run in runs}) < len(runs):
         raise ValueError(f"a comparison takes each run once; got {' '.join(map(str, runs))}")
-    found = [read_run(run) for run in runs]
+    files = [read_run(run) for run in runs]
     out.parent.mkdir(parents=True, exist_ok=True)
-    return save(out, render(found, names_of(runs)))
+    return save(out, render(files, names_of(runs)))
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
@@ -67,32 +55,25 @@ def render(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     return rendered(
         "comparison.html.j2",
         runs=len(runs),
-        settings=Table(headers, _differing([run.config for run in runs], ("out", "resume"))),
-        figures=Table(headers, _figures(runs)),
+        settings=Table(headers, _differing([run.config for run in runs])),
+        figures=Table(headers, _rows([_figures(run) for run in runs])),
         curves=[f"tensorboard --logdir {shlex.quote(os.path.commonpath([run.folder.resolve() for run in runs]))}"],
-        environment=Table(headers, _differing([run.environment for run in runs], ())),
+        environment=Table(headers, _differing([run.environment for run in runs])),
     )
 
 
-def _figures(runs: Sequence[RunFiles]) -> list[list[str]]:
-    rows = [[name, *(_told(key, run.summary.get(key)) for run in runs)] for key, name in FIGURES.items()]
-    scores = [run.summary.get("metrics") or {} for run in runs]
-    for key in dict.fromkeys(key for run in scores for key in run):
-        rows.append([score_name(key), *(_told("", run.get(key)) for run in scores)])
-    best = [run.summary.get("best") or {} for run in runs]
-    rows.append(["Best checkpoint, at step", *(_told("", run.get("step")) for run in best)])
-    return [row for row in rows if any(cell != "–" for cell in row[1:])]
+def _figures(run: RunFiles) -> dict[str, str]:
+    known = {name: str(run.summary[key]) for key, name in HOW.items() if run.summary.get(key) is not None}
+    return {**known, **dict(figures_of(run)), **dict(scores_of(run))}
 
 
-def _told(key: str, value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and not key.endswith("_bytes"):
-        return format_value(value)
-    return format_setting("bubble_fraction" if key == "bubble" else key, value)
+def _rows(values: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """A row for each name that a run has a value of; a value that a run does not have is a dash."""
+    names = dict.fromkeys(itertools.chain.from_iterable(values))
+    return [[name, *(run.get(name, "–") for run in values)] for name in names]
 
 
-def _differing(values: Sequence[Mapping[str, Any]], ignored: Sequence[str]) -> list[list[str]]:
-    """Rows of those values that are not the same in all runs; a value that a run does not have is a dash."""
-    flat = [dict(flattened(run)) for run in values]
-    names = dict.fromkeys(name for run in flat for name in run if name not in ignored)
-    rows = [[name, *(run.get(name, "–") for run in flat)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+def _differing(values: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of those values that are not the same in all runs."""
+    rows = _rows([dict(flattened(run)) for run in values])
+    return [row for row in rows if row[0] not in OWN and len(set(row[1:])) > 1]

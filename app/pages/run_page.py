@@ -33,6 +33,7 @@ FIGURES = {
     "images_per_second_no_data": ("Speed, fed from memory", " images/s"),
     "megapixels_per_second": ("Pixels trained on", " Mpx/s"),
     "data_wait_fraction": ("Waiting for data", " of the step time"),
+    "bubble_fraction": ("Bubble of the last step", ""),
     "peak_memory_bytes": ("Peak memory, by rank", ""),
     "peak_resident_bytes": ("Peak resident set, by rank", ""),
     "device_bytes": ("Tensors on the device at most, by rank", ""),
@@ -76,8 +77,8 @@ def render(files: RunFiles) -> str:
         pictures=overlays(files.overlays),
         overlays=len(files.overlays),
         failed=_failed(files),
-        figures=_figures(files),
-        scores=_scores(files),
+        figures=figures_of(files),
+        scores=scores_of(files),
         commands=_commands(files),
         settings=flattened(files.config),
         environment=flattened(files.environment),
@@ -124,7 +125,8 @@ def _cards(files: RunFiles) -> list[Card]:
     return cards
 
 
-def _figures(files: RunFiles) -> list[tuple[str, str]]:
+def figures_of(files: RunFiles) -> list[tuple[str, str]]:
+    """Return names and values of the figures that the run has."""
     known = dict(files.summary)
     for key, part, whole in (
         ("replaced", "tiles_replaced", "images"),
@@ -134,6 +136,7 @@ def _figures(files: RunFiles) -> list[tuple[str, str]]:
             known[key] = f"{known[part]} of {known.get(whole)}"
     if known.get("pixels_per_second") is not None:
         known["megapixels_per_second"] = known["pixels_per_second"] / 1e6
+    known["bubble_fraction"] = known.get("bubble")
     return [
         (name, (format_value(value) if _counted(key, value) else format_setting(key, value)) + unit)
         for key, (name, unit) in FIGURES.items()
@@ -146,7 +149,8 @@ def _counted(key: str, value: Any) -> bool:
     return isinstance(value, int) and not key.endswith("_bytes")
 
 
-def _scores(files: RunFiles) -> list[tuple[str, str]]:
+def scores_of(files: RunFiles) -> list[tuple[str, str]]:
+    """Return names and values of the last validation, and where the checkpoint is."""
     metrics, best = files.summary.get("metrics") or {}, files.summary.get("best") or {}
     scores = [(score_name(key), "undefined" if v is None else format_value(v)) for key, v in metrics.items()]
     if best:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -198,9 +199,14 @@ def test_command_names_the_file_it_cannot_read(run, capsys):
 
 
 @pytest.mark.process
-def test_report_needs_no_torch(run):
+def test_report_needs_no_torch_and_no_home(run):
+    """Where nothing can be kept in the user's folder, as on nodes of a cluster, nothing is said of it."""
     code = f"import sys; from app.report import main; main([{str(run)!r}]); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    known = {key: value for key, value in os.environ.items() if not key.startswith(("XDG", "MPL"))}
+    told = subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**known, "HOME": "/dev/null"}, capture_output=True, text=True
+    )
+    assert told.stderr == ""
 
 
 def test_bytes_have_units(run):

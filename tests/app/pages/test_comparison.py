@@ -44,11 +44,11 @@ def test_only_what_differs_is_in_the_tables(runs: list[Path], tmp_path: Path) ->
 def test_figures_stand_beside_each_other(runs: list[Path], tmp_path: Path) -> None:
     found = {name: cells for name, *cells in rows(page(runs, tmp_path / "c.html"), "Figures")}
     assert found["Strategy"] == ["ddp", "master"]
-    assert found["Images per second"] == ["15.87", "7.5"]
-    assert found["Bubble"] == ["–", "12.50 %"]
+    assert found["Speed, data loading included"] == ["15.87 images/s", "7.5 images/s"]
+    assert found["Bubble of the last step"] == ["–", "12.50 %"]
     assert found["Tile AUC"] == ["0.9123", "0.95"]
     assert found["Peak memory, by rank"] == ["3 GiB, 2 GiB"] * 2
-    assert "Slide AUC" not in found  # undefined in both
+    assert found["Slide AUC"] == ["undefined", "–"]
 
 
 def test_a_run_without_a_step_is_still_compared(runs: list[Path], tmp_path: Path) -> None:

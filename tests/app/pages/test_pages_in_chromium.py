@@ -59,6 +59,14 @@ PALE = """
 """
 """Text whose contrast is below 4.5, the least that WCAG 2.2 (1.4.3, AA) asks for."""
 
+STUNTED = """
+[...document.querySelectorAll("figure.bars")].filter(figure => figure.querySelector("rect")).filter(figure =>
+  Math.max(...[...figure.querySelectorAll("rect")].map(bar => bar.getBoundingClientRect().right
+    - bar.ownerSVGElement.getBoundingClientRect().left)) < 0.3 * figure.querySelector("ol svg").clientWidth)
+  .map(figure => figure.textContent.slice(0, 60))
+"""
+"""Figures of bars whose longest takes no third of the room, as the farthest limit that is drawn leaves it."""
+
 BEYOND = """
 [...document.querySelectorAll(".table, figure, .bars ol > li, .card, pre")].filter(one =>
   one.scrollWidth > one.clientWidth + 1).map(one => one.className + ": " + one.textContent.slice(0, 60))
@@ -101,6 +109,7 @@ def test_page_in_a_browser(chromium: Browser, pages: dict[str, Path], name: str,
         assert chromium.run("document.documentElement.scrollWidth") <= width, where
         assert chromium.run(OVERLAPPING) == [], where
         assert chromium.run(PALE) == [], where
+        assert chromium.run(STUNTED) == [], where
         _check_picture(chromium.picture(), width, dark, tmp_path / f"{width}-{dark}.png")
     assert set(chromium.requested) == {page.resolve().as_uri()}
     assert chromium.told == []
