@@ -72,7 +72,7 @@ class Readahead:
             thread.start()
 
     def next(self) -> Batch | None:
-        """The next batch, waited for; None at the end.
+        """Return the next batch, waited for; None at the end.
 
         Raises:
             BuffersHeldError: the caller holds every buffer the budget allows.
