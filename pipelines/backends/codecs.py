@@ -34,7 +34,7 @@ _UNPACK: Final[dict[int, Callable[[bytes, int], bytes | bytearray]]] = {
 
 
 def decoder(page: Page) -> TileDecoder | str:
-    """A decoder for the tiles of ``page``, or the reason why they cannot be decoded here."""
+    """Return a decoder for the tiles of ``page``, or the reason why they cannot be decoded here."""
     samples, bits = page.number(Tag.SAMPLES, 1), set(page.array(Tag.BITS).tolist()) or {1}
     photometric, compression = page.number(Tag.PHOTOMETRIC, -1), page.number(Tag.COMPRESSION, 1)
     if bits != {8} or samples not in (1, 3) or (samples == 3 and page.number(Tag.PLANAR, 1) != 1):

@@ -57,7 +57,7 @@ class ImageReader:
 
 
 def open_image(path: Path, *, mpp: float | None) -> PyramidSlide:
-    """A one-level slide over a picture.
+    """Open a picture as a slide of one level.
 
     Raises:
         NotThisFormat: not a picture of one of ``FORMATS``.

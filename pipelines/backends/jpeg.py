@@ -39,7 +39,7 @@ class JpegTiles:
     """
 
     def __init__(self, tables: bytes | None, *, ycbcr: bool) -> None:
-        merged = b"".join(part for marker, part in segments(tables or SOI) if marker not in (_APP0, _APP14))
+        merged = b"".join(segment for marker, segment in segments(tables or SOI) if marker not in (_APP0, _APP14))
         self._header = SOI + merged + _ADOBE + bytes([ycbcr])
 
     def __call__(self, data: bytes, out: Pixels) -> None:
@@ -59,7 +59,7 @@ class JpegTiles:
 def colour_fault(
     tables: bytes | None, data: bytes, *, samples: int, ycbcr: bool, factors: tuple[int, int]
 ) -> str | None:
-    """What in a tile's own headers contradicts the colours that the TIFF's tags give it; None when nothing does.
+    """Return what in a tile's own headers contradicts the colours that the TIFF's tags give it; None when nothing does.
 
     Args:
         tables: the level's JPEGTables.
@@ -74,7 +74,7 @@ def colour_fault(
     if data[:2] != SOI:
         raise ValueError(f"not JPEG data: it begins with {data[:4].hex(' ') or 'nothing'}")
     parts = segments(data)
-    frame = next((part for marker, part in parts if marker == _SOF0 or marker in _OTHER_FRAMES), None)
+    frame = next((segment for marker, segment in parts if marker == _SOF0 or marker in _OTHER_FRAMES), None)
     if frame is None or len(frame) < 10 or len(frame) < 10 + 3 * frame[9]:
         raise ValueError("no frame in its header")
     if frame[9] != samples:
@@ -121,14 +121,14 @@ class StreamHeader:
             raise ValueError(f"not JPEG data: it begins with {stream[:4].hex(' ') or 'nothing'}")
         frame, interval, factors, at = -1, 0, b"", 2
         parts = segments(stream)
-        for marker, part in parts:
+        for marker, segment in parts:
             if marker in _OTHER_FRAMES:
                 raise OtherJpeg(f"frame of kind {marker:#04x} is not baseline")
             if marker == _SOF0:
-                frame, factors = at, part[11::3]
+                frame, factors = at, segment[11::3]
             elif marker == _DRI:
-                interval = int.from_bytes(part[4:6], "big")
-            at += len(part)
+                interval = int.from_bytes(segment[4:6], "big")
+            at += len(segment)
         if frame < 0 or len(factors) != 3 or not parts or parts[-1][0] != _SOS:
             raise ValueError("no frame of 3 components, or no scan, in its header")
         if not all(1 <= f >> 4 <= 4 and 1 <= f & 15 <= 4 for f in factors):
@@ -142,7 +142,7 @@ class StreamHeader:
         return len(self.stream)
 
     def resized(self, width: int, height: int) -> bytes:
-        """The header of an image of another size: JPEG keeps it in 16 bits per side."""
+        """Return the header of an image of another size: JPEG keeps it in 16 bits per side."""
         if max(width, height) > 0xFFFF:
             raise ValueError(f"a JPEG image has at most 65535 px per side; got {width} x {height}")
         at = self.frame + 5
@@ -166,7 +166,7 @@ def segments(stream: bytes) -> list[tuple[int, bytes]]:
     Raises:
         ValueError: the bytes are not JPEG segments.
     """
-    found: list[tuple[int, bytes]] = []
+    marked: list[tuple[int, bytes]] = []
     at = 2
     while at + 4 <= len(stream) and stream[at] == 0xFF:
         marker, end = stream[at + 1], at + 2 + int.from_bytes(stream[at + 2 : at + 4], "big")
@@ -174,8 +174,8 @@ def segments(stream: bytes) -> list[tuple[int, bytes]]:
             break
         if end > len(stream) or end < at + 4:
             raise ValueError(f"JPEG segment {marker:#04x} of {end - at} bytes does not fit into {len(stream)} bytes")
-        found.append((marker, stream[at:end]))
+        marked.append((marker, stream[at:end]))
         if marker == _SOS:
             break
         at = end
-    return found
+    return marked

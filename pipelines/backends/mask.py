@@ -54,7 +54,7 @@ class Mask(Protocol):
         ...
 
     def values(self) -> set[int]:
-        """All values that occur."""
+        """Return all values that occur."""
         ...
 
 
@@ -78,14 +78,14 @@ class ArrayMask:
             out[y0:y1, x0:x1] = byte_values(nearest(self._pixels, columns[x0:x1], rows[y0:y1]), self.path)
 
     def values(self) -> set[int]:
-        found: set[int] = set()
+        values: set[int] = set()
         for row in range(0, self.height, BAND_ROWS):
-            found.update(np.unique(self._pixels[row : row + BAND_ROWS]).tolist())
-        return found
+            values.update(np.unique(self._pixels[row : row + BAND_ROWS]).tolist())
+        return values
 
 
 def open_mask(path: Path) -> Mask:
-    """A mask file, by its suffix: .png, or TIFF.
+    """Open a mask file, by its suffix: .png, or TIFF.
 
     Raises:
         SlideError: it cannot be read, or has several channels that differ.

@@ -89,8 +89,8 @@ class TiffMask:
                     out[down, across] = byte_values(local, self.path)
 
     def values(self) -> set[int]:
-        """All values that occur. Pieces whose compressed bytes were seen before, most of a mask, are not decoded."""
-        found: set[int] = set()
+        """Return all values that occur. Pieces of the same compressed bytes, most of a mask, are decoded once."""
+        values: set[int] = set()
         seen: set[bytes] = set()
         for down in range(self._grid[0]):
             for across in range(self._grid[1]):
@@ -101,8 +101,8 @@ class TiffMask:
                 if key not in seen:
                     seen.add(key)
                     piece = self._piece(down, across)
-                    found.update([0] if piece is None else np.unique(piece[:height, :width]).tolist())
-        return found
+                    values.update([0] if piece is None else np.unique(piece[:height, :width]).tolist())
+        return values
 
     def _piece(self, down: int, across: int) -> NDArray[np.integer] | None:
         """One decoded tile or strip, None where the file leaves it out."""

@@ -39,7 +39,7 @@ class MemoryReader:
 def memory_slide(
     levels: Sequence[Pixels], mpp: float, *, path: Path = Path("memory"), bounds: Bounds | None = None
 ) -> PyramidSlide:
-    """A slide over ``levels``.
+    """Return a slide over ``levels``.
 
     Args:
         levels: uint8 (h, w, 3) each, RGB, finest first.

@@ -46,7 +46,7 @@ class ZarrImage:
 
 
 def read_image(root: Path) -> ZarrImage:
-    """The first image of the store at ``root``.
+    """Return the first image of the store at ``root``.
 
     Raises:
         NotThisFormat: not a folder with Zarr metadata.

@@ -134,7 +134,7 @@ def _rgb_on_white(argb: NDArray[np.uint32], out: Pixels) -> None:
 
 
 def open_openslide(path: Path, *, mpp: float | None) -> PyramidSlide:
-    """A slide through OpenSlide.
+    """Open a slide through OpenSlide.
 
     Raises:
         NotThisFormat: OpenSlide does not know the format.

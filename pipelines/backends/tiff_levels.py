@@ -28,7 +28,7 @@ _PRINT_UM: Final = 20.0
 
 
 def level_pages(tiff: Tiff) -> list[Page]:
-    """The pages that are levels, finest first.
+    """Return the pages that are levels, finest first.
 
     Raises:
         NotThisFormat: not tiled, or a format whose tiles are not one plain grid per level.
@@ -103,8 +103,8 @@ def recorded_mpp(page: Page) -> tuple[float | None, float | None]:
     """um/px in x and y that the file records for ``page``, level 0; None where it is silent."""
     description = page.text(Tag.DESCRIPTION)
     if description.startswith("Aperio"):
-        found = re.search(r"\|\s*MPP\s*=\s*([^\s|]+)", description)
-        mpp = _number(found[1]) if found else None
+        match = re.search(r"\|\s*MPP\s*=\s*([^\s|]+)", description)
+        mpp = _number(match[1]) if match else None
         return mpp, mpp
     if _is_ome(page):
         pixels = re.search(r"<(?:\w+:)?Pixels\b[^<>]*>", description)

@@ -77,7 +77,7 @@ class Page:
         return default if values is None or values.size == 0 else int(values[0])
 
     def array(self, tag: int) -> NDArray[np.int64]:
-        """All values of a numeric tag; empty when it is absent. Values above 2**63 become 2**63 - 1."""
+        """Return all values of a numeric tag; empty when it is absent. Values above 2**63 become 2**63 - 1."""
         values = self.tags.get(tag)
         if values is None:
             return np.empty(0, np.int64)

@@ -70,13 +70,13 @@ def data_faults(page: Page, size_bytes: int) -> list[str]:
     }
     faults = []
     for rule, bad in rules.items():
-        found = np.flatnonzero(bad)
+        pieces = np.flatnonzero(bad)
         named = [
             f"{kind} {i} (column {i % columns}, row {i // columns}: offset {offsets[i]}, {counts[i]} bytes)"
-            for i in found[:_FAULTS_NAMED]
+            for i in pieces[:_FAULTS_NAMED]
         ]
         if named:
-            more = f" and {found.size - _FAULTS_NAMED} more" if found.size > _FAULTS_NAMED else ""
+            more = f" and {pieces.size - _FAULTS_NAMED} more" if pieces.size > _FAULTS_NAMED else ""
             faults.append(f"{_name(page)}: {rule}: {', '.join(named)}{more}")
     return faults
 

@@ -63,7 +63,7 @@ class Tiff:
 
 
 def check_tiff(path: Path) -> list[str]:
-    """What is wrong with the structure of a TIFF file, in words; empty when nothing is, or when it is not a TIFF.
+    """Return what is wrong with the structure of a TIFF file, in words; empty if nothing is, or if it is no TIFF.
 
     Tiles and strips past the end of the file, byte counts of 0 or larger than the file, tables that are missing or too
     short, directories past the end or in a circle. Pixels are not decoded.
@@ -178,8 +178,8 @@ class _Reader:
         return Page(index, tags, is_sorted=numbers == sorted(numbers)), int(following)
 
     def _sub_pages(self, page: Page) -> tuple[Page, ...]:
-        found = (self._page(int(offset), page.index)[0] for offset in page.array(Tag.SUB_IFDS)[:MAX_SUB_PAGES])
-        return tuple(sub for sub in found if sub is not None)
+        pages = (self._page(int(offset), page.index)[0] for offset in page.array(Tag.SUB_IFDS)[:MAX_SUB_PAGES])
+        return tuple(sub for sub in pages if sub is not None)
 
     def _entry(self, entry: bytes, high: bytes, index: int, tags: dict[int, NDArray[np.generic]]) -> None:
         """Decode one directory entry into ``tags`` when it is one of the known tags."""

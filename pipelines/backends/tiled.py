@@ -107,11 +107,11 @@ class TiledReader:
         for column, row in tiles:
             x, y = column * grid.tile_width - inside.l_x, row * grid.tile_height - inside.l_y
             left, top = max(0, -x), max(0, -y)
-            part = out[y + top : y + shape[0], x + left : x + shape[1]]
-            direct = part.shape == shape and part.flags.c_contiguous
-            self._decode(level, column, row, part if direct else buffer)
+            window = out[y + top : y + shape[0], x + left : x + shape[1]]
+            direct = window.shape == shape and window.flags.c_contiguous
+            self._decode(level, column, row, window if direct else buffer)
             if not direct:
-                part[...] = buffer[top : top + part.shape[0], left : left + part.shape[1]]
+                window[...] = buffer[top : top + window.shape[0], left : left + window.shape[1]]
 
     def _decode(self, level: int, column: int, row: int, pixels: Pixels) -> None:
         grid = self._grids[level]

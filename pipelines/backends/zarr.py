@@ -153,7 +153,7 @@ class ZarrReader:
 
 
 def open_zarr(path: Path, *, mpp: float | None) -> PyramidSlide:
-    """A slide over a Zarr store.
+    """Open a Zarr store as a slide.
 
     Raises:
         NotThisFormat: not a folder with Zarr metadata at its root.

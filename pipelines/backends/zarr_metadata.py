@@ -40,7 +40,7 @@ class ZarrArray:
 
 
 def read_json(root: Path, path: str, name: str) -> dict[str, Any]:
-    """A JSON object of the store, which is read only where it can be metadata."""
+    """Return a JSON object of the store, which is read only where it can be metadata."""
     file = root / path / name
     if file.is_file() and file.stat().st_size > _JSON_BYTES:
         raise SlideError(f"{root}: {path}/{name} has {file.stat().st_size} bytes; metadata have {_JSON_BYTES} at most")
@@ -54,7 +54,7 @@ def read_json(root: Path, path: str, name: str) -> dict[str, Any]:
 
 
 def read_array(root: Path, path: str) -> ZarrArray:
-    """The array at ``path``, its codecs allowed and its chunks of a size that can be meant."""
+    """Return the array at ``path``, its codecs allowed and its chunks of a size that can be meant."""
     if path.startswith("/") or ".." in path.split("/"):
         raise SlideError(f"{root}: array {path!r} lies outside the store")
     if (root / path / "zarr.json").is_file():
@@ -94,9 +94,9 @@ def read_array(root: Path, path: str) -> ZarrArray:
     return ZarrArray(path, zarr_format, dtype, shape, named, parts[0], fill if type(fill) is int else None)
 
 
-def _name(thing: Any) -> str:
+def _name(extension: Any) -> str:
     """Name of a v3 extension point, which is written as an object or, without settings, as a string."""
-    return thing if isinstance(thing, str) else str(thing["name"])
+    return extension if isinstance(extension, str) else str(extension["name"])
 
 
 def _allow(root: Path, path: str, kind: str, names: Sequence[object], allowed: frozenset[str]) -> None:

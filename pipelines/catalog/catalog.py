@@ -76,7 +76,7 @@ class SlideSpec:
             )
 
     def open(self) -> Slide:
-        """The open slide, to be closed by the caller.
+        """Open the slide, which the caller closes.
 
         Raises:
             SlideError: as ``open_slide``; also for a name that cannot be printed, a folder that cannot be listed, and
@@ -117,7 +117,7 @@ def printable(text: str) -> str:
 
 
 def slide_stem(name: str) -> str:
-    """The slide id that a file name stands for: the name without its slide suffix and without ``.ome``.
+    """Return the slide id that a file name stands for: the name without its slide suffix and without ``.ome``.
 
     >>> slide_stem("case.7.ome.tif"), slide_stem("case.7.svs"), slide_stem("case.7")
     ('case.7', 'case.7', 'case.7')
@@ -138,7 +138,7 @@ class SlideNames:
             self._folded[slide_id.casefold()].add(slide_id)
 
     def match(self, name: str) -> str | None:
-        """The slide id that ``name`` means, or None.
+        """Return the slide id that ``name`` means, or None.
 
         A path or a file extension in the name is tolerated. Upper and lower case count first; a name that fits a
         single id without them is that one.
@@ -160,7 +160,7 @@ def find_slides(
     picture_mpp: float | None = None,
     backend: str = "auto",
 ) -> tuple[SlideSpec, ...]:
-    """All slides under ``root``, sub-folders included, sorted by id.
+    """Return all slides under ``root``, sub-folders included, sorted by id.
 
     Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, files that end in ``_mask`` or ``-mask``, the data
     folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and one series are one slide:
@@ -317,7 +317,7 @@ def _head(path: Path) -> bytes:
 def _size(path: Path) -> int:
     """Bytes of a file; -1 of what is none, such as a link that leads nowhere or a pipe."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return -1
-    return found.st_size if stat.S_ISREG(found.st_mode) else -1
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1

@@ -40,7 +40,7 @@ def as_text(cell: object) -> object:
 
 
 def original(cell: str) -> str:
-    """What ``as_text`` was given."""
+    """Return what ``as_text`` was given."""
     return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
 
 

@@ -26,7 +26,7 @@ class FailedSlides:
         self._written: set[tuple[str, str, str]] | None = None
 
     def add_once(self, slide: str, step: str, error: str | BaseException) -> bool:
-        """As ``add``, unless this row was there when the first was added, or was added here since; whether it was not.
+        """Append a failure unless its row was there when the first was added, or was added since; return whether not.
         For what fails again each time it is tried. One thread at a time."""
         if self._written is None:
             self._written = set(self.rows())
@@ -53,7 +53,7 @@ class FailedSlides:
             _write(descriptor, rows)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Every failure, oldest first; none when there is no file."""
+        """Return every failure, oldest first; none when there is no file."""
         if not self.path.exists():
             return []
         with self.path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:

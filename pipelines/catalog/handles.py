@@ -71,7 +71,7 @@ class SlidePool:
 
     @contextmanager
     def lease(self, slide_id: str) -> Iterator[Slide]:
-        """The open slide, shared with other threads, not closed while the ``with`` block runs.
+        """Lend the open slide, shared with other threads, not closed while the ``with`` block runs.
 
         Raises:
             KeyError: no spec has this id.

@@ -33,7 +33,7 @@ MOST_DAMAGED = 0.5
 def damaged_tiles(
     slide: Slide, l0_x: NDArray[np.int64], l0_y: NDArray[np.int64], tile: int, mpp: float, l0_tile: int
 ) -> tuple[NDArray[np.bool_], str]:
-    """Which tiles cannot be read, bool (n,), and the first fault; empty where all can.
+    """Return which tiles cannot be read, bool (n,), and the first fault; empty where all can.
 
     Args:
         slide: open.

@@ -97,7 +97,7 @@ class _Worker(Generic[Item, Result]):
             self.connection.send(value)
 
     def finish(self) -> Result | ProcessDied:
-        """The result; blocks until it is there or the process is gone."""
+        """Return the result; blocks until it is there or the process is gone."""
         try:
             result: Result = self.connection.recv()
         except (EOFError, OSError):

@@ -39,7 +39,7 @@ class SlideState:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """The state of the slide at ``path``.
+        """Return the state of the slide at ``path``.
 
         Raises:
             OSError: it cannot be read.
@@ -47,7 +47,7 @@ class SlideState:
         return cls(*_size_and_time(path), digest(path))
 
     def is_of(self, path: Path, *, thorough: bool = False) -> bool:
-        """Whether ``path`` is still this: by size and time; by digest where the time differs, or if ``thorough``."""
+        """Return whether ``path`` is still this: by size and time; by digest if the time differs or if ``thorough``."""
         try:
             file_bytes, modified_ns = _size_and_time(path)
             if file_bytes != self.file_bytes:
@@ -65,15 +65,15 @@ def digest(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     files = list(islice(_files(path), MOST_FILES))
     for file in files:
-        found.update(f"{os.path.relpath(file, path)}:{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
+        hasher.update(f"{os.path.relpath(file, path)}:{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
     read = files if len(files) <= FILES_READ else [files[i * len(files) // FILES_READ] for i in range(FILES_READ)]
     for file in read:
         for block in _blocks(file):
-            found.update(block)
-    return found.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 @lru_cache(4096)
@@ -83,12 +83,12 @@ def _digest_then(path: Path, file_bytes: int, modified_ns: int) -> str:
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
-    found = path.stat()
+    status = path.stat()
     if path.is_dir():
         with os.scandir(path) as entries:
             times = [entry.stat().st_mtime_ns for entry in islice(entries, MOST_ENTRIES)]
-        return 0, max([found.st_mtime_ns, *times])
-    return found.st_size, found.st_mtime_ns
+        return 0, max([status.st_mtime_ns, *times])
+    return status.st_size, status.st_mtime_ns
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -108,8 +108,8 @@ def _rows(path: Path, lines: Sequence[str], header_at: int, delimiter: str) -> I
 
 def _columns(header: list[str]) -> dict[str, int]:
     names = [name.casefold() for name in header]
-    found = {role: [names.index(a) for a in aliases if a in names] for role, aliases in ALIASES.items()}
-    return {role: at[0] for role, at in found.items() if at}
+    columns = {role: [names.index(a) for a in aliases if a in names] for role, aliases in ALIASES.items()}
+    return {role: at[0] for role, at in columns.items() if at}
 
 
 def _read_text(path: Path) -> str:

@@ -47,7 +47,7 @@ class AnnotationCache:
         self._reading: dict[Path, Lock] = {}
 
     def get(self, path: Path) -> Drawing | Mask:
-        """The annotation in ``path``. Raises SlideError where it is damaged, however that shows."""
+        """Return the annotation in ``path``. Raises SlideError where it is damaged, however that shows."""
         with self._lock:
             reading = self._reading.setdefault(path, Lock())
         with reading:

@@ -42,20 +42,20 @@ class AnnotationFiles:
 
 
 def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
-    """The annotation files of ``folder``, sub-folders included.
+    """Return the annotation files of ``folder``, sub-folders included.
 
     Raises:
         ValueError: no folder, no file in it belongs to a slide, or two of one kind belong to the same.
     """
     if not folder.is_dir():
         raise ValueError(f"--annotations must be a folder of annotation files; {folder} is none. Check the path")
-    found = _assign(_files_below(folder), specs, str(folder))
-    if not found.path:
+    files = _assign(_files_below(folder), specs, str(folder))
+    if not files.path:
         others = sorted({f.suffix for f in folder.rglob("*") if f.is_file()} - set(RANK))
         raise ValueError(
             f"--annotations {folder} holds nothing for the slides: looked, sub-folders included, for <slide>.geojson, "
             f"<slide>.json, <slide>.tif and <slide>.png, for example {specs[0].slide_id}.geojson. "
-            + (f"Found annotations for {listed([f.stem for f in found.unknown])}. " if found.unknown else "")
+            + (f"Found annotations for {listed([f.stem for f in files.unknown])}. " if files.unknown else "")
             + (
                 f"Other files end in {', '.join(others)}: ASAP and Aperio XML are not read. "
                 if ".xml" in others
@@ -63,7 +63,7 @@ def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
             )
             + "Name the files after the slides"
         )
-    return found
+    return files
 
 
 def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles | None:
@@ -79,12 +79,12 @@ def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFile
         files += [f for f in _files_in(folder) if f not in slides and (f.suffix in GEOJSON_SUFFIXES or _is_mask(f))]
         for name in BESIDE_FOLDERS:
             files += _files_below(folder / name)
-    found = _assign(files, specs, f"annotations beside the slides of {root}")
-    return found if found.path else None
+    assigned = _assign(files, specs, f"annotations beside the slides of {root}")
+    return assigned if assigned.path else None
 
 
 def classes_files(files: AnnotationFiles) -> list[Path]:
-    """The ``classes.txt`` in the folders of the masks among ``files``."""
+    """Return the ``classes.txt`` in the folders of the masks among ``files``."""
     folders = {p.parent for p in files.path.values() if p.suffix.lower() in MASK_SUFFIXES}
     return sorted(folder / CLASSES_FILE for folder in folders if (folder / CLASSES_FILE).is_file())
 

@@ -173,7 +173,7 @@ def read_annotations(
 
 
 def class_id(name: str, classes: Sequence[str]) -> int:
-    """What is painted for a class name: its id, ``IGNORE``, or 0 for an area that is named background."""
+    """Return what is painted for a class name: its id, ``IGNORE``, or 0 for an area that is named background."""
     if IGNORED_CLASS.match(name):
         return IGNORE
     return 0 if name.casefold() == BACKGROUND else classes.index(name)

@@ -61,7 +61,7 @@ class Drawing:
 
 
 def read_geojson(path: Path) -> Drawing:
-    """The areas of a GeoJSON file.
+    """Return the areas of a GeoJSON file.
 
     Raises:
         SlideError: the file cannot be read, is no GeoJSON, or a feature is malformed (says which).
@@ -122,8 +122,8 @@ def _features(document: Any) -> Iterator[Mapping[str, Any]]:
     elif isinstance(document, dict) and document.get("type") in AREAS | {"GeometryCollection"}:
         yield {"geometry": document}
     else:
-        found = document.get("type") if isinstance(document, dict) else type(document).__name__
-        raise ValueError(f"expected a FeatureCollection, a Feature or a list of them, found {found!r}")
+        kind = document.get("type") if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"expected a FeatureCollection, a Feature or a list of them, found {kind!r}")
 
 
 def _polygons(geometry: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
@@ -134,8 +134,8 @@ def _polygons(geometry: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
     elif kind == "MultiPolygon":
         yield from geometry["coordinates"]
     elif kind == "GeometryCollection":
-        for part in geometry["geometries"]:
-            yield from _polygons(part)
+        for member in geometry["geometries"]:
+            yield from _polygons(member)
     elif kind not in NO_AREAS:
         raise ValueError(f"unknown geometry {kind!r}")
 

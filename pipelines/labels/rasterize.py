@@ -127,9 +127,9 @@ def _fill(line: NDArray[np.int64], span: NDArray[np.int64], ids: NDArray[np.uint
     polygon, row = np.divmod(line, height)
     if (span[:, 1] - span[:, 0]).sum() < NARROW_PX * len(first):
         for start in range(0, len(line), SPANS_AT_ONCE):  # numpy writes repeated indices in order: later ones stay
-            part = slice(start, start + SPANS_AT_ONCE)
-            widths = span[part, 1] - span[part, 0]
-            out[np.repeat(row[part], widths), _ranges(span[part, 0], widths)] = np.repeat(ids[polygon[part]], widths)
+            chunk = slice(start, start + SPANS_AT_ONCE)
+            widths = span[chunk, 1] - span[chunk, 0]
+            out[np.repeat(row[chunk], widths), _ranges(span[chunk, 0], widths)] = np.repeat(ids[polygon[chunk]], widths)
     else:
         rows = np.diff(np.append(first, len(line)))
         boxes = np.column_stack([row[first], row[first] + rows, span[first], ids[polygon[first]]]).tolist()

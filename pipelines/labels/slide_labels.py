@@ -51,7 +51,7 @@ class SlideLabels:
 def find_labels(
     root: Path, specs: Sequence[SlideSpec], *, labels: Path | None = None, annotations: Path | None = None
 ) -> SlideLabels | SlideAnnotations:
-    """The labels of ``specs``, from the first of these that is there.
+    """Return the labels of ``specs``, from the first of these that is there.
 
     1. ``labels``: a table with columns slide and label, and as it likes patient and mpp.
     2. ``annotations``: a folder of ``<slide>.geojson``, or mask ``.tif`` or ``.png``.
@@ -97,18 +97,19 @@ def read_mpp_column(path: Path) -> dict[str, float]:
     Raises:
         ValueError: the table cannot be read, or values that are no number, all at once.
     """
-    found: dict[str, float] = {}
+    mpp_by_slide: dict[str, float] = {}
     faults: list[str] = []
     for row in read_table(path, ("slide",)).rows:
         text = row["mpp"]
         try:
             if text:
-                found[row["slide"]] = float(text.replace(",", "."))  # a decimal comma is what a German Excel writes
+                # A decimal comma is what a German Excel writes.
+                mpp_by_slide[row["slide"]] = float(text.replace(",", "."))
         except ValueError:
             faults.append(f"line {row.line} ({row['slide']}): {text!r}")
     if faults:
         raise ValueError(f"{path}: column mpp is a number in um/px or empty; got {shown(faults)}")
-    return found
+    return mpp_by_slide
 
 
 def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:

@@ -111,7 +111,7 @@ class Splits:
 
 
 def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
-    """The split of every slide by slide id, where all of them lie in folders of ``root`` that are called like splits
+    """Return the split of every slide by slide id, where all lie in folders of ``root`` that are called like splits
     (``train/``, ``val/``, ...); nothing where they do not.
 
     Raises:

@@ -128,7 +128,7 @@ def l0_from_t(t_px: float, t_mpp: float, l0_mpp: float) -> int:
 
 
 def best_level(levels: Sequence[Level], mpp: float) -> Level:
-    """The coarsest level that is not coarser than ``mpp``, ``NATIVE_TOLERANCE`` allowed.
+    """Return the coarsest level that is not coarser than ``mpp``, ``NATIVE_TOLERANCE`` allowed.
 
     Raises:
         ValueError: level 0 is coarser than asked; pixels cannot be invented.

@@ -39,7 +39,7 @@ class AugmentSettings:
     """cpu only: largest sigma of a Gaussian blur, in px; every fifth tile is blurred."""
 
     def validate(self) -> list[str]:
-        """Every fault of these settings, each with its rule and the value received."""
+        """Return every fault of these settings, each with its rule and the value received."""
         faults = [
             f"augment {name} is at least 0 and less than 1; got {value:g}"
             for name, value in (("stain", self.stain), ("brightness", self.brightness), ("affine", self.affine))
@@ -68,7 +68,7 @@ class Draw:
 
 
 def sample_rng(seed: int, sample: int, purpose: int) -> np.random.Generator:
-    """The random numbers of one sample, the same wherever and whenever it is augmented."""
+    """Return the random numbers of one sample, the same wherever and whenever it is augmented."""
     return np.random.default_rng([seed, purpose, sample])
 
 

@@ -59,12 +59,12 @@ class Batch:
         return bool((self.rows == self.wanted).all())
 
     def image(self, position: int) -> Pixels:
-        """Where the pixels of tile ``position`` are written."""
+        """Return where the pixels of tile ``position`` are written."""
         pixels: Pixels = self.images[np.count_nonzero(self.has_image[:position])]
         return pixels
 
     def target(self, position: int) -> NDArray[Any]:
-        """Where the target of tile ``position`` is written."""
+        """Return where the target of tile ``position`` is written."""
         k = int(np.count_nonzero(self.has_target[:position]))
         return self.targets[k : k + 1].reshape(self.targets.shape[1:])
 
@@ -102,12 +102,12 @@ class BufferPool:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of one buffer."""
+        """Bytes of one buffer."""
         image = int(np.prod(self.image_shape, dtype=np.int64))
         return image + int(np.prod(self.target_shape, dtype=np.int64)) * np.dtype(self.target_dtype).itemsize
 
     def take(self) -> Buffer | None:
-        """A buffer, or None when the budget is spent on those already out."""
+        """Return a buffer, or None when the budget is spent on those already out."""
         with self._lock:
             if self._free:
                 return self._free.pop()

@@ -77,12 +77,12 @@ def _albumentations(settings: AugmentSettings) -> Any:
     if settings.flip:
         steps.append(albumentations.D4(p=1))
     if settings.affine:
-        part = settings.affine
+        extent = settings.affine
         steps.append(
             albumentations.Affine(
-                scale=(1 - part, 1 + part),
-                translate_percent=(-part, part),
-                rotate=(-90 * part, 90 * part),
+                scale=(1 - extent, 1 + extent),
+                translate_percent=(-extent, extent),
+                rotate=(-90 * extent, 90 * extent),
                 border_mode=cv2.BORDER_CONSTANT,
                 fill=PADDING,
                 fill_mask=IGNORE,

@@ -100,14 +100,14 @@ class DeviceBatch:
     def take(self) -> Part:
         """Return the next microbatch, which was begun, once it is made; nobody here holds it any more."""
         future, made = self._begun.popleft()
-        part = future.result()
+        microbatch = future.result()
         if made is not None:
             computing = torch.cuda.current_stream(self._lane.device)
             computing.wait_event(made)
-            for tensor in part:
+            for tensor in microbatch:
                 if tensor is not None:
                     tensor.record_stream(computing)  # made on the other: not to be reused before this one is done
-        return part
+        return microbatch
 
     def held(self) -> Iterator[torch.Tensor]:
         """Yield images and targets made and not taken; those being made are waited for."""
@@ -152,9 +152,9 @@ class DeviceBatch:
             tensor.record_stream(stream)  # of the copying stream's memory: not to be reused before this one is done
 
 
-def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], part: slice) -> torch.Tensor | None:
+def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], tiles: slice) -> torch.Tensor | None:
     """What is stored of the tiles ``part`` of a batch: all or, None, nothing."""
-    count = int(np.count_nonzero(has[part]))
-    assert count in (0, part.stop - part.start), "a microbatch is wanted as a whole"
-    start = int(np.count_nonzero(has[: part.start]))
+    count = int(np.count_nonzero(has[tiles]))
+    assert count in (0, tiles.stop - tiles.start), "a microbatch is wanted as a whole"
+    start = int(np.count_nonzero(has[: tiles.start]))
     return stored[start : start + count] if count else None

@@ -98,7 +98,7 @@ class TileIterator:
         return bool(late)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the iterator is, to be saved as JSON: batches given so far, and the stream's fingerprint."""
+        """Return where the iterator is, to be saved as JSON: batches given so far, and the stream's fingerprint."""
         return {"batch": self._batch, "stream": dict(self._fingerprint())}
 
     def set_state(self, state: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ class Order(Protocol):
     def length(self) -> int: ...
 
     def epoch(self, number: int) -> Rows:
-        """The rows of one epoch: int64 (length,)."""
+        """Return the rows of one epoch: int64 (length,)."""
         ...
 
 

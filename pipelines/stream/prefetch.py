@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ class Readahead:
             thread.start()
 
     def next(self) -> Batch | None:
-        """The next batch, waited for; None at the end.
+        """Return the next batch, waited for; None at the end.
 
         Raises:
             BuffersHeldError: the caller holds every buffer the budget allows.
@@ -132,7 +132,7 @@ class Readahead:
                 request.rows.copy(),
                 request.samples,
                 request.first_sample,
-                _Once(partial(self._released, buffer)),
+                cache(partial(self._released, buffer)),
                 request.image,
                 request.target,
                 request.rows,
@@ -164,18 +164,6 @@ class Readahead:
         self._pool.give(buffer)
         with self._changed:
             self._schedule()
-
-
-class _Once:
-    """A call that happens once, however often it is asked for."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call()
 
 
 def _work(tasks: queue.SimpleQueue[Callable[[], None] | None], stop: threading.Event) -> None:

@@ -163,8 +163,8 @@ class SampleReader:
     faults: FaultLog
 
     def fill(self, sample: int, row: int, image: Pixels | None, out: NDArray[Any] | None) -> int:
-        """As ``prefetch.Fill``. A target without its pixels may stay ``UNREAD``: the rank with the pixels decides
-        whether it is replaced."""
+        """Fill one sample and return the row used, as ``prefetch.Fill`` says. A target without its pixels may stay
+        ``UNREAD``: the rank with the pixels finds out whether it is replaced."""
         if image is None:
             assert out is not None
             try:

@@ -62,7 +62,7 @@ class TileStream:
 
     @classmethod
     def over(cls, tiles: TileTable, *, seed: int = 0, epochs: int | None = None) -> Self:
-        """All tiles of a table, in index order.
+        """Return a stream of all tiles of a table, in index order.
 
         Args:
             tiles: at least one.
@@ -130,7 +130,7 @@ class TileStream:
         return replace(self, global_batch=global_batch).shard(range(global_batch))
 
     def shard(self, rows: range, images: Sequence[int] | None = None, targets: Sequence[int] | None = None) -> Self:
-        """The rows of each global batch that are this rank's; all by default.
+        """Return a stream of the rows of each global batch that are this rank's; all by default.
 
         Args:
             rows: named in its batches.
@@ -222,6 +222,6 @@ class TileStream:
 
 def _digest(*parts: bytes | NDArray[Any]) -> str:
     digest = blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
+    for data in parts:
+        digest.update(data if isinstance(data, bytes) else np.ascontiguousarray(data).data)
     return digest.hexdigest()

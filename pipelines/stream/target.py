@@ -42,7 +42,7 @@ class Target(Protocol):
         ...
 
     def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
-        """As ``fill``, where no pixels are read: opens the slide only if the target is drawn on it."""
+        """Write the target as ``fill`` does, without pixels: opens the slide only if the target is drawn on it."""
         ...
 
     def check(self, slide_id: str, slide: Slide) -> None:
@@ -75,7 +75,7 @@ class Labels:
         out[...] = self.by_row[row]
 
     def check(self, slide_id: str, slide: Slide) -> None:
-        """A class is always there."""
+        """Raise nothing: a class is always there."""
 
     def fingerprint(self) -> str:
         return "labels " + blake2b(np.ascontiguousarray(self.by_row).data, digest_size=16).hexdigest()

@@ -59,7 +59,7 @@ class Arrangement:
     place: Callable[[np.random.Generator], NDArray[np.float64]]
 
     def glands(self, seed: int, l0_x: int, l0_y: int, l0_right: int, l0_bottom: int) -> list[Gland]:
-        """The glands whose centres lie in a box of the endless plane."""
+        """Return the glands whose centres lie in a box of the endless plane."""
         rng = cell_rng(seed, 0x5F1F)
         shift, turned = rng.integers(0, self.cell, 2), rng.random() < 0.5
         phases = rng.uniform(0, 2 * np.pi, 2)
@@ -67,7 +67,7 @@ class Arrangement:
         if turned:
             low, high = low[::-1], high[::-1]
         first, last = np.floor((low + shift - BEND) / self.cell), np.floor((high + shift + BEND) / self.cell)
-        found = []
+        glands = []
         for row in range(int(first[1]), int(last[1]) + 1):
             for column in range(int(first[0]), int(last[0]) + 1):
                 cell = cell_rng(seed, 0x61AD, column, row)
@@ -77,8 +77,8 @@ class Arrangement:
                 inside = ((centres >= low) & (centres < high)).all(1)
                 for centre, stamp, turn in zip(centres[inside], stamps[inside], turns[inside], strict=True):
                     x, y = np.floor(centre[::-1] if turned else centre)
-                    found.append(Gland(int(x), int(y), int(stamp), int(turn)))
-        return found
+                    glands.append(Gland(int(x), int(y), int(stamp), int(turn)))
+        return glands
 
 
 def _bend(along: NDArray[np.float64], phases: NDArray[np.float64]) -> NDArray[np.float64]:

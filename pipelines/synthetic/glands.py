@@ -41,7 +41,7 @@ class GlandStamp:
 
 
 def gland_stamp(seed: int, radius: float) -> GlandStamp:
-    """A gland whose farthest border lies ``radius`` px from its centre."""
+    """Return a gland whose farthest border lies ``radius`` px from its centre."""
     rng = cell_rng(seed, 0x61A4)
     half = int(np.ceil(radius)) + HALO
     n = 2 * half * _OVER
@@ -79,8 +79,8 @@ def gland_stamp(seed: int, radius: float) -> GlandStamp:
         for k in range(count):
             angle = 2 * np.pi * (k + rng.uniform(-0.25, 0.25)) / count
             there = radius * (1 + float(outer_wave(np.array(angle))) - widest)
-            place = at * there / mean_border + rng.normal(0, 0.06 * thickness)
-            centre = half + place * np.cos(angle), half + place * np.sin(angle)
+            distance = at * there / mean_border + rng.normal(0, 0.06 * thickness)
+            centre = half + distance * np.cos(angle), half + distance * np.sin(angle)
             nucleus = Nucleus(
                 centre[0] * _OVER,
                 centre[1] * _OVER,

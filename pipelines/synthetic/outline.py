@@ -53,8 +53,8 @@ class Contour:
 
     def depth_range(self, column: int, row: int) -> tuple[float, float]:
         """Least and greatest depth within a block, without drawing it."""
-        part = self._part(self._depth, column, row)
-        return float(part.min()), float(part.max())
+        depths = self._part(self._depth, column, row)
+        return float(depths.min()), float(depths.max())
 
     def depth_at(self, l0_x: int, l0_y: int) -> float:
         """Depth at the grid px nearest to a place; far outside for places beyond the grid."""

@@ -140,7 +140,7 @@ class _Overviews:
         self._next = _Overviews(writer, level + 1) if level < len(writer.levels) else None
 
     def add(self, band: Image) -> None:
-        """A band of the level before, ``TILE`` px high (a slide of one block: as high as that is)."""
+        """Take a band of the level before, ``TILE`` px high (a slide of one block: as high as that is)."""
         if self._next is None:
             return
         self._waiting.append(band)

@@ -104,7 +104,7 @@ class Scene:
         return self._outline.depth_range(column, row)[1] < -4 * _EDGE
 
     def draw(self, column: int, row: int) -> DrawnSquare:
-        """The block whose top left is at (column, row) times ``BLOCK``; complete even where it leaves the slide."""
+        """Return the block with its top left at (column, row) times ``BLOCK``; whole even where it leaves the slide."""
         l0_x, l0_y = column * BLOCK, row * BLOCK
         x1, y1, x2, y2 = self._shift
         pixels = cv2.multiply(

@@ -36,7 +36,7 @@ class Stain:
 
 
 def random_stain(seed: int) -> Stain:
-    """The stain of a slide: strengths within 6%, hues within 2%, white balance within two steps."""
+    """Return the stain of a slide: strengths within 6%, hues within 2%, white balance within two steps."""
     rng = cell_rng(seed, 0x57A1)
     strength = rng.uniform(0.94, 1.06, 2)
     hue = rng.uniform(0.98, 1.02, (2, 3))

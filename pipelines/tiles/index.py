@@ -68,7 +68,7 @@ def build_index(
     part: IndexPart | None = None,
     resumed: bool = False,
 ) -> TileTable:
-    """The tissue tiles of ``specs``: those that ``out`` has in its index, or in parts of one, and the others found now.
+    """Return the tissue tiles of ``specs``: those that ``out`` has in its index or parts of one, and others found now.
 
     Writes ``out/tiles.parquet``, ``out/tissue/<slide>.png`` and, for slides that fail, ``out/failed_slides.csv``. A
     slide whose file has changed in size is indexed anew; one that is in the index and not in ``specs`` stays there and
@@ -176,7 +176,7 @@ def _index_slides(
     failed.forget([spec.slide_id for spec in specs])
     threads = default_threads(workers)
     task = functools.partial(index_slide, settings=table.settings, threads=threads)
-    found: dict[str, SlideTiles | SlideFault] = {}
+    tried: dict[str, SlideTiles | SlideFault] = {}
     saved_s = time.monotonic()
     try:
         for done, (spec, result) in enumerate(each_in_process(task, specs, workers, slide_limits(threads)), 1):
@@ -186,7 +186,7 @@ def _index_slides(
                 )
             if result.overlay_png is not None and (fault := _write_overlay(out, spec, result.overlay_png)):
                 result = SlideResult(fault, None)
-            found[spec.slide_id] = result.found
+            tried[spec.slide_id] = result.found
             if isinstance(result.found, SlideFault):
                 failed.add(spec.slide_id, result.found.step, result.found.error)
             elif result.found.unreadable_share:
@@ -202,10 +202,10 @@ def _index_slides(
             log.info("%s", told)
             progress(told)
             if time.monotonic() - saved_s > SAVE_EVERY_S:
-                _merged(table, found).save(path)
+                _merged(table, tried).save(path)
                 saved_s = time.monotonic()
     finally:
-        table = _merged(table, found)
+        table = _merged(table, tried)
         table.save(path)
     return table
 
@@ -227,27 +227,27 @@ def _write_overlay(out: Path, spec: SlideSpec, picture: bytes) -> SlideFault | N
     return None
 
 
-def _merged(table: TileTable, found: Mapping[str, SlideTiles | SlideFault]) -> TileTable:
+def _merged(table: TileTable, tried: Mapping[str, SlideTiles | SlideFault]) -> TileTable:
     """``table`` with what was found added, in place of what it had."""
-    return merge(table.settings, [table, *(_one_slide(table.settings, one) for one in found.values())])
+    return merge(table.settings, [table, *(_one_slide(table.settings, slide) for slide in tried.values())])
 
 
-def _one_slide(settings: IndexSettings, found: SlideTiles | SlideFault) -> TileTable:
-    if isinstance(found, SlideFault):
-        return replace(TileTable.joined(settings, []), faults=(found,))
-    slide = np.zeros(len(found.l0_x), np.int32)
-    source = found.source
-    return TileTable((source.slide_id,), slide, found.l0_x, found.l0_y, found.tissue, settings, (source,))
+def _one_slide(settings: IndexSettings, result: SlideTiles | SlideFault) -> TileTable:
+    if isinstance(result, SlideFault):
+        return replace(TileTable.joined(settings, []), faults=(result,))
+    slide = np.zeros(len(result.l0_x), np.int32)
+    source = result.source
+    return TileTable((source.slide_id,), slide, result.l0_x, result.l0_y, result.tissue, settings, (source,))
 
 
-def _told(found: SlideTiles | SlideFault) -> str:
-    if isinstance(found, SlideFault):
-        return f"failed at {found.step}: {_first_line(found.error)}"
-    source = found.source
+def _told(result: SlideTiles | SlideFault) -> str:
+    if isinstance(result, SlideFault):
+        return f"failed at {result.step}: {_first_line(result.error)}"
+    source = result.source
     return (
-        f"{len(found.l0_x)} tiles, {found.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
-        f"{source.mpp:.4g} um/px, {source.backend}, {found.seconds:.1f} s"
-        + (f", {found.unreadable_share:.1%} damaged" if found.unreadable_share else "")
+        f"{len(result.l0_x)} tiles, {result.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
+        f"{source.mpp:.4g} um/px, {source.backend}, {result.seconds:.1f} s"
+        + (f", {result.unreadable_share:.1%} damaged" if result.unreadable_share else "")
     )
 
 
@@ -258,12 +258,12 @@ def _first_line(error: str) -> str:
 
 def _check_overrides(table: TileTable, specs: Sequence[SlideSpec], where: Path) -> None:
     """Refuse an index in which a slide was given another mpp: its tiles would lie elsewhere."""
-    found = {source.slide_id: source.asked_mpp for source in table.sources}
+    asked_before = {source.slide_id: source.asked_mpp for source in table.sources}
     differing = [
-        f"slide-mpp of {spec.slide_id} is {found[spec.slide_id] or 'that of the file'} there, "
+        f"slide-mpp of {spec.slide_id} is {asked_before[spec.slide_id] or 'that of the file'} there, "
         f"{spec.mpp or 'that of the file'} was asked for"
         for spec in specs
-        if spec.slide_id in found and found[spec.slide_id] != spec.mpp
+        if spec.slide_id in asked_before and asked_before[spec.slide_id] != spec.mpp
     ]
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""

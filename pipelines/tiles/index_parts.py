@@ -32,10 +32,10 @@ class IndexPart:
         Raises:
             ValueError: text of another form, or a number that is not one of the parts.
         """
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
-        if not found or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise ValueError(f"--part is one of several parts, such as 2/8, from 1/8 to 8/8; got {text!r}")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     @property
     def file_name(self) -> str:
@@ -78,12 +78,12 @@ def take_over(
         ValueError: a file beside ``own`` was made with other settings, or is no tile index.
     """
     files = {own.with_name(WHOLE_FILE), *own.parent.glob("tiles.part-*.parquet")} - {own}
-    found = []
+    tables = []
     for path in sorted(path for path in files if path.exists()):
         other = TileTable.load(path)
         check_settings(other.settings, table.settings, path)
-        found.append(other.of_slides(_same(other, wanted, faults)))
-    return merge(table.settings, [*found, table]) if any(map(slides_of, found)) else table
+        tables.append(other.of_slides(_same(other, wanted, faults)))
+    return merge(table.settings, [*tables, table]) if any(map(slides_of, tables)) else table
 
 
 def _same(table: TileTable, wanted: Mapping[str, tuple[int, float | None]], faults: bool) -> Iterable[str]:

@@ -34,7 +34,7 @@ def draw_overlay(
     l0_tile: int,
     caption: str,
 ) -> bytes:
-    """A PNG of the slide with its tissue and tiles.
+    """Return a PNG of the slide with its tissue and tiles.
 
     Args:
         thumbnail: the slide; made smaller here when its longer side is above ``LONGER_SIDE_PX``.

@@ -81,7 +81,7 @@ class _Progress:
 
 
 def slide_limits(threads: int) -> Limits:
-    """What one slide may take that ``threads`` threads read."""
+    """Return what one slide may take that ``threads`` threads read."""
     return Limits(SLIDE_SECONDS, SLIDE_BYTES + threads * THREAD_BYTES)
 
 
@@ -106,7 +106,7 @@ def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int) -> Slide
 
 
 def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress: _Progress | None = None) -> SlideTiles:
-    """The tiles of one slide; tells ``progress`` how far it has come.
+    """Return the tiles of one slide; tells ``progress`` how far it has come.
 
     Raises:
         SlideError: the slide cannot be used, or none of its tiles.

@@ -49,7 +49,7 @@ class IndexSettings:
         return self.mpp if self.mpp == IndexSettings.mpp else None
 
     def validate(self) -> list[str]:
-        """Every fault of these settings, each with its rule and the value received."""
+        """Return every fault of these settings, each with its rule and the value received."""
         faults = []
         if self.tile < 1:
             faults.append(f"--tile is at least 1 px; got {self.tile}")
@@ -143,7 +143,7 @@ class TileTable:
         return len(self.slide)
 
     def region(self, i: int) -> Region:
-        """What to read for tile ``i``."""
+        """Return what to read for tile ``i``."""
         size = self.settings.tile
         return Region(int(self.l0_x[i]), int(self.l0_y[i]), size, size, self.settings.mpp)
 
@@ -151,13 +151,13 @@ class TileTable:
         return self.slides[int(self.slide[i])]
 
     def select(self, rows: NDArray[np.int64]) -> Self:
-        """The tiles at ``rows``, in that order; ``slides`` stay as they are."""
+        """Return the tiles at ``rows``, in that order; ``slides`` stay as they are."""
         return replace(
             self, slide=self.slide[rows], l0_x=self.l0_x[rows], l0_y=self.l0_y[rows], tissue=self.tissue[rows]
         )
 
     def of_slides(self, ids: Iterable[str]) -> Self:
-        """The tiles of these slides only; ``slides`` become those of ``ids`` that are known here, in that order."""
+        """Return the tiles of these slides only; ``slides`` become those of ``ids`` that are known, in that order."""
         asked = tuple(dict.fromkeys(ids))
         positions = {slide_id: k for k, slide_id in enumerate(self.slides)}
         faults = {fault.slide_id: fault for fault in self.faults}
@@ -235,16 +235,16 @@ class TileTable:
         )
 
 
-def check_settings(found: IndexSettings, asked: IndexSettings, where: Path) -> None:
+def check_settings(made_with: IndexSettings, asked: IndexSettings, where: Path) -> None:
     """Refuse an index that was made with other settings.
 
     Raises:
         ValueError: names every differing key, the value found, the value asked for, the file, and what to do.
     """
     differing = [
-        f"{f.name} is {getattr(found, f.name)} there, {getattr(asked, f.name)} was asked for"
+        f"{f.name} is {getattr(made_with, f.name)} there, {getattr(asked, f.name)} was asked for"
         for f in fields(IndexSettings)
-        if getattr(found, f.name) != getattr(asked, f.name)
+        if getattr(made_with, f.name) != getattr(asked, f.name)
     ]
     if differing:
         raise ValueError(

@@ -72,7 +72,7 @@ def tile_grid(levels: Sequence[Level], bounds: Bounds, tile: int, mpp: float, st
 
 
 def tissue_fractions(tissue: TissueMask, grid: TileGrid) -> NDArray[np.float32]:
-    """The part of each tile that is tissue: float32 (rows, columns), 0 to 1.
+    """Return the part of each tile that is tissue: float32 (rows, columns), 0 to 1.
 
     A tile counts the mask px between its edges, each rounded to the nearest; an integral image (Crow, SIGGRAPH 1984)
     makes that four look-ups whatever the tile's size.

@@ -92,7 +92,7 @@ class TissueMask:
 
 
 def read_overview(slide: Slide, mpp: float, threads: int) -> Overview:
-    """The scanned part of ``slide`` at about ``mpp`` um/px; coarser if level 0 is, or to stay within ``OVERVIEW_PX``.
+    """Read what is scanned of ``slide`` at about ``mpp`` um/px; coarser if level 0 is, or to stay in ``OVERVIEW_PX``.
 
     The resolution is rounded to a whole number of px of the level that is read, so that blocks meet without a seam and
     nothing is resampled twice.
@@ -146,7 +146,7 @@ def read_overview(slide: Slide, mpp: float, threads: int) -> Overview:
 
 
 def find_tissue(overview: Overview) -> TissueMask:
-    """The tissue of a slide's overview."""
+    """Return the tissue of a slide's overview."""
     mask = tissue_of(overview.pixels, overview.mpp) & ~overview.unreadable
     return TissueMask(mask, overview.l0_x, overview.l0_y, overview.downsample, overview.mpp)
 

@@ -49,16 +49,14 @@ def test_three_readers_see_the_same_pyramid(tmp_path: Path) -> None:
     assert np.abs(arrays[0][:TILE, :TILE].astype(int) - _tile(0)).mean() < 6
 
 
-def test_equal_short_tiles_are_stored_once(tmp_path: Path) -> None:
+def test_a_mask_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "m.tif"
     blank, full = np.zeros((TILE, TILE), np.uint8), np.ones((TILE, TILE), np.uint8)
     with TiffWriter(path, [Size(64 * TILE, TILE)], DEFLATE_MASK, 1.0, "") as writer:
         for column in range(64):
             writer.write_tile(0, column, 0, encode_mask(full if column == 7 else blank))
     with tifffile.TiffFile(path) as pages:
-        offsets = pages.pages[0].dataoffsets
         mask = pages.pages[0].asarray()
-    assert len(set(offsets)) == 2
     assert mask.sum() == TILE * TILE
     assert mask[:, 7 * TILE : 8 * TILE].all()
 
@@ -80,7 +78,6 @@ def test_the_name_appears_only_when_the_file_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_tile_is_our_fault(tmp_path: Path) -> None:
-    writer = TiffWriter(tmp_path / "s.tif", LEVELS, JPEG, 1.0, "")
-    with pytest.raises(AssertionError, match="never written"):
-        writer.publish()
-    writer.discard()
+    with pytest.raises(AssertionError, match="never written"), TiffWriter(tmp_path / "s.tif", LEVELS, JPEG, 1.0, ""):
+        pass
+    assert list(tmp_path.iterdir()) == []
