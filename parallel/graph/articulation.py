@@ -18,15 +18,9 @@ def carries(layer: Layer) -> bool:
     return layer.kind == INPUT or (layer.kind != "get_attr" and layer.output_bytes > 0)
 
 
-def last_uses(graph: LayerGraph) -> dict[str, int]:
-    """Name of every value that is used -> position of the last layer that uses it."""
-    return {name: position for position, layer in enumerate(graph.layers) for name in layer.inputs}
-
-
 def values_across(graph: LayerGraph, position: int) -> tuple[str, ...]:
     """Names of the values made before ``position`` and used from it on, in the order they are made."""
-    last = last_uses(graph)
-    return tuple(layer.name for layer in graph.layers[:position] if last.get(layer.name, -1) >= position)
+    return tuple(graph.layers[maker].name for maker in range(position) if graph.last_uses[maker] >= position)
 
 
 def bytes_across(graph: LayerGraph) -> list[int]:
@@ -42,11 +36,8 @@ def articulations(graph: LayerGraph) -> list[int]:
 
 def _swept(graph: LayerGraph, weights: list[int]) -> list[int]:
     """For every position, the sum of ``weights`` of the values across it."""
-    last = last_uses(graph)
     change = [0] * (len(graph.layers) + 1)
-    for position, (layer, weight) in enumerate(zip(graph.layers, weights, strict=True)):
-        if layer.name in last:
-            change[position + 1] += weight
-            if last[layer.name] + 1 < len(change):
-                change[last[layer.name] + 1] -= weight
+    for position, (last, weight) in enumerate(zip(graph.last_uses, weights, strict=True)):
+        change[position + 1] += weight
+        change[last + 1] -= weight
     return list(accumulate(change))

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from parallel.graph.articulation import bytes_across
 from parallel.graph.layers import INPUT, RANDOM_STATE, Layer, LayerGraph
 from parallel.graph.nominal_cost import equal_cost
 
@@ -159,7 +160,7 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     sums = list(accumulate(costs, initial=0.0))
     ends = [0, *allowed, len(graph.layers)]
     upto = [sums[end] for end in ends]
-    crossing = _bytes_at(graph)
+    crossing = bytes_across(graph)
     limit = _smallest_limit(upto, stages)
     chosen = _fewest_bytes(upto, [crossing[end] for end in ends], stages, limit)
     return Partition(graph, tuple(ends[block] for block in chosen))
@@ -196,17 +197,6 @@ def _nearest(graph: LayerGraph, allowed: Sequence[int], start: int) -> str:
     above = [position for position in allowed if position > start][:1]
     names = [graph.layers[position].name for position in (*below, *above)]
     return f"; the nearest places are before {' and before '.join(names)}" if names else "; no place is left"
-
-
-def _bytes_at(graph: LayerGraph) -> list[int]:
-    """For every position, the bytes of the values made before it and used from it on."""
-    change = [0] * (len(graph.layers) + 2)
-    last = {name: position for position, layer in enumerate(graph.layers) for name in layer.inputs}
-    for position, layer in enumerate(graph.layers):
-        if layer.name in last:
-            change[position + 1] += layer.output_bytes
-            change[last[layer.name] + 1] -= layer.output_bytes
-    return list(accumulate(change))
 
 
 def _smallest_limit(upto: Sequence[float], stages: int) -> float:
