@@ -80,7 +80,6 @@ class GraphTracer(DecidingTracer):
             graph = super().trace(root, concrete_args)
             if _drawn() != drawn:
                 raise fx.proxy.TraceError("it draws random numbers that do not depend on its input")
-            _refuse_assigned(root)
         return graph
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
@@ -117,7 +116,6 @@ class GraphTracer(DecidingTracer):
             value = super().call_module(m, forward, args, kwargs)
             if _drawn() != drawn:
                 raise fx.proxy.TraceError(f"{path} draws random numbers that do not depend on its input")
-            _refuse_assigned(m)
         except Exception:
             self.failed = self.failed or path
             raise
@@ -232,17 +230,6 @@ def place() -> str:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _refuse_assigned(module: nn.Module) -> None:
-    """What forward assigns to a buffer is not in a graph.
-
-    Raises:
-        TraceError: it assigned a value that is traced.
-    """
-    for name, value in module._buffers.items():
-        if issubclass(type(value), fx.Proxy):
-            raise fx.proxy.TraceError(f"it assigns to the buffer {name} of {type(module).__name__}")
 
 
 @contextmanager
