@@ -34,7 +34,7 @@ def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
                 partition = made.cutting.partition(candidate, within=False)
                 assert partition is not None
                 keeping = made.cutting.keeping(candidate, partition)
-                (rank,) = made.cutting.rank_bytes(candidate, partition, keeping)
+                rank = made.cutting.rank_bytes(candidate, partition, keeping, 0)
                 yield {
                     "model": model,
                     "px": px,

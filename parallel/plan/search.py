@@ -101,16 +101,15 @@ class Planner:
     def row(self, candidate: Candidate, savings: Savings = ANY) -> PlanRow:
         """Of ``candidate``, with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost about as
         much; the variant that misses by least where none does."""
-        best: _Fitting | None = None
+        tried: list[_Fitting] = []
         for tier in savings.tiers(candidate):
-            tried = [fitting for variant in tier if (fitting := self._least(variant)) is not None]
-            fits = [self._timed(fitting) for fitting in tried if not fitting.over_bytes]
-            if (found := best_of(fits)) is not None:
+            own = [fitting for variant in tier if (fitting := self._least(variant)) is not None]
+            if (found := best_of(self._timed(fitting) for fitting in own if fitting.fits)) is not None:
                 return found
-            best = min([*tried, *([best] if best else [])], key=lambda fitting: fitting.over_bytes, default=None)
-        if best is None:
+            tried = own + tried
+        if not tried:
             return PlanRow(candidate, refused=savings.refusal(candidate))
-        return self._timed(best)
+        return self._timed(min(tried, key=lambda fitting: fitting.over_bytes))
 
     def refined(self, rows: Sequence[PlanRow], savings: Savings = ANY) -> list[PlanRow]:
         """``rows``; the best of each strategy that may come to be the best of all with the best choice of what it
@@ -125,7 +124,7 @@ class Planner:
     def _refined(self, row: PlanRow, savings: Savings) -> PlanRow:
         candidate = savings.refined(row.candidate)
         fitting = None if candidate is None else self._least(candidate)
-        if fitting is None or fitting.over_bytes:
+        if fitting is None or not fitting.fits:
             return row
         return best_of([row, self._timed(fitting)]) or row
 
@@ -134,9 +133,9 @@ class Planner:
         less; None where it cannot run."""
         if candidate not in self._known:
             found = self._fitting(candidate, within=False)
-            if candidate.splits and (found is None or found.over_bytes):
+            if candidate.splits and (found is None or not found.fits):
                 within = self._fitting(candidate, within=True)
-                if within is not None and (found is None or within.over_bytes < found.over_bytes):
+                if within and (found is None or within.fits or within.over_bytes < found.over_bytes):
                     found = within
             self._known[candidate] = found
         return self._known[candidate]
@@ -171,23 +170,14 @@ class Planner:
         return None if fitting is None else self._timed(fitting)
 
     def _fitting(self, candidate: Candidate, within: bool) -> _Fitting | None:
-        """What ``candidate`` takes, which is known sooner than its time; None where no cuts fit as asked."""
+        """What ``candidate`` takes; None where no cuts fit as asked."""
         partition = self.cutting.partition(candidate, within=within)
         return None if partition is None else self._fitting_at(candidate, partition)
 
     def _fitting_at(self, candidate: Candidate, partition: Partition) -> _Fitting | None:
         """As ``_fitting``, for stages that are given."""
         keeping = self.cutting.keeping(candidate, partition)
-        if keeping is None:
-            return None
-        peaks = tuple(one.total for one in self.cutting.rank_bytes(candidate, partition, keeping))
-        over = max(peaks) - self.cluster.usable_bytes
-        if candidate.offload and self.cluster.host_bytes < math.inf:
-            on_host = self.cutting.host_bytes(candidate, partition, keeping)
-            # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
-            left = max(0, -over) if self.cluster.kind == "cpu" else 0
-            over = max(over, on_host - round(self.cluster.host_bytes) - left)
-        return _Fitting(candidate, partition, keeping, peaks, max(0, over))
+        return None if keeping is None else _Fitting(candidate, partition, keeping, self.cutting)
 
     def _timed(self, fitting: _Fitting) -> PlanRow:
         candidate, partition = fitting.candidate, fitting.partition
@@ -214,7 +204,7 @@ class Planner:
         """What fills the fullest rank most, or the host where a row misses that by more."""
         candidate, partition = row.candidate, self.partition_of(row)
         keeping = candidate.keeping(row.chosen, row.ahead_bytes)
-        held = self.cutting.rank_bytes(candidate, partition, keeping)
+        held = [self.cutting.rank_bytes(candidate, partition, keeping, rank) for rank in range(candidate.depth)]
         fullest = max(range(len(held)), key=lambda rank: held[rank].total)
         if row.over_bytes > max(0, held[fullest].total - self.cluster.usable_bytes):
             return Limit("host", self.cutting.host_bytes(candidate, partition, keeping))
@@ -240,14 +230,40 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Fitting:
-    """A candidate, its stages, what becomes of what they keep, and what its ranks take.
-
-    Attributes:
-        over_bytes: by how much the fullest rank misses the memory, or the host's.
-    """
+    """A candidate, its stages, what becomes of what they keep, and what its ranks take, as far as that is asked for."""
 
     candidate: Candidate
     partition: Partition
     keeping: ActivationPolicy
-    peak_bytes: tuple[int, ...]
-    over_bytes: int
+    cutting: StageCache
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Known before all the rest where one of the first ranks takes too much."""
+        limit = self.cutting.cluster.usable_bytes
+        return all(self._peak(rank) <= limit for rank in range(self.candidate.depth)) and not self.over_bytes
+
+    @functools.cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        return tuple(map(self._peak, range(self.candidate.depth)))
+
+    @functools.cached_property
+    def over_bytes(self) -> int:
+        """By how much the fullest rank misses the memory, or the host's."""
+        cluster = self.cutting.cluster
+        over = max(self.peak_bytes) - cluster.usable_bytes
+        if self.candidate.offload and cluster.host_bytes < math.inf:
+            on_host = self.cutting.host_bytes(self.candidate, self.partition, self.keeping)
+            # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
+            left = max(0, -over) if cluster.kind == "cpu" else 0
+            over = max(over, on_host - round(cluster.host_bytes) - left)
+        return max(0, over)
+
+    @functools.cached_property
+    def _peaks(self) -> dict[int, int]:
+        return {}
+
+    def _peak(self, rank: int) -> int:
+        if rank not in self._peaks:
+            self._peaks[rank] = self.cutting.rank_bytes(self.candidate, self.partition, self.keeping, rank).total
+        return self._peaks[rank]

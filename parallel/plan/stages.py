@@ -62,7 +62,7 @@ class StageCache:
         blocks = block_cuts(task.graph) if len(places) > MANY else ()
         self._places = list(blocks) or places
         self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
-        self._partitions: dict[object, Partition] = {}
+        self._partitions: dict[object, Partition | None] = {}
         self._windows: dict[int, Windows] = {}
         self._memories: dict[int, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
@@ -112,7 +112,7 @@ class StageCache:
                     explain=False,
                 )
             except ValueError:
-                return None
+                self._partitions[key] = None
         return self._partitions[key]
 
     def keeping(self, candidate: Candidate, partition: Partition) -> ActivationPolicy | None:
@@ -139,11 +139,18 @@ class StageCache:
             ahead = self._ahead(candidate)
             if self.least_bytes(candidate, partition) > self.cluster.usable_bytes:
                 return None
+            order = list(range(candidate.depth))
 
-            def taken(runs: Runs) -> int:
-                return max(one.total for one in self.rank_bytes(candidate, partition, candidate.keeping(runs, ahead)))
+            def fits(runs: Runs) -> bool:
+                keeping = candidate.keeping(runs, ahead)
+                for rank in order:
+                    if self.rank_bytes(candidate, partition, keeping, rank).total > self.cluster.usable_bytes:
+                        order.remove(rank)
+                        order.insert(0, rank)  # the next choice is nearly the same: asked first, it ends the search
+                        return False
+                return True
 
-            return runs_beside_offload(partition, taken, self.cluster.usable_bytes)
+            return runs_beside_offload(partition, fits)
         graph, costs = self.microbatch(self.tiles(candidate))
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
@@ -185,23 +192,25 @@ class StageCache:
             found += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
         return max(found)
 
-    def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> list[RankBytes]:
-        """Of the ranks of the first group; of any rank where each computes the whole model."""
-        stages = self._memory_of(candidate).kept(partition, keeping)
+    def rank_bytes(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy, rank: int) -> RankBytes:
+        """Of a rank of the first group; of any where each computes the whole model."""
+        memory = self._memory_of(candidate)
         if not candidate.splits:
+            stage = memory.of_stage(partition, 0, keeping)
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
-            return [whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stages[0])]
+            return whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stage)
         schedule, placement = schedule_of(candidate)
-        return rank_bytes(
+        (found,) = rank_bytes(
             partition,
             placement,
-            schedule,
+            {rank: schedule[rank]},
             slots=self.task.slots,
             shard_optimizer=candidate.shard_optimizer,
             weights=weights_of(candidate, self.task.batch),
             device=self.cluster.kind,
-            stages=stages,
+            stages={stage: memory.of_stage(partition, stage, keeping) for stage, _ in placement.held_by(rank)},
         )
+        return found
 
     def host_bytes(self, candidate: Candidate, partition: Partition, keeping: ActivationPolicy) -> int:
         """That the fullest rank of the first group takes on the host."""
