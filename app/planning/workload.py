@@ -22,6 +22,7 @@ from models.registry import build_model
 from parallel.cost.layer_cost import Costs
 from parallel.engine.sharding_units import sharding_units
 from parallel.graph.layers import Layer, LayerGraph
+from parallel.graph.sides import GraphsBySide
 from parallel.plan.task import Task
 from parallel.stage.split_backward import DeferredWeights
 from parallel.trace.trace import Traced, run_again, trace
@@ -49,11 +50,14 @@ class Workload:
     optimizer: Literal["sgd", "adamw"] = "adamw"
     autocast: torch.dtype | None = None
     _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
+    _sides: dict[torch.dtype | None, GraphsBySide] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, tile: int) -> Workload:
-        """The same on tiles of another side. The model is followed once for all of them, where its path is the same."""
+        """The same on tiles of another side. The model is followed once for all of them, where its path is the same,
+        and run for no more of them than tell what it does on all."""
         other = dataclasses.replace(self, tile=tile)
         object.__setattr__(other, "_followed", self._followed)
+        object.__setattr__(other, "_sides", self._sides)
         return other
 
     def build(self) -> nn.Module:
@@ -82,9 +86,19 @@ class Workload:
 
     def _traced(self) -> Traced:
         if self._followed and self._followed[0].any_side:
-            return run_again(self._followed[0], self._shape)
+            return self._run_again(self._followed[0])
         self._followed[:] = [traced := trace(self.build(), self._shape)]
         return traced
+
+    def _run_again(self, traced: Traced, autocast: torch.dtype | None = None) -> Traced:
+        graphs = self._sides.setdefault(autocast, GraphsBySide())
+        if not traced.any_side:
+            return run_again(traced, self._shape, autocast=autocast)
+        if (graph := graphs.at(self.tile)) is not None:
+            return dataclasses.replace(traced, graph=graph)
+        again = run_again(traced, self._shape, autocast=autocast)
+        graphs.add(self.tile, again.graph)
+        return again
 
     def _with_loss(self, traced: Traced) -> LayerGraph:
         graph, segments = traced.graph, self.segments
@@ -104,7 +118,7 @@ class Workload:
         traced = self._traced()
         model = traced.model
         plain = self._with_loss(traced)
-        mixed = run_again(traced, self._shape, autocast=self.autocast) if self.autocast else traced
+        mixed = self._run_again(traced, self.autocast) if self.autocast else traced
         kept = self._with_loss(mixed) if self.autocast else plain
         refused = {}
         for name, prepare in (("zero-bubble", DeferredWeights), ("fsdp", sharding_units)):

@@ -89,7 +89,7 @@ def _error(model: str, px: int, ours: Path, folder: Path) -> float | None:
     candidate = Strategy("single", 1, 1, BATCH)
     partition = made.cutting.partition(candidate, within=False)
     assert partition is not None
-    (rank,) = made.cutting.rank_bytes(candidate, partition)
+    rank = made.cutting.rank_bytes(candidate, partition, 0)
     if rank.total > ROOM:
         return None
     plain = folder / "plain.pt"

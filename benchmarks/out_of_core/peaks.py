@@ -34,7 +34,7 @@ def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
                 candidate = Strategy("single", 1, 1, 1, policy=policy)
                 partition = made.cutting.partition(candidate, within=False)
                 assert partition is not None
-                (rank,) = made.cutting.rank_bytes(candidate, partition)
+                rank = made.cutting.rank_bytes(candidate, partition, 0)
                 yield {
                     "model": model,
                     "px": px,

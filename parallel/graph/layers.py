@@ -76,7 +76,7 @@ class LayerGraph:
     inseparable: tuple[tuple[int, int], ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     whole: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    remembered: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    remembered: dict[object, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     by_name: Mapping[str, Layer] = field(init=False, repr=False, compare=False)
     position: Mapping[str, int] = field(init=False, repr=False, compare=False)
 

@@ -29,7 +29,11 @@ def with_tiles(graph: LayerGraph, tiles: int) -> LayerGraph:
         raise ValueError(f"a microbatch has at least one tile; got {tiles}")
     if tiles == 1:
         return graph
-    return dataclasses.replace(graph, layers=tuple(_scaled(layer, tiles) for layer in graph.layers))
+    if ("tiles", tiles) not in graph.remembered:
+        layers = tuple(_scaled(layer, tiles) for layer in graph.layers)
+        graph.remembered["tiles", tiles] = dataclasses.replace(graph, layers=layers)
+    scaled: LayerGraph = graph.remembered["tiles", tiles]
+    return scaled
 
 
 def _scaled(layer: Layer, tiles: int) -> Layer:

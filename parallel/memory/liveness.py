@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 
@@ -17,8 +18,7 @@ HANDS_ON = ("add", "add_", "cat")
 """Operations whose inputs' gradients lie in the memory of their output's gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class LiveRange:
+class LiveRange(NamedTuple):
     """A piece of memory that lives while the layers at positions ``first`` to ``last``, both included, run."""
 
     first: int
@@ -71,14 +71,17 @@ def _value(layer: Layer) -> tuple[tuple[int | str, int], ...]:
     return ((layer.name, layer.output_bytes),)
 
 
-def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -> Iterator[LiveRange]:
+def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -> tuple[LiveRange, ...]:
     """Memory of gradients of values in the backward pass of the layers from ``start`` to ``stop``, not included.
 
     Gradients of what later layers use are there from the beginning to the end, those of what earlier layers made stay
     until the end: both are messages.
     """
     stop = len(graph.layers) if stop is None else stop
-    return _Gradients(graph, start, stop).spans()
+    spans: tuple[LiveRange, ...] | None = graph.remembered.get(("gradients", start, stop))
+    if spans is None:
+        spans = graph.remembered["gradients", start, stop] = tuple(_Gradients(graph, start, stop).spans())
+    return spans
 
 
 @dataclass

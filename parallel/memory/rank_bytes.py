@@ -9,7 +9,7 @@ modules, a few numbers per channel, are not counted. No torch here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.graph.layers import LayerGraph
@@ -90,7 +90,7 @@ def rank_bytes(
     shard_optimizer: bool = False,
     weights: Sequence[float] | None = None,
     device: str = "cpu",
-    stages: Sequence[StageBytes] | None = None,
+    stages: Sequence[StageBytes] | Mapping[int, StageBytes] | None = None,
 ) -> list[RankBytes]:
     """Of every rank in ``schedule``.
 
@@ -102,7 +102,8 @@ def rank_bytes(
             first replica.
         weights: of the microbatches by number, as parts of the largest; 1 each by default.
         device: kind of device, "cpu" or "cuda", which the optimizer's own memory depends on.
-        stages: what ``stage_bytes`` gives for the partition, where it is known, or ``kept_bytes`` under another rule.
+        stages: what ``stage_bytes`` gives for the partition, where it is known, or ``kept_bytes`` under another rule;
+            those that the ranks of ``schedule`` hold are enough.
     """
     stages = stage_bytes(partition) if stages is None else stages
     return [
@@ -177,7 +178,7 @@ class _Walk:
         rank: int,
         actions: Sequence[Action],
         placement: Placement,
-        stages: Sequence[StageBytes],
+        stages: Sequence[StageBytes] | Mapping[int, StageBytes],
         slots: int,
         shard_optimizer: bool,
         weights: Sequence[float] | None,

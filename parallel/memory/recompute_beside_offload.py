@@ -16,14 +16,13 @@ from parallel.memory.recompute_ranks import Runs
 from parallel.memory.segments import segments_of
 
 
-def runs_beside_offload(partition: Partition, taken: Callable[[Runs], int], limit_bytes: float) -> Runs | None:
+def runs_beside_offload(partition: Partition, fits: Callable[[Runs], bool]) -> Runs | None:
     """Of all stages; None where not even without any the ranks take no more than they may.
 
     Blocks with the largest values are given up first, and taken again where that turns out to fit.
 
     Args:
-        taken: bytes of the fullest rank that computes these runs again and offloads.
-        limit_bytes: of each rank.
+        fits: whether ranks that compute these runs again, and offload, take no more than they may.
     """
     graph = partition.graph
     blocks = chain.from_iterable(
@@ -37,13 +36,13 @@ def runs_beside_offload(partition: Partition, taken: Callable[[Runs], int], limi
 
     chosen, given_up = set(runs), []
     for run in sorted(runs, key=lambda run: (-largest[run], run)):
-        if taken(named(chosen)) <= limit_bytes:
+        if fits(named(chosen)):
             break
         chosen.remove(run)
         given_up.append(run)
-    if taken(named(chosen)) > limit_bytes:
+    if not fits(named(chosen)):
         return None
     for run in given_up:
-        if taken(named(chosen | {run})) <= limit_bytes:
+        if fits(named(chosen | {run})):
             chosen.add(run)
     return named(chosen)

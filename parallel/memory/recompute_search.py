@@ -199,28 +199,28 @@ def _solve(windows: SegmentWindows, limit: float, cap: float) -> Plan | None:
     """The plan with the fewest seconds in which every segment's work and what is held before it take at most ``limit``,
     and all that is held at most ``cap``.
 
-    ``least[j, l]`` is the fewest seconds of the segments up to place j that hold l units, so far.
+    ``least[j, LEVELS + l]`` is the fewest seconds of the segments up to place j that hold l units, so far.
     """
     count, unit = len(windows.places), cap / LEVELS
     levels = np.arange(LEVELS + 1)
     held = np.ceil(np.stack([windows.held_kept, windows.held_again]) / unit - 1e-9).astype(np.int64)
     seconds = np.stack([np.zeros_like(windows.seconds), windows.seconds])
     room = np.floor((limit - windows.work) / unit + 1e-9)
-    least = np.full((count, LEVELS + 1), np.inf)
-    least[0, 0] = 0.0
+    least = np.full((count, 2 * LEVELS + 1), np.inf)  # columns before ``LEVELS``, of fewer units than none, stay so
+    least[0, LEVELS] = 0.0
     choice: npt.NDArray[np.int64] = np.zeros((count, LEVELS + 1), dtype=np.int64)
     for j in range(1, count):
         kind, begin = np.nonzero((held[:, :j, j] <= LEVELS) & (room[:j, j] >= 0))
         if not len(begin):
             continue
         before = levels - held[kind, begin, j, None]  # (segment, level): units held before the segment
-        fits = (before >= 0) & (before <= room[begin, j, None])
-        costs = np.where(fits, least[begin[:, None], before.clip(0)] + seconds[kind, begin, j, None], np.inf)
+        costs = least[begin[:, None], LEVELS + before] + seconds[kind, begin, j, None]
+        costs[before > room[begin, j, None]] = np.inf
         best = costs.argmin(axis=0)
         choice[j] = (kind * j + begin)[best]
-        least[j] = costs[best, levels]
-    level = int(least[-1].argmin())
-    if not np.isfinite(least[-1, level]):
+        least[j, LEVELS:] = costs[best, levels]
+    level = int(least[-1, LEVELS:].argmin())
+    if not np.isfinite(least[-1, LEVELS + level]):
         return None
     plan, j = [], count - 1
     while j:

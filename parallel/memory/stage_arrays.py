@@ -71,12 +71,11 @@ class StageArrays:
         )
         self._sent = np.array([any(use >= stop for _, use in piece.used) for piece in found], dtype=bool)
         self._counted = self._entered | np.array([any(p < stop for p in piece.made) for piece in found], dtype=bool)
-        spans = [(one.first, one.last, one.bytes) for one in gradient_spans(graph, start, stop)]
-        self._gradients = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        self._gradients = np.array(gradient_spans(graph, start, stop), dtype=np.int64).reshape(-1, 3).T
         self._params = np.array(graph.owned_bytes[start:stop], dtype=np.int64)
-        policy = np.zeros(stop - start + 1, dtype=np.int64)
-        policy[1:][sorted({at - start for piece in found for at in piece.saved if start <= at < stop})] = 1
-        self._keeping = policy.cumsum()  # layers before a position that keep anything
+        keeping = np.zeros(stop - start + 1, dtype=np.int64)
+        keeping[1:][sorted({at - start for piece in found for at in piece.saved if start <= at < stop})] = 1
+        self._keeping = keeping.cumsum()  # layers before a position that keep anything
 
     def stage_bytes(self, segments: Sequence[Segment]) -> StageBytes:
         """Of the stage, whose layers ``segments`` cover."""

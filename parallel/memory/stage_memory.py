@@ -7,7 +7,6 @@ stage by stage. A stage is worked out once for each choice of segments, whatever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
@@ -50,9 +49,14 @@ class StageMemory:
         Raises:
             ValueError: a chosen run of layers does not fit the model.
         """
-        if policy.offload == "none" and not policy.segmented:
-            return [self.plain(bound) for bound in pairwise([*partition.starts, len(self.graph.layers)])]
-        return [self.of_segments(segments_of(partition, stage, policy), policy) for stage in range(partition.depth)]
+        return [self.of_stage(partition, stage, policy) for stage in range(partition.depth)]
+
+    def of_stage(self, partition: Partition, stage: int, policy: ActivationPolicy) -> StageBytes:
+        """Return what ``kept`` has of one stage."""
+        segments = segments_of(partition, stage, policy)
+        if not policy.moves and not policy.segmented:
+            return self.plain((segments[0].start, segments[-1].stop))
+        return self.of_segments(segments, policy)
 
     def host(self, partition: Partition, policy: ActivationPolicy) -> list[HostBytes]:
         """As ``stage_host_bytes``."""
@@ -92,7 +96,7 @@ class StageMemory:
         the gradients that wait and those of its parameters are there when its turn comes."""
         if bound not in self._least:
             start, stop = bound
-            there = running_bytes(list(gradient_spans(self.graph, start, stop)), start, stop)
+            there = running_bytes(gradient_spans(self.graph, start, stop), start, stop)
             for piece in self.touched(bound):
                 for place in {place for place in piece.saved if start <= place < stop}:
                     there[place - start] += piece.bytes

@@ -144,7 +144,8 @@ class _Problem:
     paired: bool
     explain: bool
     _loads: dict[float, Loads] = field(default_factory=dict)
-    _parameters: dict[float, Loads] = field(default_factory=dict)
+    _fixed: dict[tuple[float, bool], Loads] = field(default_factory=dict)
+    """Bytes however many microbatches are in flight, by those for each of the parameters, and whether it computes."""
 
     def solve(self, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
         """Return the load of the slowest rank, and the positions where stages begin.
@@ -173,27 +174,32 @@ class _Problem:
 
     def _stage(self, stage: int, rows: slice) -> Loads:
         load = self._seconds(self.speeds[stage % len(self.speeds)])[rows]
-        return load if self.memory is None else np.where(self._filled(stage, rows) > 1, np.inf, load)
+        if self.memory is None:
+            return load
+        in_flight, limit = self._alone(stage)
+        return np.where(self._bytes(in_flight, self.memory.per_parameter, rows, computing=True) > limit, np.inf, load)
 
-    def _filled(self, stage: int, rows: slice) -> Loads:
-        """Return which part of the memory a stage alone on its rank, or in its share of that memory, would fill."""
+    def _alone(self, stage: int) -> tuple[int, float]:
+        """Return the most microbatches in flight of a stage, and the bytes of its rank, or of its share of them."""
         assert self.memory is not None
         ranks = len(self.speeds)
         chunk, rank = divmod(stage, ranks)
         most = max(numbers[chunk] for numbers in self.memory.in_flight[rank])
-        limit = self.memory.limits[rank] / (self.stages // ranks)
-        return self._bytes(most, self.memory.per_parameter, rows, computing=True) / limit
+        return most, self.memory.limits[rank] / (self.stages // ranks)
+
+    def _filled(self, stage: int, rows: slice) -> Loads:
+        """Part of the memory that a stage alone on its rank, or in its part of the rank's memory, would fill."""
+        assert self.memory is not None
+        in_flight, limit = self._alone(stage)
+        return self._bytes(in_flight, self.memory.per_parameter, rows, computing=True) / limit
 
     def _bytes(self, in_flight: int, per_parameter: float, rows: slice = EVERY, *, computing: bool) -> Loads:
         """Return the bytes of windows that begin at some of the places; infinite where they would end before."""
-        if per_parameter not in self._parameters:
-            self._parameters[per_parameter] = _only_windows(
-                (per_parameter * self.windows.param_bytes).astype(np.float64)
-            )
-        total = self._parameters[per_parameter][rows] + in_flight * self._kept[rows]
-        if computing:
-            total += self._passing[rows]
-        return total
+        key = per_parameter, computing
+        if key not in self._fixed:
+            fixed = per_parameter * self.windows.param_bytes
+            self._fixed[key] = _only_windows((fixed + self._passing if computing else fixed).astype(np.float64))
+        return self._fixed[key][rows] + in_flight * self._kept[rows]
 
     @functools.cached_property
     def _kept(self) -> Loads:

@@ -105,16 +105,15 @@ class Planner:
     def row(self, candidate: Strategy, savings: Savings = ANY) -> PlanRow:
         """Return, of ``candidate`` with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost
         about as much; the variant that misses by least where none does."""
-        best: _Fitting | None = None
+        tried: list[_Fitting] = []
         for tier in savings.tiers(candidate):
-            tried = [fitting for variant in tier if (fitting := self._least(variant)) is not None]
-            fits = [self._timed(fitting) for fitting in tried if not fitting.over_bytes]
-            if (fastest := best_of(fits)) is not None:
+            own = [fitting for variant in tier if (fitting := self._least(variant)) is not None]
+            if (fastest := best_of(self._timed(fitting) for fitting in own if fitting.fits)) is not None:
                 return fastest
-            best = min([*tried, *([best] if best else [])], key=lambda fitting: fitting.over_bytes, default=None)
-        if best is None:
+            tried = own + tried
+        if not tried:
             return PlanRow(candidate, refused=savings.refusal(candidate))
-        return self._timed(best)
+        return self._timed(min(tried, key=lambda fitting: fitting.over_bytes))
 
     def refined(self, rows: Sequence[PlanRow], savings: Savings = ANY) -> list[PlanRow]:
         """Return ``rows``, the best of each strategy that may come to be the best of all with the best choice of what
@@ -129,7 +128,7 @@ class Planner:
     def _refined(self, row: PlanRow, savings: Savings) -> PlanRow:
         candidate = savings.refined(dataclasses.replace(row.strategy, cuts=()))
         fitting = None if candidate is None else self._least(candidate)
-        if fitting is None or fitting.over_bytes:
+        if fitting is None or not fitting.fits:
             return row
         return best_of([row, self._timed(fitting)]) or row
 
@@ -138,9 +137,9 @@ class Planner:
         miss by less; None where it cannot run."""
         if candidate not in self._known:
             fitting = self._fitting(candidate, within=False)
-            if candidate.splits and (fitting is None or fitting.over_bytes):
+            if candidate.splits and (fitting is None or not fitting.fits):
                 within = self._fitting(candidate, within=True)
-                if within is not None and (fitting is None or within.over_bytes < fitting.over_bytes):
+                if within and (fitting is None or within.fits or within.over_bytes < fitting.over_bytes):
                     fitting = within
             self._known[candidate] = fitting
         return self._known[candidate]
@@ -176,23 +175,14 @@ class Planner:
         return None if fitting is None else self._timed(fitting)
 
     def _fitting(self, candidate: Strategy, within: bool) -> _Fitting | None:
-        """Return what ``candidate`` takes, which is known sooner than its time; None where no cuts fit as asked."""
+        """Return what ``candidate`` takes; None where no cuts fit as asked."""
         partition = self.cutting.partition(candidate, within=within)
         return None if partition is None else self._fitting_at(candidate, partition)
 
     def _fitting_at(self, candidate: Strategy, partition: Partition) -> _Fitting | None:
         """Return the same for stages that are given."""
         decided = self.cutting.decided(candidate, partition)
-        if decided is None:
-            return None
-        peaks = tuple(rank.total for rank in self.cutting.rank_bytes(decided, partition))
-        over = max(peaks) - self.cluster.usable_bytes
-        if decided.policy.moves and self.cluster.host_bytes < math.inf:
-            on_host = self.cutting.host_bytes(decided, partition)
-            # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
-            left = max(0, -over) if self.cluster.kind == "cpu" else 0
-            over = max(over, on_host - round(self.cluster.host_bytes) - left)
-        return _Fitting(decided, partition, peaks, max(0, over))
+        return None if decided is None else _Fitting(decided, partition, self.cutting)
 
     def _timed(self, fitting: _Fitting) -> PlanRow:
         step = self._forecast(fitting.strategy, fitting.partition)
@@ -214,7 +204,7 @@ class Planner:
     def limit(self, row: PlanRow) -> Limit:
         """Return what fills the fullest rank most, or the host where a row misses that by more."""
         strategy, partition = row.strategy, self.partition_of(row)
-        held = self.cutting.rank_bytes(strategy, partition)
+        held = [self.cutting.rank_bytes(strategy, partition, rank) for rank in range(strategy.depth)]
         fullest = max(range(len(held)), key=lambda rank: held[rank].total)
         if row.over_bytes > max(0, held[fullest].total - self.cluster.usable_bytes):
             return Limit("host", self.cutting.host_bytes(strategy, partition))
@@ -239,13 +229,39 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Fitting:
-    """A strategy with everything decided, its stages, and what its ranks take.
-
-    Attributes:
-        over_bytes: by how much the fullest rank misses the memory, or the host's.
-    """
+    """A strategy with everything decided, its stages, and what its ranks take, as far as that is asked for."""
 
     strategy: Strategy
     partition: Partition
-    peak_bytes: tuple[int, ...]
-    over_bytes: int
+    cutting: StageCache
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Known before all the rest where one of the first ranks takes too much."""
+        limit = self.cutting.cluster.usable_bytes
+        return all(self._peak(rank) <= limit for rank in range(self.strategy.depth)) and not self.over_bytes
+
+    @functools.cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        return tuple(map(self._peak, range(self.strategy.depth)))
+
+    @functools.cached_property
+    def over_bytes(self) -> int:
+        """By how much the fullest rank misses the memory, or the host's."""
+        cluster = self.cutting.cluster
+        over = max(self.peak_bytes) - cluster.usable_bytes
+        if self.strategy.policy.moves and cluster.host_bytes < math.inf:
+            on_host = self.cutting.host_bytes(self.strategy, self.partition)
+            # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
+            left = max(0, -over) if cluster.kind == "cpu" else 0
+            over = max(over, on_host - round(cluster.host_bytes) - left)
+        return max(0, over)
+
+    @functools.cached_property
+    def _peaks(self) -> dict[int, int]:
+        return {}
+
+    def _peak(self, rank: int) -> int:
+        if rank not in self._peaks:
+            self._peaks[rank] = self.cutting.rank_bytes(self.strategy, self.partition, rank).total
+        return self._peaks[rank]

@@ -62,7 +62,7 @@ class StageCache:
         blocks = block_cuts(task.graph) if len(places) > MANY else ()
         self._places = list(blocks) or places
         self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
-        self._partitions: dict[object, Partition] = {}
+        self._partitions: dict[object, Partition | None] = {}
         self._windows: dict[int, Windows] = {}
         self._memories: dict[int, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
@@ -112,7 +112,7 @@ class StageCache:
                     explain=False,
                 )
             except ValueError:
-                return None
+                self._partitions[key] = None
         return self._partitions[key]
 
     def decided(self, candidate: Strategy, partition: Partition) -> Strategy | None:
@@ -141,12 +141,18 @@ class StageCache:
             ahead = self._ahead(candidate)
             if self.least_bytes(candidate, partition) > self.cluster.usable_bytes:
                 return None
+            order = list(range(candidate.depth))
 
-            def taken(runs: Runs) -> int:
+            def fits(runs: Runs) -> bool:
                 under = candidate.under(chosen=runs, ahead=ahead)
-                return max(rank.total for rank in self.rank_bytes(under, partition))
+                for rank in order:
+                    if self.rank_bytes(under, partition, rank).total > self.cluster.usable_bytes:
+                        order.remove(rank)
+                        order.insert(0, rank)  # the next choice is nearly the same: asked first, it ends the search
+                        return False
+                return True
 
-            return runs_beside_offload(partition, taken, self.cluster.usable_bytes)
+            return runs_beside_offload(partition, fits)
         graph, costs = self.microbatch(self.tiles(candidate))
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
@@ -188,23 +194,25 @@ class StageCache:
             needed += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
         return max(needed)
 
-    def rank_bytes(self, candidate: Strategy, partition: Partition) -> list[RankBytes]:
-        """Return the bytes of the ranks of the first group; of any rank where each computes the whole model."""
-        stages = self._memory_of(candidate).kept(partition, candidate.policy)
+    def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
+        """Return the bytes of a rank of the first group; of any where each computes the whole model."""
+        memory, policy = self._memory_of(candidate), candidate.policy
         if not candidate.splits:
+            stage = memory.of_stage(partition, 0, policy)
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
-            return [whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stages[0])]
+            return whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stage)
         schedule, placement = schedule_of(candidate)
-        return rank_bytes(
+        (of_rank,) = rank_bytes(
             partition,
             placement,
-            schedule,
+            {rank: schedule[rank]},
             slots=self.task.slots,
             shard_optimizer=candidate.shard_optimizer,
             weights=weights_of(candidate, self.task.batch),
             device=self.cluster.kind,
-            stages=stages,
+            stages={stage: memory.of_stage(partition, stage, policy) for stage, _ in placement.held_by(rank)},
         )
+        return of_rank
 
     def host_bytes(self, candidate: Strategy, partition: Partition) -> int:
         """Return the bytes that the fullest rank of the first group takes on the host."""

@@ -71,10 +71,15 @@ def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: 
     return (add_recompute(schedule) if recompute else schedule), placement
 
 
-def weights_of(candidate: Strategy, batch: int) -> list[float]:
+def weights_of(candidate: Strategy, batch: int) -> tuple[float, ...]:
     """Return the weights of the first group's microbatches, 1 for the largest."""
-    sizes = list(map(len, split_batch(batch, candidate.m)))
-    return [sizes[i] / max(sizes) for i in share_of(0, candidate.groups, candidate.m)]
+    return _weights(batch, candidate.m, candidate.groups)
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(batch: int, m: int, groups: int) -> tuple[float, ...]:
+    sizes = list(map(len, split_batch(batch, m)))
+    return tuple(sizes[i] / max(sizes) for i in share_of(0, groups, m))
 
 
 def forecast_split(

@@ -76,3 +76,18 @@ def test_tiles_of_another_side_give_the_graph_of_a_model_that_is_followed_anew(
     assert (ours.graph.classes, ours.graph.whole) == (anew.graph.classes, anew.graph.whole)
     assert seen[1] == seen[2] != seen[0]
     assert first.at(96).trace(autocast) == ours.graph
+
+
+@pytest.mark.parametrize("model", ["resnet18", "unet_w4"])
+def test_some_sides_tell_the_graphs_of_those_between(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = Costs((LayerCost(1, 2, 1),), "test")
+
+    def graph_at(work: Workload) -> LayerGraph:
+        return work.task(1, lambda graph: lambda tiles: costs).graph
+
+    work = Workload(model, 1024, CLASSES)
+    for side in (1024, 512, 256, 128, 64, 2048):
+        graph_at(work.at(side))
+    anew = graph_at(Workload(model, 320, CLASSES))
+    monkeypatch.delattr("app.planning.workload.run_again")
+    assert graph_at(work.at(320)) == anew

@@ -54,7 +54,7 @@ def test_what_the_user_fixes_is_kept() -> None:
 
 def test_uneven_microbatches_weigh_what_they_hold() -> None:
     (candidate,) = [c for c in candidates(2, 5, names=["1f1b"], most_stages=9) if c.m == 3]
-    assert weights_of(candidate, 5) == [1.0, 1.0, 0.5]
+    assert weights_of(candidate, 5) == (1.0, 1.0, 0.5)
 
 
 def test_texts() -> None:

@@ -269,5 +269,5 @@ def test_no_choice_takes_less_than_the_least_bytes(name: str, shard: bool) -> No
             assert partition is not None
             decided = one.cutting.decided(tried, partition)
             assert decided is not None
-            taken = max(rank.total for rank in one.cutting.rank_bytes(decided, partition))
+            taken = max(one.cutting.rank_bytes(decided, partition, rank).total for rank in range(tried.depth))
             assert 0 < one.cutting.least_bytes(tried, partition) <= taken
