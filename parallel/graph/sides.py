@@ -80,6 +80,6 @@ def _filled(value: Any, numbers: Iterator[int]) -> Any:
         return next(numbers)
     if isinstance(value, tuple):
         return tuple(_filled(each, numbers) for each in value)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value)(*(_filled(getattr(value, field.name), numbers) for field in dataclasses.fields(value)))
     return value
