@@ -1,10 +1,11 @@
 """Periods of steps, each with one checkpoint or none, in turn, on the ranks that train.
 
-Takes a case as JSON holds it; gives seconds of every period, and what the checkpoints in two phases took.
+Takes a case as JSON holds it; gives seconds of every period, and how long each kind of checkpoint took to the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -21,6 +22,7 @@ from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine, build_optimizer
 from app.training.run_folder import RunFolder
+from benchmarks.checkpoint_stall.async_save import AsyncSave
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
@@ -41,25 +43,29 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     engine = engine_of(communicator, case)
     steps = itertools.count()
     parts = microbatches(engine, case)
-    folder = RunFolder(Path(case["folder"]))
-    with_none = functools.partial(_period, engine, parts, steps, case["every"])
-    found: dict[str, Any] = {kind: [] for kind in KINDS} | {"persist_s": []}
+    folder, kinds = RunFolder(Path(case["folder"])), case["kinds"]
+    found: dict[str, Any] = {kind: [] for kind in kinds} | {"persist_s": {kind: [] for kind in kinds}}
     device = torch.device("cpu")
     blocking = Checkpoints(
         CheckpointSettings(0, checkpoint_write="blocking"), folder.last, folder.best, engine, device, 0
     )
-    with Checkpoints(CheckpointSettings(0), folder.last, folder.best, engine, device, 0) as two_phase:
-        writers = {"none": None, "blocking": blocking, "two-phase": two_phase}
+    with contextlib.ExitStack() as stack:
+        two_phase = stack.enter_context(Checkpoints(CheckpointSettings(0), folder.last, folder.best, engine, device, 0))
+        writers: dict[str, Checkpoints | AsyncSave | None] = {
+            "none": None,
+            "blocking": blocking,
+            "two-phase": two_phase,
+        }
+        if "async-save" in kinds:
+            writers["async-save"] = stack.enter_context(contextlib.closing(AsyncSave(folder.path / "async", engine)))
         for round_number in range(1 + case["rounds"]):
             # Each comes after each other as often.
-            order = KINDS if round_number % 2 else KINDS[::-1]
-            for kind in order:
+            for kind in kinds if round_number % 2 else kinds[::-1]:
                 communicator.barrier()
-                parts_s, written_s = with_none(two_phase, writers[kind])
+                parts_s, written_s = _period(engine, parts, steps, case["every"], two_phase, writers[kind])
                 if round_number:  # in the first, memory is taken for the first time
                     found[kind].append(parts_s)
-                    if kind == "two-phase":
-                        found["persist_s"].append(written_s)
+                    found["persist_s"][kind].append(written_s)
         found["tuned"] = two_phase.every
     found["threads"] = torch.get_num_threads()
     found["bytes"] = folder.last.stat().st_size if communicator.rank == 0 else 0
@@ -73,7 +79,7 @@ def _period(
     steps: itertools.count[int],
     every: int,
     told: Checkpoints,
-    writer: Checkpoints | None,
+    writer: Checkpoints | AsyncSave | None,
 ) -> tuple[list[float], float]:
     """Seconds of each part, and until the step after which the checkpoint was on the disk."""
     begun_s = time.monotonic()
@@ -86,9 +92,10 @@ def _period(
         engine.step(parts, next(steps), LR)
         moments.append(time.monotonic())
         told.add_step(moments[-1] - moments[-2])
-        if not written_s and not told.busy:
+        if not written_s and not (writer and writer.busy):
             written_s = moments[-1] - begun_s
-    told.finish()
+    for each in {told, writer or told}:
+        each.finish()
     moments.append(time.monotonic())
     return [end - begin for begin, end in itertools.pairwise(moments)], written_s or moments[-1] - begun_s
 

@@ -5,7 +5,7 @@ one rank with all cores and with the model split over two. What is compared is t
 of what comes before the first step, of the first step, of the second, and so on: a machine that is slow for a moment
 makes one of them longer, and the median does not see it. Exit code 0 when what is asked was reached.
 
-    python -m benchmarks.checkpoint_stall.run [--every 10] [--rounds 5] [--quick] [--write]
+    python -m benchmarks.checkpoint_stall.run [--every 10] [--rounds 5] [--px 256] [--quick] [--async-save] [--write]
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Case:
     m: int = 4
     every: int = 10
     rounds: int = 5
+    kinds: tuple[str, ...] = KINDS
 
 
 def measured(case: Case) -> dict[str, Any]:
@@ -76,10 +77,40 @@ def row(case: Case, found: dict[str, Any]) -> list[str]:
         f"{usual_s(found, 'none') / case.every:.2f} s",
         *(f"{100 * added(found, kind):.1f} %" for kind in ("blocking", "two-phase")),
         *(f"{statistics.median(parts[0] for parts in found[kind]):.3f} s" for kind in ("blocking", "two-phase")),
-        f"{statistics.median(found['persist_s']):.2f} s",
+        f"{statistics.median(found['persist_s']['two-phase']):.2f} s",
         str(found["tuned"]),
         *map(periods, KINDS),
     ]
+
+
+def compare_async_save(case: Case) -> str:
+    """A table of our checkpoints in two phases beside torch's ``async_save``, on one rank."""
+    found = measured(dataclasses.replace(case, kinds=("none", "two-phase", "async-save")))
+    rows = []
+    for kind in ("two-phase", "async-save"):
+        between_s, first_s, *_ = (statistics.median(part) for part in zip(*found[kind], strict=True))
+        whole = [sum(parts) for parts in found[kind]]
+        without = [sum(parts) for parts in found["none"]]
+        each = sorted(one / other - 1 for one, other in zip(whole, without, strict=True))
+        rows.append(
+            (
+                kind,
+                f"{100 * added(found, kind):.1f} %",
+                f"{100 * each[0]:.1f} to {100 * each[-1]:.1f} %",
+                f"{between_s:.3f} s",
+                f"{first_s:.2f} s",
+                f"{statistics.median(found['persist_s'][kind]):.2f} s",
+            )
+        )
+    header = ("checkpoint", "adds", "period by period", "between steps", "step after it", "on the disk after")
+    about = (
+        f"{case.model}, {case.px} px, batch {case.batch}, {found['threads']} threads, "
+        f"{found['bytes'] / 2**20:.0f} MiB, "
+        f"step {usual_s(found, 'none') / case.every:.2f} s; {case.rounds} periods of {case.every} steps of each kind.\n"
+    )
+    return results(
+        "python -m benchmarks.checkpoint_stall.run --async-save --write", about, markdown_table(header, rows)
+    )
 
 
 HEADER = ("ranks", "training", "checkpoint", "step", "blocking adds", "two-phase adds", "blocking, between steps")
@@ -90,12 +121,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=10, help="steps of a period")
     parser.add_argument("--rounds", type=int, default=5, help="periods of each kind")
+    parser.add_argument("--px", type=int, default=256, help="side of the tiles")
     parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs, not what it costs")
+    parser.add_argument("--async-save", action="store_true", help="compare with torch's async_save instead")
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
-    size = {"every": arguments.every, "rounds": arguments.rounds}
+    size = {"every": arguments.every, "rounds": arguments.rounds, "px": arguments.px}
     if arguments.quick:
         size = {"model": "resnet18", "px": 64, "batch": 2, "m": 2, "every": 2, "rounds": 1}
+    if arguments.async_save:
+        text = compare_async_save(Case("single", 1, **size))
+        print(text)
+        if arguments.write:
+            write_results(README, text, "async_save")
+        return
     cases = [Case("single", 1, **size), Case("master", 2, **size)]
     found = [measured(case) for case in cases]
     table = markdown_table(HEADER, map(row, cases, found))

@@ -1,0 +1,90 @@
+"""Could the pipeline engine be the data-parallel one too? Its step with one stage a rank beside that over torch's DDP.
+
+Takes nothing; gives, for one and for four microbatches a rank, the median over rounds of how many times as many images
+per second the pipeline engine trains: gloo, two ranks of one thread, both engines in turn on the same tiles.
+
+    python -m benchmarks.engine.replicas [--model resnet18] [--tile 256] [--rounds 9]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.machine import measured_on
+from benchmarks.ranks import run_on_ranks
+from models.registry import build_model
+from parallel.build import assemble
+from parallel.comm.communicator import Communicator
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch, TrainingEngine
+from parallel.strategy import Strategy
+
+RANKS, LR, WARM_UP, STEPS = 2, 1e-4, 2, 2
+MICROBATCHES = (1, 4)
+"""Of a rank, one tile each."""
+
+
+def engines(communicator: Communicator, model: str, tile: int, m: int) -> dict[str, TrainingEngine]:
+    """Both, with the same weights; ``m`` microbatches of one tile over all ranks."""
+    torch.manual_seed(0)
+    module = build_model(model, classes=2).to(memory_format=torch.channels_last)
+    make_optimizer = functools.partial(torch.optim.AdamW, lr=LR)
+    replica, device = copy.deepcopy(module), torch.device("cpu")
+    torch_ddp = DataParallelEngine(
+        replica, F.cross_entropy, make_optimizer(replica.parameters()), communicator, batch=m, m=m
+    )
+    strategy = Strategy("gpipe" if m == communicator.world else "1f1b", communicator.world, 1, m)
+    shape = (1, 3, tile, tile)
+    staged = assemble(
+        module, F.cross_entropy, make_optimizer, communicator, strategy, shape=shape, batch=m, device=device
+    )
+    return {"torch DDP": torch_ddp, "engine": staged}
+
+
+def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of ``STEPS`` steps of each engine, by round."""
+    tile, m = argument["tile"], argument["each"] * communicator.world
+    contenders = engines(communicator, argument["model"], tile, m)
+    images = torch.randn(1, 3, tile, tile).contiguous(memory_format=torch.channels_last)
+    microbatches = [Microbatch(images, torch.zeros(1, dtype=torch.int64), tuple(images.shape))] * argument["each"]
+    rounds_s: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(WARM_UP + argument["rounds"]):
+        for name in list(contenders)[:: 1 if number % 2 else -1]:
+            communicator.barrier()
+            begun = time.perf_counter()
+            for step in range(STEPS):
+                contenders[name].step(microbatches, step, LR)
+            communicator.barrier()
+            if number >= WARM_UP:
+                rounds_s[name].append(time.perf_counter() - begun)
+    return rounds_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--tile", type=int, default=256, help="px")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    for each in MICROBATCHES:
+        rounds_s = run_on_ranks(RANKS, "benchmarks.engine.replicas:measure", {**vars(arguments), "each": each})[0]
+        ratios = [ddp / ours for ddp, ours in zip(rounds_s["torch DDP"], rounds_s["engine"], strict=True)]
+        step_s = {name: statistics.median(seconds) / STEPS for name, seconds in rounds_s.items()}
+        print(
+            f"{each} microbatches a rank: {statistics.median(ratios):.3f} times as fast "
+            f"({min(ratios):.3f} to {max(ratios):.3f}), steps of "
+            + ", ".join(f"{seconds:.3f} s ({name})" for name, seconds in step_s.items())
+        )
+    print(measured_on())
+
+
+if __name__ == "__main__":
+    main()
