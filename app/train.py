@@ -152,12 +152,12 @@ def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: RankPlace
     folder later, and torchrun may have told them another number."""
     import torch
 
-    found = torch.zeros(2, dtype=torch.int64)
+    attempt = torch.zeros(2, dtype=torch.int64)
     if placement.communicator.rank == 0:
         before = attempts_before(folder.attempts(), find_starter())
-        found = torch.tensor([before, _continued(config, folder, before).resume])
-    placement.communicator.broadcast(found)
-    before, resume = found.tolist()
+        attempt = torch.tensor([before, _continued(config, folder, before).resume])
+    placement.communicator.broadcast(attempt)
+    before, resume = attempt.tolist()
     return before, dataclasses.replace(config, resume=bool(resume))
 
 

@@ -66,23 +66,23 @@ class VerifyCommand:
         return "mpi" if launch.mpi else "gloo"
 
     def validate(self) -> list[str]:
-        found = strategy_faults(self.strategy)
+        faults = strategy_faults(self.strategy)
         for name, value in (("classes", self.classes), ("tile", self.tile), ("steps", self.steps)):
             if value is not None and value < 1:
-                found.append(f"--{name} must be at least 1; got {value}")
+                faults.append(f"--{name} must be at least 1; got {value}")
         if self.strategy.undecided and self.strategy.world > 1:
-            found.append("--parallel auto is for training, where it is planned: name the strategy to verify")
+            faults.append("--parallel auto is for training, where it is planned: name the strategy to verify")
         if self.strategy.runs_undecided:
-            found.append(
+            faults.append(
                 "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no "
                 "--developer recompute-runs: name the layers that are computed again, as a plan wrote them"
             )
         if self.strategy.precision == "bf16":
-            found.append("--precision bf16 rounds far more than strategies differ: leave it out")
+            faults.append("--precision bf16 rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
-            found.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.norm}")
+            faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.norm}")
         if self.strategy.over_torch and self.communicator == "threads":
-            found.append(
+            faults.append(
                 f"--parallel {self.strategy.name} talks over torch.distributed: leave --communicator threads out, or "
                 "use gloo"
             )
@@ -93,11 +93,11 @@ class VerifyCommand:
             or (self.communicator == "gloo" and started == "mpirun")
             or (self.communicator == "threads" and launch is not None)
         ):
-            found.append(
+            faults.append(
                 f"--communicator {self.communicator} does not fit ranks started by {started}: start mpi under mpirun, "
                 "gloo alone or under torchrun, threads alone"
             )
-        return found
+        return faults
 
 
 @dataclass(frozen=True)

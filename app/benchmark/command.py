@@ -104,48 +104,48 @@ class BenchCommand:
         )
 
     def validate(self) -> list[str]:
-        found = self.data.validate()
+        faults = self.data.validate()
         for name in ("tiles", "ranks", "strategies", "stages"):
             values = getattr(self, name)
             if (not values and name != "stages") or len(set(values)) < len(values):
-                found.append(f"--{name} takes one or more, each once; got {' '.join(map(str, values)) or 'none'}")
-        found += [
+                faults.append(f"--{name} takes one or more, each once; got {' '.join(map(str, values)) or 'none'}")
+        faults += [
             f"--{name} must be at least {least}; got {value}"
             for name, least in (("batch", 1), ("steps", WARM_UP + 1), ("repeats", 1))
             if (value := getattr(self, name)) < least
         ]
-        found += [
+        faults += [
             f"--{name} must be at least 1; got {value}"
             for name in ("tiles", "ranks")
             for value in getattr(self, name)
             if value < 1
         ]
-        found += [
+        faults += [
             f"--stages takes numbers of 2 or more that divide one of --ranks {' '.join(map(str, self.ranks))}; "
             f"got {depth}"
             for depth in self.stages
             if depth < 2 or all(ranks % depth for ranks in self.ranks)
         ]
         if self.microbatches is not None and not 1 <= self.microbatches <= self.batch:
-            found.append(f"--microbatches must be 1 to --batch {self.batch}; got {self.microbatches}")
+            faults.append(f"--microbatches must be 1 to --batch {self.batch}; got {self.microbatches}")
         if self.memory is not None and bytes_of(self.memory) is None:
-            found.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
+            faults.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
         if self.twin_steps < 0:
-            found.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
+            faults.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
         if not self.trial_timeout_s > 0:
-            found.append(f"--developer trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
+            faults.append(f"--developer trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
         for strategy in self.strategies:
             try:
                 parse_strategy(strategy)
             except ValueError as fault:
-                found.append(str(fault))
+                faults.append(str(fault))
         if find_launch() is not None:
-            found.append(
+            faults.append(
                 "app.bench starts the ranks of its runs itself: start it once, without torchrun, mpirun or srun"
             )
-        if not found and not self.cases():
-            found.append(
+        if not faults and not self.cases():
+            faults.append(
                 f"nothing to measure: single runs on one rank, everything else on several; got --ranks "
                 f"{' '.join(map(str, self.ranks))} and --strategies {' '.join(self.strategies)}"
             )
-        return found
+        return faults

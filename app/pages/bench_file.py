@@ -171,8 +171,8 @@ def _result(row: Any, number: int, path: Path) -> Result:
     )
 
 
-def _times(found: Mapping[str, Any]) -> Mapping[str, float]:
-    return {part: seconds for part in PARTS if (seconds := _number(found.get(part))) is not None and seconds >= 0}
+def _times(numbers: Mapping[str, Any]) -> Mapping[str, float]:
+    return {part: seconds for part in PARTS if (seconds := _number(numbers.get(part))) is not None and seconds >= 0}
 
 
 def _number(value: Any) -> float | None:
@@ -186,9 +186,9 @@ def _whole(value: Any) -> int | None:
 
 def _numbers(values: Any) -> tuple[float, ...]:
     """All of a list of numbers, () where one is missing: which rank it was of would be lost."""
-    found = [_number(value) for value in values] if isinstance(values, list) else []
-    known = tuple(value for value in found if value is not None)
-    return known if len(known) == len(found) else ()
+    numbers = [_number(value) for value in values] if isinstance(values, list) else []
+    known = tuple(value for value in numbers if value is not None)
+    return known if len(known) == len(numbers) else ()
 
 
 def _text(value: Any) -> str:

@@ -22,12 +22,12 @@ repeat; only: the baseline ran out of memory and another ran; baseline: no other
 against; none: nothing ran."""
 
 
-def lead(found: Sequence[RowGroup]) -> str:
+def lead(row_groups: Sequence[RowGroup]) -> str:
     """The main finding, counted over all groups."""
-    counts = Counter(verdict(group)[0] for group in found)
-    if not found:
+    counts = Counter(verdict(group)[0] for group in row_groups)
+    if not row_groups:
         return "Nothing was measured yet."
-    if counts["none"] == len(found):
+    if counts["none"] == len(row_groups):
         return "Nothing could be measured: no strategy ran on any of these tiles. Each row says why."
     held = counts["faster"] + counts["level"] + counts["slower"]
     parts = []
@@ -48,7 +48,7 @@ def lead(found: Sequence[RowGroup]) -> str:
     return " ".join(parts) or (alone if counts["baseline"] else unheld)
 
 
-def findings(found: Sequence[RowGroup], limit: int | None) -> dict[str, tuple[Table, list[str]]]:
+def findings(row_groups: Sequence[RowGroup], limit: int | None) -> dict[str, tuple[Table, list[str]]]:
     """Return for each model a table of sentences, one per tile side and ranks, and the limits of data parallelism."""
     headers = ("tile side", "ranks", "found")
     return {
@@ -56,7 +56,7 @@ def findings(found: Sequence[RowGroup], limit: int | None) -> dict[str, tuple[Ta
             Table(headers, [(f"{group.tile_px} px", str(group.ranks), sentence(group, limit)) for group in of_model]),
             list(data_parallel_limits(of_model)),
         )
-        for model, of_model in by_model(found).items()
+        for model, of_model in by_model(row_groups).items()
     }
 
 
@@ -101,10 +101,10 @@ def sentence(group: RowGroup, limit: int | None) -> str:
     return f"{best.strategy}: {_speed(best)}, {ratio} with {_speed(baseline)}; {why}."
 
 
-def data_parallel_limits(found: Sequence[RowGroup]) -> Iterator[str]:
+def data_parallel_limits(row_groups: Sequence[RowGroup]) -> Iterator[str]:
     """For each number of ranks: how far each whole-model strategy gets that runs out of memory."""
-    for ranks in sorted({group.ranks for group in found}):
-        of_ranks = [group for group in found if group.ranks == ranks]
+    for ranks in sorted({group.ranks for group in row_groups}):
+        of_ranks = [group for group in row_groups if group.ranks == ranks]
         largest: dict[int, list[str]] = {}
         for strategy in dict.fromkeys(one.strategy for group in of_ranks for one in group.unfit):
             fits = [group.tile_px for group in of_ranks for one in group.ran if one.strategy == strategy]
@@ -117,29 +117,29 @@ def data_parallel_limits(found: Sequence[RowGroup]) -> Iterator[str]:
             yield f"Of the tiles tried, on {_count(ranks, 'rank')}: {', '.join(parts)}."
 
 
-def figures(bench: Bench, found: Sequence[RowGroup]) -> list[Card]:
+def figures(bench: Bench, row_groups: Sequence[RowGroup]) -> list[Card]:
     """Cards: best ratio, what fits alone, rows by their end, duration."""
     cards = []
     ratios = [
         (times, best, group)
-        for group in found
+        for group in row_groups
         for kind, best in [verdict(group)]
         if kind in ("faster", "level", "slower") and best is not None
         if (times := times_baseline(best, group)) is not None
     ]
     if ratios:
-        times, best, group = max(ratios, key=lambda found: found[0])
+        times, best, group = max(ratios, key=lambda row_groups: row_groups[0])
         name = group.baseline.strategy if group.baseline else ""
         note = f"{best.strategy}, {group.model}, {group.tile_px} px, {group.ranks_text}"
         cards.append(Card("Best against the baseline", format_value(times, 3), f"× {name}", note))
     alone = [
         (group.tile_px, best)
-        for group in found
+        for group in row_groups
         for kind, best in [verdict(group)]
         if kind == "only" and best and not any(one.family == "whole" for one in group.ran)
     ]
     if alone:
-        tile, best = max(alone, key=lambda found: found[0])
+        tile, best = max(alone, key=lambda row_groups: row_groups[0])
         note = f"{best.strategy}, {best.model}, {format_value(best.speed, 3)} images/s"
         cards.append(Card("Largest tile beyond data parallelism", str(tile), "px", note))
     ends = Counter("measured" if one.ran else one.end for one in bench.results)

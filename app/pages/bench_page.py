@@ -31,20 +31,20 @@ def write_page(folder: Path) -> Path:
 
 def render(bench: Bench) -> str:
     """Return the page."""
-    found, limit = groups(bench.results), bench.limit_bytes
-    models = by_model(found)
+    row_groups, limit = groups(bench.results), bench.limit_bytes
+    models = by_model(row_groups)
     looks = {strategy: number for number, strategy in enumerate(dict.fromkeys(one.strategy for one in bench.results))}
-    shown, folded = timelines(found, bench.folder)
+    shown, folded = timelines(row_groups, bench.folder)
     what = (bench.created[:16].replace("T", " "), *dict.fromkeys(one.model for one in bench.results))
     return rendered(
         "bench.html.j2",
         what=[word for word in what if word],
-        lead=lead(found),
+        lead=lead(row_groups),
         odd_losses=odd_losses(bench),
-        cards=figures(bench, found),
-        models=findings(found, limit),
-        speed=(speed_keys(found), {model: speed_panels(rows) for model, rows in models.items()}),
-        memory=(memory_keys(found, limit), {model: memory_panels(rows, limit) for model, rows in models.items()}),
+        cards=figures(bench, row_groups),
+        models=findings(row_groups, limit),
+        speed=(speed_keys(row_groups), {model: speed_panels(rows) for model, rows in models.items()}),
+        memory=(memory_keys(row_groups, limit), {model: memory_panels(rows, limit) for model, rows in models.items()}),
         time=(time_keys(), {model: time_panels(rows) for model, rows in models.items()}),
         over_tiles={model: over_tiles(rows, looks) for model, rows in models.items()},
         over_ranks={model: over_ranks([o for o in bench.results if o.model == model], looks) for model in models},

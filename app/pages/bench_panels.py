@@ -40,27 +40,27 @@ SHORT = 110
 """Characters of a reason beside the bars; the whole of it is in the table."""
 
 
-def speed_panels(found: Sequence[RowGroup]) -> list[BarFigure]:
+def speed_panels(row_groups: Sequence[RowGroup]) -> list[BarFigure]:
     """Images per second, with the range of the repeats and the data-parallel baseline as a line."""
     return [
         BarFigure(f"{tile} px tiles", f"images per second, {_repeats(of_tile)}", [_speed_block(one) for one in of_tile])
-        for tile, of_tile in _by_tile(found)
+        for tile, of_tile in _by_tile(row_groups)
     ]
 
 
-def speed_keys(found: Iterable[RowGroup]) -> list[Key]:
+def speed_keys(row_groups: Iterable[RowGroup]) -> list[Key]:
     """What the bars of ``speed_panels`` look like."""
-    groups = list(found)
+    groups = list(row_groups)
     keys = _families(groups)
     if any(range_text(one) for group in groups for one in group.ran):
         keys.append(Key("lowest to highest repeat", "span"))
     return [*keys, Key("data-parallel baseline", "line")] if any(group.baseline for group in groups) else keys
 
 
-def memory_panels(found: Sequence[RowGroup], limit: int | None) -> list[BarFigure]:
+def memory_panels(row_groups: Sequence[RowGroup], limit: int | None) -> list[BarFigure]:
     """The most memory of each rank, one bar a rank, with the limit as a line; nothing where no row has any."""
     figures = []
-    for tile, of_tile in _by_tile(found):
+    for tile, of_tile in _by_tile(row_groups):
         results = [one for group in of_tile for one in group.results]
         if not any(one.counted or one.resident for one in results):
             continue
@@ -77,16 +77,16 @@ def memory_panels(found: Sequence[RowGroup], limit: int | None) -> list[BarFigur
     return figures
 
 
-def memory_keys(found: Iterable[RowGroup], limit: int | None) -> list[Key]:
+def memory_keys(row_groups: Iterable[RowGroup], limit: int | None) -> list[Key]:
     """What the bars of ``memory_panels`` look like."""
-    keys = _families(found)
+    keys = _families(row_groups)
     return keys if limit is None else [*keys, Key(f"limit of a rank, {bytes_text(limit)}", "limit")]
 
 
-def time_panels(found: Sequence[RowGroup]) -> list[BarFigure]:
+def time_panels(row_groups: Sequence[RowGroup]) -> list[BarFigure]:
     """A median step, cut into what its time goes into; nothing for tiles of which it is not known."""
     figures = []
-    for tile, of_tile in _by_tile(found):
+    for tile, of_tile in _by_tile(row_groups):
         blocks = [
             BarBlock(group.ranks_text, group.batch_text, tuple(_time_bar(one) for one in group.results if one.time))
             for group in of_tile
@@ -177,18 +177,18 @@ def _time_bar(one: Result) -> Bar:
     return Bar(name_of(one), format_duration(whole), (parts,), below=", ".join(shares))
 
 
-def _by_tile(found: Iterable[RowGroup]) -> Iterator[tuple[int, list[RowGroup]]]:
-    for tile, of_tile in itertools.groupby(found, key=lambda group: group.tile_px):
+def _by_tile(row_groups: Iterable[RowGroup]) -> Iterator[tuple[int, list[RowGroup]]]:
+    for tile, of_tile in itertools.groupby(row_groups, key=lambda group: group.tile_px):
         yield tile, list(of_tile)
 
 
-def _families(found: Iterable[RowGroup]) -> list[Key]:
-    there = {one.family for group in found for one in group.results if one.ran}
+def _families(row_groups: Iterable[RowGroup]) -> list[Key]:
+    there = {one.family for group in row_groups for one in group.results if one.ran}
     return [Key(text, "area", colour) for family, (colour, text) in FAMILIES.items() if family in there]
 
 
-def _repeats(found: Iterable[RowGroup]) -> str:
-    counts = {len(one.repeats) for group in found for one in group.results if one.repeats}
+def _repeats(row_groups: Iterable[RowGroup]) -> str:
+    counts = {len(one.repeats) for group in row_groups for one in group.results if one.repeats}
     return f"median of {max(counts)} repeats" if counts and max(counts) > 1 else "one repeat"
 
 

@@ -15,7 +15,7 @@ from app.pages.bench_groups import RowGroup
 from app.pages.charts import COLOURS, MARKERS, Chart, Event, Series, line_chart
 
 
-def over_tiles(found: Sequence[RowGroup], looks: dict[str, int]) -> list[Chart]:
+def over_tiles(row_groups: Sequence[RowGroup], looks: dict[str, int]) -> list[Chart]:
     """Two figures per number of ranks that ran on two tile sides or more: images/s, and megapixels/s.
 
     Args:
@@ -23,8 +23,8 @@ def over_tiles(found: Sequence[RowGroup], looks: dict[str, int]) -> list[Chart]:
         looks: strategy -> its place among all of the benchmark.
     """
     figures = []
-    for ranks in sorted({group.ranks for group in found}):
-        of_ranks = [group for group in found if group.ranks == ranks]
+    for ranks in sorted({group.ranks for group in row_groups}):
+        of_ranks = [group for group in row_groups if group.ranks == ranks]
         if len(of_ranks) < 2:
             continue
         sizes, events = [group.tile_px for group in of_ranks], _limits(of_ranks)
@@ -86,10 +86,10 @@ def over_ranks(results: Sequence[Result], looks: dict[str, int]) -> list[Chart]:
     return figures
 
 
-def _limits(found: Sequence[RowGroup]) -> list[Event]:
+def _limits(row_groups: Sequence[RowGroup]) -> list[Event]:
     """Where whole-model strategies run out of memory: those that do at the same tile on one line."""
     first: dict[str, int] = {}
-    for group in found:
+    for group in row_groups:
         for one in group.unfit:
             first.setdefault(one.strategy, group.tile_px)
     at: dict[int, list[str]] = {}

@@ -26,9 +26,9 @@ class Picture(NamedTuple):
     svg: str | None
 
 
-def timelines(found: Sequence[RowGroup], folder: Path) -> tuple[list[Picture], list[Picture]]:
+def timelines(row_groups: Sequence[RowGroup], folder: Path) -> tuple[list[Picture], list[Picture]]:
     """Return the pictures to be shown and those to be opened."""
-    drawn = [(group, one) for group in found for one in group.results if one.schedule_svg]
+    drawn = [(group, one) for group in row_groups for one in group.results if one.schedule_svg]
     counts = Counter((group.model, group.tile_px, group.ranks) for group, _ in drawn)
     fullest = {key[0]: key for key, _ in sorted(counts.items(), key=lambda entry: (entry[1], entry[0][1:]))}
     shown: list[Picture] = []

@@ -29,10 +29,10 @@ def class_table(predictions: Rows) -> Table:
         rows = [
             (
                 name.removeprefix("dice_"),
-                str(len(found)),
-                *(f"{f(found):.3f}" if found else "–" for f in (statistics.fmean, statistics.median, min, max)),
+                str(len(counted)),
+                *(f"{f(counted):.3f}" if counted else "–" for f in (statistics.fmean, statistics.median, min, max)),
             )
-            for name, found in values.items()
+            for name, counted in values.items()
         ]
         return Table(("class", "slides", "mean Dice", "median", "lowest", "highest"), rows, range(1, 6))
     labelled = [row for row in predictions if row.get("label") and not _unscored(row)]
@@ -115,13 +115,13 @@ def _unscored(row: Mapping[str, str]) -> bool:
 
 def _numbers(rows: Rows, *names: str) -> list[float]:
     """The values that are there."""
-    found = []
+    counted = []
     for cell in (row.get(name, "") for row in rows for name in names):
         try:
-            found.append(float(cell))
+            counted.append(float(cell))
         except ValueError:
             continue
-    return [value for value in found if not math.isnan(value)]
+    return [value for value in counted if not math.isnan(value)]
 
 
 def _cell(text: str) -> str:

@@ -79,24 +79,24 @@ class PlanCommand:
         return Savings(recompute, {"auto": (False, True), "none": (False,), "overlap": (True,)}[self.offload])
 
     def validate(self) -> list[str]:
-        found = [
+        faults = [
             f"--{name.replace('_', '-')} must be at least 1; got {value}"
             for name in ("tile", "classes", "ranks", "batch", "stages", "microbatches", "per_node")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        found += [
+        faults += [
             f"{flag} takes a size such as 512MiB or 16GiB; got {size!r}"
             for flag, size in (("--memory", self.memory), ("--host-memory", self.host_memory))
             if size is not None and bytes_of(size) is None
         ]
         if self.device_spec is None:
-            found += [
+            faults += [
                 f"{flag} is about a machine described by --device-spec; name the device too"
                 for flag, given in (("--per-node", self.per_node), ("--link", self.link), ("--network", self.network))
                 if given is not None
             ]
             if self.precision in ("tf32", "fp16"):
-                found.append(f"--precision {self.precision} is for --device-spec; this machine trains in fp32 or bf16")
+                faults.append(f"--precision {self.precision} is for --device-spec; this machine trains in fp32 or bf16")
         if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):
-            found.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
-        return found
+            faults.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
+        return faults

@@ -23,9 +23,9 @@ class CheckpointSettings:
     files are the same."""
 
     def validate(self) -> list[str]:
-        found = []
+        faults = []
         if self.checkpoint_every < 0:
-            found.append(f"--checkpoint-every must be at least 1 step, or 0 to be tuned; got {self.checkpoint_every}")
+            faults.append(f"--checkpoint-every must be at least 1 step, or 0 to be tuned; got {self.checkpoint_every}")
         if not 0 < self.checkpoint_overhead <= 1:
-            found.append(f"--developer checkpoint-overhead is a share, above 0 to 1; got {self.checkpoint_overhead:g}")
-        return found
+            faults.append(f"--developer checkpoint-overhead is a share, above 0 to 1; got {self.checkpoint_overhead:g}")
+        return faults

@@ -58,13 +58,13 @@ class SplitSettings:
     """Fraction of patients never looked at in this run, 0 to 0.9."""
 
     def validate(self) -> list[str]:
-        found = []
+        faults = []
         for name, value in (("--validation", self.validation), ("--test", self.test)):
             if not 0 <= value <= 0.9:
-                found.append(f"{name} is a fraction of the patients, 0 to 0.9; got {value:g}")
+                faults.append(f"{name} is a fraction of the patients, 0 to 0.9; got {value:g}")
         if self.validation + self.test >= 1:
-            found.append(f"--validation {self.validation:g} and --test {self.test:g} leave no slide to train on")
-        return found
+            faults.append(f"--validation {self.validation:g} and --test {self.test:g} leave no slide to train on")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class StreamSettings:
     and as much again while it is made; plans do not count on it. The numbers are the same."""
 
     def validate(self) -> list[str]:
-        found = []
+        faults = []
         if self.open_slides < 1:
-            found.append(f"--developer open-slides must be at least 1; got {self.open_slides}")
+            faults.append(f"--developer open-slides must be at least 1; got {self.open_slides}")
         if self.read_threads < 0:
-            found.append(f"--developer read-threads must be at least 0; got {self.read_threads}")
+            faults.append(f"--developer read-threads must be at least 0; got {self.read_threads}")
         if self.device_prefetch < 0:
-            found.append(f"--developer device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
+            faults.append(f"--developer device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
         if bytes_of(self.read_ahead) is None:
-            found.append(f"--developer read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
-        return found
+            faults.append(f"--developer read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
+        return faults
 
     @property
     def read_ahead_bytes(self) -> int:
@@ -135,16 +135,16 @@ class OptimizerSettings:
     """balanced: rarer classes of the training tiles count more in the loss."""
 
     def validate(self) -> list[str]:
-        found = []
+        faults = []
         if not self.lr > 0:
-            found.append(f"--lr must be above 0; got {self.lr:g}")
+            faults.append(f"--lr must be above 0; got {self.lr:g}")
         if not 0 <= self.momentum < 1:
-            found.append(f"--developer momentum must be within 0 and 1; got {self.momentum:g}")
+            faults.append(f"--developer momentum must be within 0 and 1; got {self.momentum:g}")
         if not self.weight_decay >= 0:
-            found.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
+            faults.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
         if self.warmup < 0:
-            found.append(f"--warmup must be at least 0 steps; got {self.warmup}")
-        return found
+            faults.append(f"--warmup must be at least 0 steps; got {self.warmup}")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class RunConfig:
 
     def validate(self) -> list[str]:
         """All faults that can be known from the settings alone; empty when there are none."""
-        found = [
+        faults = [
             *self.data.validate(),
             *self.split.validate(),
             *self.index.validate(),
@@ -216,15 +216,15 @@ class RunConfig:
             *self.checkpoint.validate(),
         ]
         if self.steps is not None and self.epochs is not None:
-            found.append(f"give --steps or --epochs, not both; got {self.steps} and {self.epochs:g}")
+            faults.append(f"give --steps or --epochs, not both; got {self.steps} and {self.epochs:g}")
         if self.steps is not None and self.steps < 1:
-            found.append(f"--steps must be at least 1; got {self.steps}")
+            faults.append(f"--steps must be at least 1; got {self.steps}")
         if self.epochs is not None and not self.epochs > 0:
-            found.append(f"--epochs must be above 0; got {self.epochs:g}")
+            faults.append(f"--epochs must be above 0; got {self.epochs:g}")
         if self.max_restarts < 0:
-            found.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
+            faults.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
-            found.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
+            faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
         if self.twin_steps < 0:
-            found.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
-        return found
+            faults.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
+        return faults

@@ -95,10 +95,10 @@ def expand_counts(text: str) -> Iterator[int]:
         ValueError: text of another form.
     """
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
             raise ValueError(f"tasks per node are written as 2(x3),1; Slurm gave {text!r} in its environment")
-        yield from [int(found[1])] * int(found[2] or 1)
+        yield from [int(match[1])] * int(match[2] or 1)
 
 
 def expand_hosts(text: str) -> Iterator[str]:
@@ -118,9 +118,9 @@ def _expand_name(name: str, text: str) -> Iterator[str]:
         return
     inside, _, after = rest.partition("]")
     for part in inside.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match:
             raise ValueError(f"hosts are written as a[01-03,7],b; Slurm gave {text!r} in its environment")
-        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
             for tail in _expand_name(after, text):
-                yield f"{before}{number:0{len(found[1])}d}{tail}"
+                yield f"{before}{number:0{len(match[1])}d}{tail}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from app.settings.gradient_faults import gradient_faults
-from app.settings.keeping_faults import keeping_faults
 from app.settings.launcher import find_launch
+from app.settings.policy_faults import policy_faults
 from app.settings.strategy import StrategySettings
 from parallel.schedule.registry import SCHEDULES
 
@@ -13,16 +13,16 @@ def strategy_faults(settings: StrategySettings) -> list[str]:
     """Return what is wrong with the settings, a line each, held against the number of ranks there are."""
     if settings.ranks < 1:
         return [f"--ranks must be at least 1; got {settings.ranks}"]
-    found = _division_faults(settings) + _option_faults(settings) + keeping_faults(settings) + gradient_faults(settings)
+    faults = _division_faults(settings) + _option_faults(settings) + policy_faults(settings) + gradient_faults(settings)
     if settings.memory is not None and settings.memory_bytes is None:
-        found.append(f"--memory takes a size such as 512MiB or 16GiB; got {settings.memory!r}")
+        faults.append(f"--memory takes a size such as 512MiB or 16GiB; got {settings.memory!r}")
     if settings.memory_excess == "stop" and settings.memory is None:
-        found.append("--developer memory-excess=stop holds a run against --memory; give that, too")
+        faults.append("--developer memory-excess=stop holds a run against --memory; give that, too")
     if not settings.timeout_s > 0:
-        found.append(f"--developer timeout-s must be above 0; got {settings.timeout_s:g}")
+        faults.append(f"--developer timeout-s must be above 0; got {settings.timeout_s:g}")
     if not settings.join_timeout_s > 0:
-        found.append(f"--developer join-timeout-s must be above 0; got {settings.join_timeout_s:g}")
-    return found
+        faults.append(f"--developer join-timeout-s must be above 0; got {settings.join_timeout_s:g}")
+    return faults
 
 
 def _division_faults(settings: StrategySettings) -> list[str]:
@@ -34,14 +34,14 @@ def _division_faults(settings: StrategySettings) -> list[str]:
 
 def _option_faults(settings: StrategySettings) -> list[str]:
     """Options that mean nothing under the strategy asked for."""
-    found = []
+    faults = []
     if not settings.splits:
         rule = (
             "--parallel auto chooses this itself: leave it out, or name the strategy"
             if settings.undecided
             else f"--parallel {settings.name} does not split it"
         )
-        found += [
+        faults += [
             f"{flag} is about a model split into stages; {rule}"
             for flag, given in (
                 ("--stages", settings.stages is not None and not settings.undecided),
@@ -53,56 +53,56 @@ def _option_faults(settings: StrategySettings) -> list[str]:
             if given
         ]
     if settings.chunks is not None and settings.name != "interleaved":
-        found.append(f"--developer chunks is for --parallel interleaved; got --parallel {settings.parallel}")
+        faults.append(f"--developer chunks is for --parallel interleaved; got --parallel {settings.parallel}")
     if settings.shard_optimizer == "pair" and not (settings.splits and SCHEDULES[settings.name].replicas == 2):
         pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
-        found.append(
+        faults.append(
             f"--developer shard-optimizer=pair needs two copies of the model ({pairs}); "
             f"got --parallel {settings.parallel}"
         )
     if settings.schedule is not None and not settings.schedule.is_file():
-        found.append(f"--developer schedule {settings.schedule} is not a file")
-    return found
+        faults.append(f"--developer schedule {settings.schedule} is not a file")
+    return faults
 
 
 def _open_faults(settings: StrategySettings) -> list[str]:
     """Of what limits the planner's choice."""
-    found = []
+    faults = []
     if settings.stages is not None and (settings.stages < 2 or settings.world % settings.stages):
-        found.append(
+        faults.append(
             f"--stages must be 2 or more and divide the number of ranks, {settings.world}; got {settings.stages}"
         )
     if settings.microbatches is not None and not 1 <= settings.microbatches <= settings.batch:
-        found.append(f"--microbatches must be 1 to --batch {settings.batch}; got {settings.microbatches}")
+        faults.append(f"--microbatches must be 1 to --batch {settings.batch}; got {settings.microbatches}")
     if settings.batch < 1:
-        found.append(f"--batch must be at least 1; got {settings.batch}")
-    return found
+        faults.append(f"--batch must be at least 1; got {settings.batch}")
+    return faults
 
 
 def _mesh_faults(settings: StrategySettings) -> list[str]:
-    found = []
+    faults = []
     if settings.name == "single" and settings.world > 1:
-        found.append(f"--parallel single uses one process; got {settings.world} ranks")
+        faults.append(f"--parallel single uses one process; got {settings.world} ranks")
     if settings.name == "fsdp" and settings.world < 2:
-        found.append(f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {settings.world}")
+        faults.append(f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {settings.world}")
     if settings.splits and settings.world < 2:
-        found.append(f"--parallel {settings.name} splits the model over 2 ranks or more; got --ranks {settings.world}")
+        faults.append(f"--parallel {settings.name} splits the model over 2 ranks or more; got --ranks {settings.world}")
     elif settings.splits and not 2 <= settings.depth <= settings.world:
-        found.append(f"--stages must be 2 to the number of ranks, {settings.world}; got {settings.depth}")
+        faults.append(f"--stages must be 2 to the number of ranks, {settings.world}; got {settings.depth}")
     elif settings.splits and settings.world % settings.depth:
-        found.append(
+        faults.append(
             f"{settings.world} ranks cannot be divided into groups of --stages {settings.depth}: "
             f"use {settings.world - settings.world % settings.depth} ranks, or other --stages"
         )
     if settings.chunks is not None and settings.chunks < 2:
-        found.append(f"--developer chunks must be at least 2; got {settings.chunks}")
+        faults.append(f"--developer chunks must be at least 2; got {settings.chunks}")
     launch = find_launch()
     if settings.over_torch and launch and launch.mpi:
-        found.append(
+        faults.append(
             f"--parallel {settings.name} is torch's own and talks over torch.distributed, not MPI; these ranks were "
             "started by an MPI launcher: start them with torchrun or --ranks, or use --parallel ddp"
         )
-    return found
+    return faults
 
 
 def _microbatch_faults(settings: StrategySettings) -> list[str]:

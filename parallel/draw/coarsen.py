@@ -189,24 +189,24 @@ def _repeats(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
         kind = graph.classes.get(parts[number].scope, "")
         return parent, "" if kind in PLAIN and not parent else kind
 
-    found = []
+    groups = []
     for (parent, kind), members in groupby(range(len(parts)), family):
         numbers = list(members)
         modules = {parts[number].scope for number in numbers}
         if kind and len(modules) > 1:
             called = parent if kind in PLAIN else kind.lstrip("_")
-            found.append(Group(numbers[0], numbers[-1], f"{len(modules)} × {called}"))
-    return tuple(found)
+            groups.append(Group(numbers[0], numbers[-1], f"{len(modules)} × {called}"))
+    return tuple(groups)
 
 
 def _in_blocks(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
     """Parts of each block that has several."""
     blocks = _with_ends(graph, find_blocks(graph))
-    found, number = [], 0
+    groups, number = [], 0
     for block, name in zip(blocks, _names(graph, blocks), strict=True):
         first = number
         while number < len(parts) and parts[number].start < block.stop:
             number += 1
         if number - first > 1:
-            found.append(Group(first, number - 1, name))
-    return tuple(found)
+            groups.append(Group(first, number - 1, name))
+    return tuple(groups)

@@ -74,12 +74,12 @@ def _arrow(wire: Wire) -> str:
 
 def _crossings(layout: Layout) -> list[tuple[float, float, float]]:
     """(y, left, right) of all that runs level."""
-    found = [(band.top, band.left, band.right) for band in layout.bands]
+    bounds = [(band.top, band.left, band.right) for band in layout.bands]
     for wire in layout.wires:
         for (ax, ay), (bx, by) in pairwise(wire.points):
             if ay == by:
-                found.append((ay, min(ax, bx), max(ax, bx)))
-    return found
+                bounds.append((ay, min(ax, bx), max(ax, bx)))
+    return bounds
 
 
 def _lane_words(wire: Wire, words: str, level: Sequence[tuple[float, float, float]]) -> Iterator[str]:

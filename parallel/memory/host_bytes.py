@@ -19,7 +19,7 @@ from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Of a stage and one microbatch of the traced size.
+    """What a stage holds on the host of one microbatch of the traced size.
 
     Attributes:
         kept: between its forward and its backward pass.
@@ -33,23 +33,23 @@ class HostBytes:
 
 
 def stage_host_bytes(
-    partition: Partition, policy: ActivationPolicy, found: Iterable[Piece] | None = None
+    partition: Partition, policy: ActivationPolicy, known: Iterable[Piece] | None = None
 ) -> list[HostBytes]:
-    """Of every stage.
+    """Return the bytes of every stage.
 
     Args:
-        found: what ``pieces`` gives for the graph, where it is known.
+        known: what ``pieces`` gives for the graph, where it is known.
     """
-    return [host_bytes_of(lives) for lives in lifetimes_of(partition, policy, found)]
+    return [host_bytes_of(lives) for lives in lifetimes_of(partition, policy, known)]
 
 
 def host_bytes_of(lives: Lifetimes) -> HostBytes:
-    """Of a stage whose pieces of memory live so."""
+    """Return the bytes of a stage whose pieces of memory live so."""
     return HostBytes(lives.host, lives.host_inputs, lives.host_again)
 
 
 def host_bytes(schedule: Schedule, stages: Sequence[HostBytes], weights: Sequence[float] | None = None) -> list[int]:
-    """Of every rank in ``schedule`` at the fullest moment of a step.
+    """Return the bytes of every rank in ``schedule`` at the fullest moment of a step.
 
     Args:
         schedule: compute-only, with recomputation where it is done, or lowered.

@@ -22,56 +22,51 @@ from parallel.memory.stage_bytes import StageBytes, stage_bytes, touched_by
 
 
 def kept_bytes(
-    partition: Partition, policy: ActivationPolicy, found: Iterable[Piece] | None = None
+    partition: Partition, policy: ActivationPolicy, known: Iterable[Piece] | None = None
 ) -> list[StageBytes]:
-    """Of every stage.
+    """Return the bytes of every stage.
 
     Args:
-        found: what ``pieces`` gives for the graph, where it is known.
+        known: what ``pieces`` gives for the graph, where it is known.
 
     Raises:
         ValueError: a chosen run of layers does not fit the model.
     """
-    found = pieces(partition.graph) if found is None else list(found)
-    plain = stage_bytes(partition, found)
+    known = pieces(partition.graph) if known is None else list(known)
+    plain = stage_bytes(partition, known)
     if policy.offload == "none" and not policy.segmented:
         return plain
-    stages = zip(plain, lifetimes_of(partition, policy, found), strict=True)
+    stages = zip(plain, lifetimes_of(partition, policy, known), strict=True)
     return [with_lifetimes(partition.graph, lives, stage) for stage, lives in stages]
 
 
 def lifetimes_of(
-    partition: Partition, policy: ActivationPolicy, found: Iterable[Piece] | None = None
+    partition: Partition, policy: ActivationPolicy, known: Iterable[Piece] | None = None
 ) -> list[Lifetimes]:
-    """Of every stage; arguments as ``kept_bytes``."""
-    touched = touched_by(partition, pieces(partition.graph) if found is None else found)
+    """Return the lifetimes of every stage; arguments as ``kept_bytes``."""
+    touched = touched_by(partition, pieces(partition.graph) if known is None else known)
     return [
         Lifetimes(own, passes_of(partition.graph, segments_of(partition, k, policy), own), policy)
         for k, own in enumerate(touched)
     ]
 
 
-def passes_of(graph: LayerGraph, segments: Sequence[Segment], found: Iterable[Piece]) -> Passes:
-    """Of a stage. Nobody asks for a segment that keeps nothing: what enters it is not held, and it is not computed
-    again. Nor is the loss, which is computed with the model's output, but in no segment."""
-    saved = {place for piece in found for place in piece.saved}
+def passes_of(graph: LayerGraph, segments: Sequence[Segment], touched: Iterable[Piece]) -> Passes:
+    """Return the passes of a stage. Nobody asks for a segment that keeps nothing: what enters it is not held, and it is
+    not computed again. Nor is the loss, which is computed with the model's output, but in no segment."""
+    saved = {position for piece in touched for position in piece.saved}
     last = len(graph.layers) - 1
-    parts: list[Segment] = []
-    for each in segments:
-        if each.recompute and each.start < last < each.stop:
-            parts += [Segment(each.start, last, True), Segment(last, each.stop, False)]
+    run: list[Segment] = []
+    for segment in segments:
+        if segment.recompute and segment.start < last < segment.stop:
+            run += [Segment(segment.start, last, True), Segment(last, segment.stop, False)]
         else:
-            parts.append(each)
-    return Passes(
-        [
-            replace(part, recompute=part.recompute and not saved.isdisjoint(range(part.start, part.stop)))
-            for part in parts
-        ]
-    )
+            run.append(segment)
+    return Passes([replace(s, recompute=s.recompute and not saved.isdisjoint(range(s.start, s.stop))) for s in run])
 
 
 def with_lifetimes(graph: LayerGraph, lives: Lifetimes, plain: StageBytes) -> StageBytes:
-    """Of a stage whose pieces of memory live so.
+    """Return the bytes of a stage whose pieces of memory live so.
 
     Args:
         plain: of the stage, when all is kept on the device.

@@ -36,10 +36,10 @@ class _Use:
 
 
 class Lifetimes:
-    """Of the pieces of one stage and microbatch.
+    """When each piece of memory of one stage and microbatch is there.
 
     Args:
-        found: pieces of memory; such that the stage's layers neither make nor keep nor use change nothing.
+        touched: pieces of memory; such that the stage's layers neither make nor keep nor use change nothing.
 
     Attributes:
         passes: as given.
@@ -52,7 +52,7 @@ class Lifetimes:
         host_again: there besides, at most: what a segment keeps that is computed again.
     """
 
-    def __init__(self, found: Iterable[Piece], passes: Passes, policy: ActivationPolicy) -> None:
+    def __init__(self, touched: Iterable[Piece], passes: Passes, policy: ActivationPolicy) -> None:
         self.spans: list[LiveRange] = []
         self.unkept: list[LiveRange] = []
         self.held = self.held_inputs = self.host = self.host_inputs = 0
@@ -62,7 +62,7 @@ class Lifetimes:
         self._smallest = policy.smallest
         self._journeys: list[Journey] = []
         self._host_again: Counter[int] = Counter()
-        for piece in found:
+        for piece in touched:
             self._take(piece)
         self.spans += on_device(self._journeys, policy.ahead, passes.turn)
         self.host_again = max(self._host_again.values(), default=0)
@@ -99,8 +99,8 @@ class Lifetimes:
                 self._make_again(size, use, moves)
 
     def _uses(self, piece: Piece) -> list[_Use]:
-        """By segment, in order."""
-        passes, found = self.passes, []
+        """Return the uses of a piece by segment, in order."""
+        passes, uses = self.passes, []
         places = {*piece.made, *piece.saved, *(use for _, use in piece.used)}
         numbers = {bisect.bisect(self._starts, place) - 1 for place in places if passes.start <= place < passes.stop}
         for number in sorted(numbers):
@@ -114,11 +114,11 @@ class Lifetimes:
             used = [min(use, stop - 1) for made, use in piece.used if start <= made < stop or start <= use < stop]
             last = stop - 1 if handed else max([begin, *here, *used])
             saved = sorted(place for place in piece.saved if start <= place < stop)
-            found.append(_Use(begin, last, tuple(saved), enters, segment.recompute))
-        return found
+            uses.append(_Use(begin, last, tuple(saved), enters, segment.recompute))
+        return uses
 
     def _hold(self, size: int, begin: int, last: int, entered: bool) -> None:
-        """On the device from position ``begin`` to moment ``last``."""
+        """Hold on the device from position ``begin`` to moment ``last``."""
         self.spans.append(LiveRange(self.passes.forth(begin), last, size))
         self.held += size
         self.held_inputs += size if entered else 0
@@ -140,7 +140,7 @@ class Lifetimes:
         self.host += self._leave(size, passes.forth(begin), passes.forth(last), passes.forth(packed), asked)
 
     def _make_again(self, size: int, use: _Use, moves: bool) -> None:
-        """In a segment that is computed again."""
+        """Hold what a segment that is computed again makes."""
         again, back = self.passes.again, self.passes.back
         begin, free = again[use.begin] + use.enters, again[use.last]  # at its first moment it has just been brought
         if not use.saved:

@@ -43,21 +43,21 @@ class Piece:
 
 
 def pieces(graph: LayerGraph) -> list[Piece]:
-    """All memory that layers make or keep, parameters and buffers left out."""
-    found: dict[int | str, Piece] = {}
+    """Return all memory that layers make or keep, parameters and buffers left out."""
+    by_key: dict[int | str, Piece] = {}
     held = [_value(layer) for layer in graph.layers]
     for position, layer in enumerate(graph.layers):
         for number, size in layer.saved:
-            piece = found.setdefault(number, Piece(size))
+            piece = by_key.setdefault(number, Piece(size))
             piece.bytes = max(piece.bytes, size)
             piece.saved.append(position)
         for key, size in held[position]:
-            found.setdefault(key, Piece(size)).made.append(maker(graph, position))
+            by_key.setdefault(key, Piece(size)).made.append(maker(graph, position))
         for name in layer.inputs:
             source = graph.position[name]
             for key, _ in held[source]:
-                found[key].used.append((maker(graph, source), position))
-    return list(found.values())
+                by_key[key].used.append((maker(graph, source), position))
+    return list(by_key.values())
 
 
 def maker(graph: LayerGraph, position: int) -> int:
@@ -180,15 +180,15 @@ def _hands_on(layer: Layer, size: int) -> bool:
 
 
 def running_bytes(spans: Sequence[LiveRange], start: int, stop: int) -> list[int]:
-    """Bytes that live at each position from ``start`` to ``stop``, not included."""
+    """Return the bytes that live at each position from ``start`` to ``stop``, not included."""
     change = [0] * (stop - start + 1)
     for span in spans:
         first, last = max(span.first, start), min(span.last, stop - 1)
         if first <= last:
             change[first - start] += span.bytes
             change[last - start + 1] -= span.bytes
-    total, found = 0, []
+    total, running = 0, []
     for each in change[:-1]:
         total += each
-        found.append(total)
-    return found
+        running.append(total)
+    return running

@@ -29,7 +29,7 @@ UNIT = 8
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Of one rank at the fullest moment of a step.
+    """What one rank takes at the fullest moment of a step.
 
     Attributes:
         activations: kept for backward passes to come, that under way included.
@@ -51,12 +51,12 @@ class RankBytes:
 
 
 def in_flight(schedule: Schedule, placement: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """By rank of the first group, the combinations of numbers of microbatches in flight that it comes to.
+    """Return, by rank of the first group, the combinations of numbers of microbatches in flight that it comes to.
 
     Returns:
         Of each rank those that no other one exceeds; a number for each stage the rank holds, in ascending order.
     """
-    found = []
+    combinations = []
     for rank in range(placement.depth):
         stages = sorted({stage for stage, _ in placement.held_by(rank)})
         now: Counter[int] = Counter()
@@ -68,8 +68,8 @@ def in_flight(schedule: Schedule, placement: Placement) -> tuple[tuple[tuple[int
                 reached[tuple(now[stage] for stage in stages)] = None
             elif action.kind is last:
                 now[action.stage] -= 1
-        found.append(tuple(one for one in reached if not any(_exceeds(other, one) for other in reached)))
-    return tuple(found)
+        combinations.append(tuple(n for n in reached if not any(_exceeds(other, n) for other in reached)))
+    return tuple(combinations)
 
 
 def _last(actions: Sequence[Action]) -> Kind:
@@ -92,7 +92,7 @@ def rank_bytes(
     device: str = "cpu",
     stages: Sequence[StageBytes] | Mapping[int, StageBytes] | None = None,
 ) -> list[RankBytes]:
-    """Of every rank in ``schedule``.
+    """Return the bytes of every rank in ``schedule``.
 
     Args:
         partition: of the graph of the largest microbatch and its loss.
@@ -122,7 +122,7 @@ def whole_bytes(
     policy: ActivationPolicy | None = None,
     stage: StageBytes | None = None,
 ) -> RankBytes:
-    """Of each rank where every rank computes the whole model: single, ddp and fsdp.
+    """Return the bytes of each rank where every rank computes the whole model: single, ddp and fsdp.
 
     DistributedDataParallel holds all gradients in buckets from the beginning, and those of microbatches before the last
     outside of them. Sharded, a rank gathers unit after unit, and holds gradients whole until the last microbatch.

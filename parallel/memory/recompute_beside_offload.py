@@ -17,7 +17,7 @@ from parallel.memory.segments import segments_of
 
 
 def runs_beside_offload(partition: Partition, fits: Callable[[Runs], bool]) -> Runs | None:
-    """Of all stages; None where not even without any the ranks take no more than they may.
+    """Return the runs of all stages; None where not even without any the ranks take no more than they may.
 
     Blocks with the largest values are given up first, and taken again where that turns out to fit.
 

@@ -39,7 +39,7 @@ def chosen_runs(
     device: str = "cpu",
     memory: StageMemory | None = None,
 ) -> Runs | None:
-    """Of all stages of a partition; None where no choice was found that fits.
+    """Return the runs of all stages of a partition; None where no choice was found that fits.
 
     Args:
         partition: of the graph of the largest microbatch and its loss.

@@ -61,7 +61,7 @@ def choose_recompute(
 
 
 class RecomputeSearch:
-    """For one stage and any budgets; arguments as of ``choose_recompute``. What plans take is remembered."""
+    """Searches for one stage and any budgets; arguments as of ``choose_recompute``. What plans take is remembered."""
 
     def __init__(
         self,
@@ -102,28 +102,28 @@ class RecomputeSearch:
 
     @property
     def least(self) -> Plan:
-        """Of segments of as many places each, those that take the fewest bytes."""
+        """Plans of segments of as many places each, that that take the fewest bytes."""
         return min(self._evenly(), key=self._bytes)
 
     def _planned(self, budget: float) -> Iterator[Plan]:
-        """Plans of the dynamic programme for budgets around the one asked for."""
-        parts = [1.0] if self._in_flight == 1 else [k / CAPS / self._in_flight for k in range(1, CAPS + 1)]
-        found = {part: plan for part in parts if (plan := self._solved(budget, part))}
-        yield from found.values()
-        if found:
-            parts = [min(found, key=lambda part: (self._bytes(found[part]) > budget, self.seconds(found[part])))]
-        for scale, part in itertools.product(SCALES, parts):
-            if plan := self._solved(scale * budget, part):
+        """Yield plans of the dynamic programme for budgets around the one asked for."""
+        shares = [1.0] if self._in_flight == 1 else [k / CAPS / self._in_flight for k in range(1, CAPS + 1)]
+        plans = {share: plan for share in shares if (plan := self._solved(budget, share))}
+        yield from plans.values()
+        if plans:
+            shares = [min(plans, key=lambda share: (self._bytes(plans[share]) > budget, self.seconds(plans[share])))]
+        for scale, share in itertools.product(SCALES, shares):
+            if plan := self._solved(scale * budget, share):
                 yield plan
 
-    def _solved(self, budget: float, part: float) -> Plan | None:
-        """The plan that holds at most ``part`` of the budget per microbatch."""
+    def _solved(self, budget: float, share: float) -> Plan | None:
+        """Return the plan that holds at most ``share`` of the budget per microbatch."""
         room = budget - self._in_flight * self._windows.inputs
-        cap = room * part
+        cap = room * share
         return _solve(self._windows, room - (self._in_flight - 1) * cap, cap) if room > 0 else None
 
     def _evenly(self) -> Iterator[Plan]:
-        """Segments of as many places each, all computed again, the last of them or not."""
+        """Yield segments of as many places each, all computed again, the last of them or not."""
         count = len(self._places) - 1
         for step in sorted({1, 2, 3, 5, 8, round(count**0.5), count}):
             bounds = list(pairwise([*self._places[:-1:step], self._places[-1]]))
@@ -131,19 +131,19 @@ class RecomputeSearch:
             yield tuple(Segment(*bound, bound != bounds[-1]) for bound in bounds)
 
     def _faster(self, plan: Plan, budget: float) -> Plan:
-        """``plan`` with a step to a neighbour again and again, as long as one is faster and fits."""
+        """Return ``plan`` with a step to a neighbour again and again, as long as one is faster and fits."""
         tries = TRIES
         while True:
             faster = [other for other in self._neighbours(plan) if self.seconds(other) < self.seconds(plan)]
             fits = (other for other in sorted(faster, key=self.seconds)[:tries] if self._bytes(other) <= budget)
             tries -= len(faster)
-            found = next(fits, None)
-            if found is None:
+            nearest = next(fits, None)
+            if nearest is None:
                 return plan
-            plan = found
+            plan = nearest
 
     def _smaller(self, plan: Plan, budget: float) -> Plan:
-        """Likewise, as long as one takes fewer bytes and none fits."""
+        """Return it likewise, as long as one takes fewer bytes and none fits."""
         while budget < self._bytes(plan) < CLOSE * budget:
             other = min(self._neighbours(plan), key=self._bytes)
             if self._bytes(other) >= self._bytes(plan):
@@ -152,31 +152,32 @@ class RecomputeSearch:
         return plan
 
     def _neighbours(self, plan: Plan) -> set[Plan]:
-        """Plans with one segment of another kind, or one place more, less or elsewhere at which a segment begins."""
-        places, found = self._places, []
+        """Return plans with one segment of another kind, or one place more, less or elsewhere at which a segment
+        begins."""
+        places, plans = self._places, []
         for k, segment in enumerate(plan):
             before, after = plan[:k], plan[k + 1 :]
             start, stop, again = segment.start, segment.stop, segment.recompute
-            found.append((*before, Segment(start, stop, not again), *after))
+            plans.append((*before, Segment(start, stop, not again), *after))
             first, last = places.index(start) + 1, places.index(stop) - 1
             for place in {places[at] for at in (first, (first + last) // 2, last) if first <= at <= last}:
                 for left, right in ((again, again), (again, not again), (not again, again)):
-                    found.append((*before, Segment(start, place, left), Segment(place, stop, right), *after))
+                    plans.append((*before, Segment(start, place, left), Segment(place, stop, right), *after))
             if after:
                 end, other = after[0].stop, after[0].recompute
-                found += [(*before, Segment(start, end, kind), *after[1:]) for kind in (False, True)]
+                plans += [(*before, Segment(start, end, kind), *after[1:]) for kind in (False, True)]
                 for place in (places[last], places[last + 2]):
                     if start < place < end:
                         moved = Segment(start, place, again), Segment(place, end, other)
-                        found.append((*before, *moved, *after[1:]))
-        return {_joined(each) for each in found}
+                        plans.append((*before, *moved, *after[1:]))
+        return {_joined(each) for each in plans}
 
     def seconds(self, plan: Plan) -> float:
-        """That computing it again takes."""
+        """Return the seconds that computing it again takes."""
         return float(sum(self._upto[s.stop] - self._upto[s.start] for s in plan if s.recompute))
 
     def _bytes(self, plan: Plan) -> int:
-        """What the stage takes at most."""
+        """Return the bytes that the stage takes at most."""
         if plan not in self._known:
             stage = self._memory.of_segments(plan, RULE)
             peak = max(stage.forward, stage.backward)
@@ -185,19 +186,19 @@ class RecomputeSearch:
 
 
 def _joined(plan: Iterable[Segment]) -> Plan:
-    """Neighbours that are kept are one segment."""
-    found: list[Segment] = []
+    """Return the plan with neighbours that are kept as one segment."""
+    joined: list[Segment] = []
     for segment in plan:
-        if found and not segment.recompute and not found[-1].recompute:
-            found[-1] = Segment(found[-1].start, segment.stop, False)
+        if joined and not segment.recompute and not joined[-1].recompute:
+            joined[-1] = Segment(joined[-1].start, segment.stop, False)
         else:
-            found.append(segment)
-    return tuple(found)
+            joined.append(segment)
+    return tuple(joined)
 
 
 def _solve(windows: SegmentWindows, limit: float, cap: float) -> Plan | None:
-    """The plan with the fewest seconds in which every segment's work and what is held before it take at most ``limit``,
-    and all that is held at most ``cap``.
+    """Return the plan with the fewest seconds in which every segment's work and what is held before it take at most
+    ``limit``, and all that is held at most ``cap``.
 
     ``least[j, LEVELS + l]`` is the fewest seconds of the segments up to place j that hold l units, so far.
     """

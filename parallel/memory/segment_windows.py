@@ -26,7 +26,7 @@ class SegmentWindows:
     """Entry [i, j] is for the layers from ``places[i]`` to ``places[j]``, not included; those with i >= j mean nothing.
 
     Args:
-        found: pieces of memory that the stage's layers make, keep or use.
+        touched: pieces of memory that the stage's layers make, keep or use.
         places: increasing positions, both ends of the stage among them.
         forward_s: of each layer of the graph.
 
@@ -39,13 +39,13 @@ class SegmentWindows:
     """
 
     def __init__(
-        self, graph: LayerGraph, found: Iterable[Piece], places: Sequence[int], forward_s: Sequence[float]
+        self, graph: LayerGraph, touched: Iterable[Piece], places: Sequence[int], forward_s: Sequence[float]
     ) -> None:
         self.places = tuple(places)
         self._at = np.asarray(places)
         start, stop = places[0], places[-1]
         again, kept, self.inputs = [], [], 0
-        for piece in found:
+        for piece in touched:
             if any(start <= use < stop and made < start for made, use in piece.used):
                 self.inputs += piece.bytes
                 continue
@@ -72,11 +72,11 @@ class SegmentWindows:
         included."""
         count = len(self.places)
         corners = np.zeros((count + 1, count + 1))
-        found = np.array([r for r in rectangles if r[0] <= r[1] and r[2] <= r[3]]).reshape(-1, 5)
-        top, left = (np.searchsorted(self._at, found[:, k]) for k in (0, 2))
-        bottom, right = (np.searchsorted(self._at, found[:, k], side="right") for k in (1, 3))
+        cells = np.array([r for r in rectangles if r[0] <= r[1] and r[2] <= r[3]]).reshape(-1, 5)
+        top, left = (np.searchsorted(self._at, cells[:, k]) for k in (0, 2))
+        bottom, right = (np.searchsorted(self._at, cells[:, k], side="right") for k in (1, 3))
         for row, column, sign in ((top, left, 1), (top, right, -1), (bottom, left, -1), (bottom, right, 1)):
-            np.add.at(corners, (row, column), sign * found[:, 4])
+            np.add.at(corners, (row, column), sign * cells[:, 4])
         return np.asarray(corners.cumsum(axis=0).cumsum(axis=1)[:-1, :-1])
 
 

@@ -37,25 +37,26 @@ def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> t
 
 
 def _places(graph: LayerGraph, rule: str) -> Sequence[int]:
-    """Positions at which segments begin."""
+    """Return the positions at which segments begin."""
     if rule == "block":
         return block_cuts(graph)
-    k, found, since = int(rule), [], 0
+    k, starts, since = int(rule), [], 0
     allowed = set(cut_positions(graph))
     for position, layer in enumerate(graph.layers):
         if since >= k and position in allowed:
-            found.append(position)
+            starts.append(position)
             since = 0
         since += layer.kind not in (INPUT, OUTPUT, "get_attr")
-    return found
+    return starts
 
 
 def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[int, int]]:
-    """(first position, position after the last) of each."""
+    """Return (first position, position after the last) of each."""
+    runs: list[tuple[int, int]]
     if (known := graph.remembered.get("runs")) is not None and known[0] is chosen:
-        runs: list[tuple[int, int]] = known[1]
+        runs = known[1]
         return runs
-    count, found = len(graph.layers), []
+    count, runs = len(graph.layers), []
     for first, last in chosen:
         if first not in graph.position or last not in graph.position:
             faults = [name for name in (first, last) if name not in graph.position]
@@ -63,15 +64,15 @@ def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[
         run = (graph.position[first], graph.position[last] + 1)
         if run[0] >= run[1] or not all(at in (0, count) or (2 <= at < count - 1 and graph.can_cut(at)) for at in run):
             raise ValueError(f"{first!r} to {last!r} cannot be computed again alone: no cut may fall there; plan anew")
-        found.append(run)
-    found.sort()
-    graph.remembered["runs"] = chosen, found  # the stages of a partition ask one after the other
-    return found
+        runs.append(run)
+    runs.sort()
+    graph.remembered["runs"] = chosen, runs  # the stages of a partition ask one after the other
+    return runs
 
 
 def _of_runs(start: int, stop: int, runs: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
-    """The runs within a stage, and what is kept between them. ``runs`` are in order."""
-    found, at = [], start
+    """Return the runs within a stage, and what is kept between them. ``runs`` are in order."""
+    segments, at = [], start
     for first, after in itertools.islice(runs, max(0, bisect.bisect(runs, (start, start)) - 1), None):
         if first >= stop:
             break
@@ -79,9 +80,9 @@ def _of_runs(start: int, stop: int, runs: Sequence[tuple[int, int]]) -> tuple[Se
         if first >= after:
             continue
         if at < first:
-            found.append(Segment(at, first, False))
-        found.append(Segment(first, after, True))
+            segments.append(Segment(at, first, False))
+        segments.append(Segment(first, after, True))
         at = after
     if at < stop:
-        found.append(Segment(at, stop, False))
-    return tuple(found)
+        segments.append(Segment(at, stop, False))
+    return tuple(segments)

@@ -27,7 +27,7 @@ NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class _Moments:
-    """As ``Passes``, by position behind the stage's first; ``again`` means nothing where nothing runs again."""
+    """What ``Passes`` says, by position behind the stage's first; ``again`` means nothing where nothing runs again."""
 
     turn: int
     end: int
@@ -36,19 +36,19 @@ class _Moments:
 
 
 class StageArrays:
-    """Of the layers from position ``start`` to ``stop``, not included.
+    """What the layers from position ``start`` to ``stop``, not included, hold under any choice of segments.
 
     Args:
-        found: pieces of memory that they make, keep or use.
+        touched: pieces of memory that they make, keep or use.
         plain: of the stage, when all is kept.
     """
 
-    def __init__(self, graph: LayerGraph, start: int, stop: int, found: Sequence[Piece], plain: StageBytes) -> None:
+    def __init__(self, graph: LayerGraph, start: int, stop: int, touched: Sequence[Piece], plain: StageBytes) -> None:
         self._start, self._stop, self._plain = start, stop, plain
         self._last_layer = len(graph.layers) - 1
         # An entry for each piece and each position of the stage at which it is made, kept or used, in this order.
         entries: list[tuple[int, int, bool, bool, int, int]] = []
-        for number, piece in enumerate(found):
+        for number, piece in enumerate(touched):
             makers: dict[int, int] = {}
             users: dict[int, int] = {}
             for made, use in piece.used:
@@ -65,20 +65,20 @@ class StageArrays:
         self._here = np.where(columns[2] > 0, self._at, NEVER)
         self._saved = np.where(columns[3] > 0, self._at, NEVER)
         self._first_maker, self._last_user = columns[4], columns[5]
-        self._bytes = np.array([piece.bytes for piece in found], dtype=np.int64)
+        self._bytes = np.array([piece.bytes for piece in touched], dtype=np.int64)
         self._entered = np.array(
-            [any(start <= use < stop and made < start for made, use in piece.used) for piece in found], dtype=bool
+            [any(start <= use < stop and made < start for made, use in piece.used) for piece in touched], dtype=bool
         )
-        self._sent = np.array([any(use >= stop for _, use in piece.used) for piece in found], dtype=bool)
-        self._counted = self._entered | np.array([any(p < stop for p in piece.made) for piece in found], dtype=bool)
+        self._sent = np.array([any(use >= stop for _, use in piece.used) for piece in touched], dtype=bool)
+        self._counted = self._entered | np.array([any(p < stop for p in piece.made) for piece in touched], dtype=bool)
         self._gradients = np.array(gradient_spans(graph, start, stop), dtype=np.int64).reshape(-1, 3).T
         self._params = np.array(graph.owned_bytes[start:stop], dtype=np.int64)
         keeping = np.zeros(stop - start + 1, dtype=np.int64)
-        keeping[1:][sorted({at - start for piece in found for at in piece.saved if start <= at < stop})] = 1
+        keeping[1:][sorted({at - start for piece in touched for at in piece.saved if start <= at < stop})] = 1
         self._keeping = keeping.cumsum()  # layers before a position that keep anything
 
     def stage_bytes(self, segments: Sequence[Segment]) -> StageBytes:
-        """Of the stage, whose layers ``segments`` cover."""
+        """Return the bytes of the stage, whose layers ``segments`` cover."""
         starts, stops, again = self._parts(segments)
         moments = _moments(starts, stops, again)
         # Runs of entries of one piece in one segment: a use.
@@ -133,7 +133,7 @@ class StageArrays:
         )
 
     def _parts(self, segments: Sequence[Segment]) -> tuple[Ints, Ints, Flags]:
-        """As ``passes_of``: first position, position after the last, and whether it runs again."""
+        """Return what ``passes_of`` does: first position, position after the last, and whether it runs again."""
         parts: list[tuple[int, int, bool]] = []
         for each in segments:
             if each.recompute and each.start < self._last_layer < each.stop:

@@ -18,7 +18,7 @@ from parallel.memory.liveness import LiveRange, Piece, gradient_spans, pieces, r
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Of a stage and one microbatch of the traced size.
+    """What a stage holds of one microbatch of the traced size.
 
     Attributes:
         parameters: of its layers.
@@ -44,21 +44,21 @@ class StageBytes:
     awaited: int
 
 
-def stage_bytes(partition: Partition, found: Iterable[Piece] | None = None) -> list[StageBytes]:
-    """Of every stage.
+def stage_bytes(partition: Partition, known: Iterable[Piece] | None = None) -> list[StageBytes]:
+    """Return the bytes of every stage.
 
     Args:
-        found: what ``pieces`` gives for the graph, where it is known.
+        known: what ``pieces`` gives for the graph, where it is known.
     """
     bounds = pairwise([*partition.starts, len(partition.graph.layers)])
-    touched = touched_by(partition, pieces(partition.graph) if found is None else found)
+    touched = touched_by(partition, pieces(partition.graph) if known is None else known)
     return [bytes_of_window(partition.graph, *bound, own) for bound, own in zip(bounds, touched, strict=True)]
 
 
-def touched_by(partition: Partition, found: Iterable[Piece]) -> list[list[Piece]]:
-    """By stage, the pieces of memory that its layers make, keep or use."""
+def touched_by(partition: Partition, all_pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Return, by stage, the pieces of memory that its layers make, keep or use."""
     touched: list[list[Piece]] = [[] for _ in partition.starts]
-    for piece in found:
+    for piece in all_pieces:
         places = {*piece.made, *piece.saved, *(use for _, use in piece.used)} - {-1}
         for stage in {bisect.bisect(partition.starts, place) - 1 for place in places}:
             touched[stage].append(piece)
@@ -66,14 +66,15 @@ def touched_by(partition: Partition, found: Iterable[Piece]) -> list[list[Piece]
 
 
 def window_bytes(graph: LayerGraph, start: int, stop: int) -> StageBytes:
-    """Of the layers from position ``start`` to ``stop``, not included, as a stage."""
+    """Return the bytes of the layers from position ``start`` to ``stop``, not included, as a stage."""
     return bytes_of_window(graph, start, stop, pieces(graph))
 
 
-def bytes_of_window(graph: LayerGraph, start: int, stop: int, found: Iterable[Piece]) -> StageBytes:
-    """As ``window_bytes``, from the pieces of memory that its layers make, keep or use; others change nothing."""
+def bytes_of_window(graph: LayerGraph, start: int, stop: int, touched: Iterable[Piece]) -> StageBytes:
+    """Return what ``window_bytes`` does, from the pieces of memory that its layers make, keep or use; others change
+    nothing."""
     inputs, forth, back, alone = [], [], [], []
-    for piece in found:
+    for piece in touched:
         inside = [made for made in piece.made if start <= made < stop]
         saved = [position for position in piece.saved if start <= position < stop]
         if any(start <= use < stop and made < start for made, use in piece.used):

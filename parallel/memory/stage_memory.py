@@ -23,7 +23,7 @@ Bound = tuple[int, int]
 
 
 class StageMemory:
-    """Of stages of ``graph``.
+    """What stages of ``graph`` hold, worked out once for each.
 
     Attributes:
         pieces: of the graph's memory.
@@ -44,7 +44,7 @@ class StageMemory:
         self._host: dict[object, HostBytes] = {}
 
     def kept(self, partition: Partition, policy: ActivationPolicy) -> list[StageBytes]:
-        """As ``kept_bytes``.
+        """Return what ``kept_bytes`` does.
 
         Raises:
             ValueError: a chosen run of layers does not fit the model.
@@ -59,35 +59,35 @@ class StageMemory:
         return self.of_segments(segments, policy)
 
     def host(self, partition: Partition, policy: ActivationPolicy) -> list[HostBytes]:
-        """As ``stage_host_bytes``."""
-        found = []
+        """Return what ``stage_host_bytes`` does."""
+        stages = []
         for stage in range(partition.depth):
             key = self._key(segments := segments_of(partition, stage, policy), policy)
             if key not in self._host:
                 self._work_out(key, segments, policy)
-            found.append(self._host[key])
-        return found
+            stages.append(self._host[key])
+        return stages
 
     def of_segments(self, segments: Sequence[Segment], policy: ActivationPolicy) -> StageBytes:
-        """Of the stage whose layers ``segments`` cover."""
+        """Return the bytes of the stage whose layers ``segments`` cover."""
         key = self._key(segments, policy)
         if key not in self._kept:
             self._work_out(key, segments, policy)
         return self._kept[key]
 
     def _key(self, segments: Sequence[Segment], policy: ActivationPolicy) -> object:
-        moves = (policy.offload, policy.smallest, policy.ahead) if policy.offload != "none" else None
+        moves = (policy.offload, policy.smallest, policy.ahead) if policy.moves else None
         return tuple(segments), moves
 
     def _work_out(self, key: object, segments: Sequence[Segment], policy: ActivationPolicy) -> None:
         bound = segments[0].start, segments[-1].stop
-        found = self.touched(bound)
-        if policy.offload == "none" and found:
+        touched = self.touched(bound)
+        if policy.offload == "none" and touched:
             if bound not in self._arrays:
-                self._arrays[bound] = StageArrays(self.graph, *bound, found, self.plain(bound))
+                self._arrays[bound] = StageArrays(self.graph, *bound, touched, self.plain(bound))
             self._kept[key], self._host[key] = self._arrays[bound].stage_bytes(segments), HostBytes(0, 0, 0)
             return
-        lives = Lifetimes(found, passes_of(self.graph, segments, found), policy)
+        lives = Lifetimes(touched, passes_of(self.graph, segments, touched), policy)
         self._kept[key] = with_lifetimes(self.graph, lives, self.plain(bound))
         self._host[key] = host_bytes_of(lives)
 

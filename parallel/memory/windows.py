@@ -137,11 +137,11 @@ class Windows:
     def _rows(self, rectangles: Iterable[Rectangle]) -> Matrix:
         """(P, layers): entry [i, p] for the window that begins at ``positions[i]`` and ends with layer p."""
         count = len(self.graph.layers)
-        found = np.array([r for r in rectangles if r[0] <= r[1] and r[2] <= r[3]], dtype=np.int64).reshape(-1, 5)
-        top = np.searchsorted(self._begin, found[:, 0])
-        bottom = np.searchsorted(self._begin, found[:, 1], side="right")
+        cells = np.array([r for r in rectangles if r[0] <= r[1] and r[2] <= r[3]], dtype=np.int64).reshape(-1, 5)
+        top = np.searchsorted(self._begin, cells[:, 0])
+        bottom = np.searchsorted(self._begin, cells[:, 1], side="right")
         corners = np.zeros((len(self.positions) + 1, count + 1), dtype=np.int64)
-        left, right, size = found[:, 2], found[:, 3] + 1, found[:, 4]
+        left, right, size = cells[:, 2], cells[:, 3] + 1, cells[:, 4]
         for row, sign in ((top, 1), (bottom, -1)):
             np.add.at(corners, (row, left), sign * size)
             np.add.at(corners, (row, right), -sign * size)
@@ -248,7 +248,7 @@ def _unsaved(piece: Piece) -> Iterator[Rectangle]:
 
 
 def _gradients(graph: LayerGraph) -> tuple[list[Rectangle], list[Rectangle]]:
-    """Of values made in the window, and of values received: these stay until the end."""
+    """Return the gradients of values made in the window, and of values received: these stay until the end."""
     spans = list(gradient_spans(graph))
     own = [(0, span.first, span.first, span.last, span.bytes) for span in spans]
     return own, [(span.first + 1, span.last, 0, span.last, span.bytes) for span in spans]

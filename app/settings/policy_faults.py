@@ -6,17 +6,17 @@ from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 
 
-def keeping_faults(asked: StrategySettings) -> list[str]:
+def policy_faults(asked: StrategySettings) -> list[str]:
     """Of recomputation and offload."""
-    found = []
+    faults = []
     if asked.recompute not in ("none", "stage", "block", "optimal") and not (
         asked.recompute.isdecimal() and int(asked.recompute) > 0
     ):
-        found.append(
+        faults.append(
             f"--recompute takes none, stage, block, optimal or a number of layers from 1; got {asked.recompute!r}"
         )
     if asked.name == "fsdp" and not asked.undecided:
-        found += [
+        faults += [
             f"{flag} is not for --parallel fsdp, whose parameters come and go: use ddp, or a strategy with stages"
             for flag, given in (
                 (f"--recompute {asked.recompute}", asked.recompute != "none"),
@@ -26,9 +26,9 @@ def keeping_faults(asked: StrategySettings) -> list[str]:
             if given
         ]
     if asked.recompute_runs and asked.recompute != "optimal":
-        found.append(f"--developer recompute-runs goes with --recompute optimal; got --recompute {asked.recompute}")
+        faults.append(f"--developer recompute-runs goes with --recompute optimal; got --recompute {asked.recompute}")
     if any(len(run.split(":")) != 2 for run in asked.recompute_runs.split(",") if run):
-        found.append(
+        faults.append(
             "--developer recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; "
             f"got {asked.recompute_runs!r}"
         )
@@ -37,7 +37,7 @@ def keeping_faults(asked: StrategySettings) -> list[str]:
         ("--developer offload-host", asked.offload_host),
     ):
         if text is not None and bytes_of(text) is None:
-            found.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
+            faults.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
         elif text is not None and asked.offload != "overlap":
-            found.append(f"{flag} is about --offload overlap; got --offload {asked.offload}")
-    return found
+            faults.append(f"{flag} is about --offload overlap; got --offload {asked.offload}")
+    return faults
