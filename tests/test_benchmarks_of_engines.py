@@ -21,6 +21,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.balances.run --quick", "resnet101, 64 px"),
         ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
         ("benchmarks.checkpoint_stall.run --quick", "(asked: 3.5%)"),
+        ("benchmarks.checkpoint_stall.run --async-save --quick", "step after it"),
     ],
 )
 def test_benchmark_runs(command: str, says: str) -> None:

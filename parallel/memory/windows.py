@@ -8,7 +8,7 @@ that begin behind its maker and end behind their first use of it. No torch here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -67,6 +67,13 @@ class Windows:
         self._begin = np.asarray(self.positions)
         self._end = self._begin - 1  # the last layer of a window that ends at a position; -1 picks nothing that counts
         self._seconds = np.asarray(seconds, dtype=np.float64)
+        self._remembered: dict[object, npt.NDArray[np.float64]] = {}
+
+    def remembered(self, key: object, make: Callable[[], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+        """What ``make`` gave the first time: a matrix that follows from the windows and ``key``."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        return self._remembered[key]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -155,7 +162,7 @@ class _Some(Windows):
     """Entries of all windows: what a window costs does not depend on where others begin."""
 
     def __init__(self, windows: Windows, positions: Sequence[int]) -> None:
-        self.graph, self.positions = windows.graph, tuple(positions)
+        self.graph, self.positions, self._remembered = windows.graph, tuple(positions), {}
         self._windows, chosen = windows, np.searchsorted(windows.positions, self.positions)
         assert tuple(windows._begin[chosen]) == self.positions, self.positions
         self._chosen = np.ix_(chosen, chosen)

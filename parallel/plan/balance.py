@@ -11,9 +11,8 @@ close around the best cuts. With no more places than that the result is exact, t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -143,9 +142,6 @@ class _Problem:
     memory: MemoryRule | None
     paired: bool
     explain: bool
-    _loads: dict[float, Loads] = field(default_factory=dict)
-    _fixed: dict[tuple[float, bool], Loads] = field(default_factory=dict)
-    """Bytes however many microbatches are in flight, by those for each of the parameters, and whether it computes."""
 
     def solve(self, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
         """Return the load of the slowest rank, and the positions where stages begin.
@@ -153,7 +149,7 @@ class _Problem:
         Args:
             known: positions where stages of pairs may begin.
         """
-        travels = (self.windows.received_bytes + self.windows.returned_bytes).astype(np.float64)
+        travels = self._travels
         if self.paired:
             pairs = [self._pair(k) for k in range((self.stages + 1) // 2)]
             index = {position: n for n, position in enumerate(self.windows.positions)}
@@ -165,12 +161,19 @@ class _Problem:
             raise ValueError(self._too_small(travels) if self.explain else "no such stages fit the memory")
         return load, [self.windows.positions[cut] for cut in cuts]
 
+    @property
+    def _travels(self) -> Loads:
+        """Bytes that a window receives, and gives back."""
+        windows = self.windows
+        return windows.remembered(
+            "travels", lambda: (windows.received_bytes + windows.returned_bytes).astype(np.float64)
+        )
+
     def _seconds(self, speed: float) -> Loads:
-        if speed not in self._loads:
-            windows = self.windows
-            load = windows.seconds / speed + self.link_s * (windows.received_bytes + windows.returned_bytes)
-            self._loads[speed] = _only_windows(load)
-        return self._loads[speed]
+        def load() -> Loads:
+            return _only_windows(self.windows.seconds / speed + self.link_s * self._travels)
+
+        return self.windows.remembered(("seconds", speed, self.link_s), load)
 
     def _stage(self, stage: int, rows: slice) -> Loads:
         load = self._seconds(self.speeds[stage % len(self.speeds)])[rows]
@@ -195,20 +198,25 @@ class _Problem:
 
     def _bytes(self, in_flight: int, per_parameter: float, rows: slice = EVERY, *, computing: bool) -> Loads:
         """Return the bytes of windows that begin at some of the places; infinite where they would end before."""
-        key = per_parameter, computing
-        if key not in self._fixed:
-            fixed = per_parameter * self.windows.param_bytes
-            self._fixed[key] = _only_windows((fixed + self._passing if computing else fixed).astype(np.float64))
-        return self._fixed[key][rows] + in_flight * self._kept[rows]
 
-    @functools.cached_property
+        def fixed() -> Loads:
+            own = per_parameter * self.windows.param_bytes
+            return _only_windows((own + self._passing if computing else own).astype(np.float64))
+
+        key = ("fixed", per_parameter, computing, self.memory is not None and self.memory.recompute)
+        return self.windows.remembered(key, fixed)[rows] + in_flight * self._kept[rows]
+
+    @property
     def _kept(self) -> Loads:
         """Bytes that each window keeps of a microbatch in flight."""
         assert self.memory is not None
-        windows = self.windows
-        return (windows.entered_bytes if self.memory.recompute else windows.kept_bytes).astype(np.float64)
+        windows, recompute = self.windows, self.memory.recompute
+        return windows.remembered(
+            ("kept", recompute),
+            lambda: (windows.entered_bytes if recompute else windows.kept_bytes).astype(np.float64),
+        )
 
-    @functools.cached_property
+    @property
     def _passing(self) -> Loads:
         """Bytes that live besides in each window while it is computed."""
         return self.windows.peak_bytes - self._kept
