@@ -125,8 +125,8 @@ BUDGETS = [
     Budget("checkpoint stall in two phases, one per 10 steps", "checkpoint_stall", checkpoint_stall, 0.035, False),
     Budget("checkpoint stall, blocking, one per 100 steps", "engine", lambda r: r["checkpoint_stall"], 0.035, False),
     Budget("a plan of ResNet-1001-v2 for 1,024 ranks, s", "plan_speed", planning("1024-ranks"), 20, False),
-    Budget("the largest tile of ResNet-50 on 4 ranks, s", "plan_speed", planning("largest-tile"), 30, False),
-    Budget("the largest tile of ResNet-50 in 2 GiB here, s", "plan_speed", planning("largest-tile-here"), 30, False),
+    Budget("the largest tile of ResNet-50 on 4 ranks, s", "plan_speed", planning("largest-tile"), 15, False),
+    Budget("the largest tile of ResNet-50 in 2 GiB here, s", "plan_speed", planning("largest-tile-here"), 15, False),
 ]
 
 

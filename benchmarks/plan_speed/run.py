@@ -28,7 +28,7 @@ PLANS = {
     "largest-tile-here": "--model resnet50 --tile 1024 --batch 4 --memory 2GiB --largest-tile",
 }
 """Name -> arguments of app.plan."""
-BUDGETS_S = {"1024-ranks": 20.0, "largest-tile": 30.0, "largest-tile-here": 30.0}
+BUDGETS_S = {"1024-ranks": 20.0, "largest-tile": 15.0, "largest-tile-here": 15.0}
 """Seconds by the clock that a user may wait, on a machine with nothing else to do."""
 
 

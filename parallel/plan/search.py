@@ -22,7 +22,7 @@ from parallel.plan.limit import Limit, limit_of
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.savings import ANY, Savings
 from parallel.plan.stages import StageCache, slower_link
-from parallel.plan.step_time import StepTime, forecast_split, forecast_whole, schedule_of, weights_of
+from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
 from parallel.strategy import Strategy
@@ -107,13 +107,30 @@ class Planner:
         about as much; the variant that misses by least where none does."""
         tried: list[_Fitting] = []
         for tier in savings.tiers(candidate):
-            own = [fitting for variant in tier if (fitting := self._least(variant)) is not None]
-            if (fastest := best_of(self._timed(fitting) for fitting in own if fitting.fits)) is not None:
+            own, fastest = [], None
+            for variant in tier:
+                if (fastest and not self._may_beat(variant, fastest)) or (fitting := self._least(variant)) is None:
+                    continue
+                own.append(fitting)
+                if fitting.fits:
+                    fastest = best_of([row for row in (fastest, self._timed(fitting)) if row])
+            if fastest is not None:
                 return fastest
             tried = own + tried
         if not tried:
             return PlanRow(candidate, refused=savings.refusal(candidate))
         return self._timed(min(tried, key=lambda fitting: fitting.over_bytes))
+
+    def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:
+        """Return False where moving what is kept takes ``candidate`` longer than ``row``, however the model is cut."""
+        share = candidate.m // candidate.groups
+        if candidate.policy.recompute != "none" or not row.images_per_second or share >= LONG * candidate.depth:
+            return True
+        costs, moved_s = self.cutting.microbatch(self.cutting.tiles(candidate))[1], self.cutting.moved_s(candidate)
+        join = max if self.cluster.kind == "cuda" else sum
+        passes_s = (sum(cost.forward_s for cost in costs.layers), sum(cost.backward_s for cost in costs.layers))
+        least_s = sum(weights_of(candidate, self.task.batch)) * sum(join((s, moved_s)) for s in passes_s)
+        return self.task.batch * candidate.depth > row.images_per_second * least_s
 
     def refined(self, rows: Sequence[PlanRow], savings: Savings = ANY) -> list[PlanRow]:
         """Return ``rows``, the best of each strategy that may come to be the best of all with the best choice of what

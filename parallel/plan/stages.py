@@ -22,7 +22,7 @@ from parallel.graph.nominal_cost import equal_cost
 from parallel.graph.partition import Partition, cut_positions
 from parallel.graph.scale import with_tiles
 from parallel.memory.host_bytes import host_bytes
-from parallel.memory.policy import MIB
+from parallel.memory.policy import MIB, SMALLEST
 from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.memory.recompute_beside_offload import runs_beside_offload
 from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
@@ -66,6 +66,7 @@ class StageCache:
         self._windows: dict[int, Windows] = {}
         self._memories: dict[int, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
+        self._moved_s: dict[int, float] = {}
 
     @property
     def most_stages(self) -> int:
@@ -235,6 +236,16 @@ class StageCache:
             beside=self.cluster.kind == "cuda",
             memory=self._memory_of(candidate),
         )
+
+    def moved_s(self, candidate: Strategy) -> float:
+        """Return the seconds that copies of all that a microbatch keeps take at least, each way, with nothing computed
+        again."""
+        tiles = self.tiles(candidate)
+        if tiles not in self._moved_s:
+            pieces = self._memory_of(candidate).pieces
+            moved = sum(piece.bytes for piece in pieces if piece.saved and piece.bytes >= SMALLEST)
+            self._moved_s[tiles] = moved / self.cluster.copy_bandwidth
+        return self._moved_s[tiles]
 
     def _memory_of(self, candidate: Strategy) -> StageMemory:
         tiles = self.tiles(candidate)

@@ -271,3 +271,14 @@ def test_no_choice_takes_less_than_the_least_bytes(name: str, shard: bool) -> No
             assert decided is not None
             taken = max(one.cutting.rank_bytes(decided, partition, rank).total for rank in range(tried.depth))
             assert 0 < one.cutting.least_bytes(tried, partition) <= taken
+
+
+@pytest.mark.parametrize("copies", [1e6, 1e7, 1e8, 1e9])
+@pytest.mark.parametrize("memory", [60 * MIB, 130 * MIB, 260 * MIB])
+def test_what_takes_too_long_to_move_is_left_out_of_no_answer(
+    memory: int, copies: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list(candidates(4, 9, names=NAMES, most_stages=12))
+    quick = [planner(memory, 9, copies=copies).row(candidate) for candidate in given]
+    monkeypatch.setattr(Planner, "_may_beat", lambda *_: True)
+    assert quick == [planner(memory, 9, copies=copies).row(candidate) for candidate in given]
