@@ -94,8 +94,8 @@ FAULTS = (
     Fault(
         "batch norm counts recomputed passes",
         "parallel/stage/stage.py",
-        "with self.statistics.frozen(), self._updated.as_of(flight.buffers):",
-        "with self._updated.as_of(flight.buffers):",
+        "with self.statistics.frozen(), self._updated.as_of(microbatch.buffers):",
+        "with self._updated.as_of(microbatch.buffers):",
         ("tests/parallel/engine/test_engine.py",),
     ),
     Fault(

@@ -29,6 +29,9 @@ LINE_EVERY_S = 10.0
 LINE_CELLS = 80
 """Without a terminal: a line of slides is this long at most."""
 
+FAILED_SHOWN = 10
+"""As many slides that failed are told of with the reason as soon as they do; the log has all."""
+
 NAME_CELLS = 12
 """A slide's name that would have to be shorter is left out."""
 
@@ -48,7 +51,8 @@ def shortened(name: str, cells: int) -> str:
 
 
 class IndexProgress:
-    """Slides that were indexed: one line that changes on a terminal, now and then a line elsewhere.
+    """Slides that were indexed: one line that changes on a terminal, now and then a line elsewhere. The first that
+    failed stay, each on a line of its own.
 
     Args:
         say: takes every other line.
@@ -67,6 +71,8 @@ class IndexProgress:
             self._say(told)
             return
         self._failed += told.failed
+        if told.failed and self._failed <= FAILED_SHOWN:
+            self._console.print(Text(str(told)), soft_wrap=True)
         now = time.monotonic()
         elapsed_s = now - self._begun_s
         failed = f", {self._failed} failed" if self._failed else ""

@@ -130,7 +130,7 @@ class ScheduleError(ValueError):
         super().__init__("\n".join([*lines, format_grid(schedule, mark, AROUND)]))
 
 
-AROUND = 4
+AROUND_FAULT = 4
 """Cells of the grid shown on each side of the failing one."""
 
 _DOES = {
@@ -190,4 +190,4 @@ def describe_fault(
     action = schedule[rank][position]
     replicas = any(other.replica for actions in schedule.values() for other in actions)
     head += f" in {action}: {describe_action(action, replicas)}" + (f", {shapes}" if shapes else "")
-    return "\n".join(filter(None, (head, advice, format_grid(schedule, mark=(rank, position), around=AROUND))))
+    return "\n".join(filter(None, (head, advice, format_grid(schedule, mark=(rank, position), around=AROUND_FAULT))))

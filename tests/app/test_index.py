@@ -26,7 +26,9 @@ def test_a_folder_is_indexed(slides, tmp_path, capsys):
     printed = capsys.readouterr().out
     table = TileTable.load(out / "tiles.parquet")
     assert (table.settings.tile, table.settings.stride) == (512, 256)
-    assert re.match(rf"2 slides in {slides}\nindexed 2 slides in 0:\d\d:\d\d, 1 failed\n", printed)
+    assert re.match(
+        rf"2 slides in {slides}\n\d/2  text: failed at open: .*\nindexed 2 slides in 0:\d\d:\d\d, 1 failed\n", printed
+    )
     logged = (out / "run.log").read_text()
     assert "/2  a: " in logged
     assert "/2  text: failed at open: " in logged

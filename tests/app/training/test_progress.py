@@ -46,10 +46,19 @@ def test_elsewhere_a_line_comes_now_and_then_and_at_the_end(
     printed = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in printed] == [
         "indexing: 2/6 slides, 12/min, 0:00:20 left",
+        "4/6",
         "indexing: 5/6 slides, 15/min, 0:00:04 left, 1 failed",
     ]
-    assert all(len(line) <= 80 and "000…000" in line for line in printed)
+    assert all(len(line) <= 80 and "000…000" in line for line in (printed[0], printed[2]))
+    assert printed[1] == f"4/6  {NAMES[3]}: 13 tiles"
     assert said == ["3 slides are there already", "indexed 6 slides in 0:00:24, 1 failed"]
+
+
+def test_only_the_first_slides_that_fail_fill_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexProgress(lambda line: None) as progress:
+        for k in range(1, 100):
+            progress(SlideDone(k, 100, f"slide_{k}", "failed at open: empty", True))
+    assert len(capsys.readouterr().out.splitlines()) == module.FAILED_SHOWN
 
 
 @pytest.mark.parametrize("width", [40, 80])
