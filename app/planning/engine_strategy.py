@@ -46,4 +46,5 @@ def keeping_of(asked: StrategySettings, device: torch.device, smallest: int = SM
         host_bytes=bytes_of(asked.offload_host) if asked.offload_host else None,
         optimizer=asked.offload_state != "none",
         parameters=asked.offload_state == "parameters",
+        stream=asked.stream_px,
     )

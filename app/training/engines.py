@@ -29,6 +29,7 @@ from parallel.offload.host_optimizer import HostOptimizer
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.stage import Loss
+from parallel.streaming.streamed_module import streamed
 from parallel.trace.trace_alone import updated_alone
 from parallel.trace.updated_faults import refuse_copies
 from parallel.trace.whole_module import in_segments
@@ -113,7 +114,10 @@ def _whole(
     keeping = keeping_of(asked, device, smallest)
     updated = updated_alone(model, shape, communicator)
     refuse_copies(updated, communicator.world, asked.name)
-    model = in_segments(model, keeping, shape, communicator)
+    if keeping.stream is None:
+        model = in_segments(model, keeping, shape, communicator)
+    else:
+        model = streamed(model, keeping.stream, shape, communicator)
     keeper = SavedTensors(keeping, device)
     if keeping.parameters:
         keeper.streams(HostParameters(model, device, Copies.for_device(device)))

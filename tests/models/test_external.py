@@ -9,7 +9,7 @@ import torch.fx
 import torchvision
 from torch import nn
 
-from models.external import to_group_norm
+from models.external import replace_norm
 from models.registry import build_model
 
 FACTORIES = """
@@ -121,7 +121,7 @@ def test_group_norm_takes_every_batch_norms_place(name: str) -> None:
 def test_group_norm_keeps_initial_scales_and_epsilon() -> None:
     model = nn.Sequential(nn.BatchNorm2d(64, eps=0.25))
     nn.init.zeros_(model[0].weight)
-    to_group_norm(model, "it")
+    replace_norm(model, "it", "group")
     assert isinstance(model[0], nn.GroupNorm)
     assert model[0].eps == 0.25
     assert not model[0].weight.any()

@@ -1,0 +1,174 @@
+"""Computes one box of a part: patches are cut, operations run in order, and values are let go of after their last use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.space.grid import tile_cuts
+from parallel.space.parts import Part, owned, wanted_from
+from parallel.space.span import Span
+from parallel.space.spans import needed_spans
+from parallel.space.step import Step
+from parallel.streaming.operation import Arguments, attribute
+from parallel.streaming.patch import Box, cut_patch
+from parallel.streaming.read_node import module_of
+from parallel.streaming.region import MASK, Region
+
+Spans = Mapping[str, Span]
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """One part of a region, ready to be computed.
+
+    Attributes:
+        steps: of the part.
+        entering: names of the maps that it fetches.
+        given: steps whose values leave it.
+        rows: for each row of boxes the rows of every map that it computes or fetches.
+        columns: likewise.
+        cells: (rows, columns) of each box in what is given, by name.
+        finished: names of the values that a step is the last to use, by its name.
+        alone: names of steps that are the only ones to use what they take.
+    """
+
+    steps: tuple[Step, ...]
+    entering: tuple[str, ...]
+    given: tuple[Step, ...]
+    rows: tuple[Spans, ...]
+    columns: tuple[Spans, ...]
+    cells: Mapping[str, tuple[tuple[Span, ...], tuple[Span, ...]]]
+    finished: Mapping[str, tuple[str, ...]]
+    alone: frozenset[str]
+
+    def boxes(self) -> list[tuple[int, int]]:
+        """(row, column) of every box that gives something."""
+        return [(r, c) for r in range(len(self.rows)) for c in range(len(self.columns)) if self.giving(r, c)]
+
+    def giving(self, row: int, column: int) -> list[Step]:
+        """What a box gives: not what has no px there."""
+        return [
+            step for step in self.given if self.cells[step.name][0][row].size and self.cells[step.name][1][column].size
+        ]
+
+    def box(self, name: str, row: int, column: int) -> Box:
+        """The box of what is given."""
+        rows, columns = self.cells[name]
+        return rows[row], columns[column]
+
+
+def plan_part(
+    region: Region, steps: Sequence[Step], part: Part, leaving: Collection[str], tile: tuple[int, int]
+) -> PartPlan:
+    """Return the part of a phase, whose ``steps`` these are."""
+    own = tuple(steps[part.start : part.stop])
+    given = tuple(wanted_from(steps, part.stop, leaving, part.start))
+    cuts = (tile_cuts(tile[0], part.box), tile_cuts(tile[1], part.box))
+    cells = {step.name: (owned(step, cuts, 0), owned(step, cuts, 1)) for step in given}
+    by_axis = []
+    for axis in (0, 1):
+        spans = []
+        for k in range(len(cuts[axis]) - 1):
+            wanted = {name: places[axis][k] for name, places in cells.items() if places[axis][k].size}
+            spans.append(needed_spans(own, wanted, region.sides, axis))
+        by_axis.append(tuple(spans))
+    made = {step.name for step in own}
+    entering = dict.fromkeys(name for step in own for name in step.maps if name not in made)
+    last = {name: step.name for step in own for name in step.maps}
+    kept = {step.name for step in given}
+    finished: dict[str, tuple[str, ...]] = {}
+    for name, user in last.items():
+        if name not in kept:
+            finished[user] = (*finished.get(user, ()), name)
+    alone = frozenset(
+        step.name
+        for step in own
+        if len(step.maps) == 1 and step.maps[0] in made - kept and _single(region, step.maps[0])
+    )
+    return PartPlan(own, tuple(entering), given, by_axis[0], by_axis[1], cells, finished, alone)
+
+
+def _single(region: Region, name: str) -> bool:
+    """The value is used once and lies in memory of its own."""
+    return len(region.nodes[name].users) == 1 and not region.operations[name].shares
+
+
+def run_box(
+    module: nn.Module,
+    region: Region,
+    part: PartPlan,
+    place: tuple[int, int],
+    fetched: Mapping[str, Tensor],
+    known: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """Return what a box gives, by name.
+
+    Args:
+        module: has the modules and parameters.
+        fetched: what it needs of each map that enters the part.
+        known: values without rows, and random masks.
+    """
+    rows, columns = part.rows[place[0]], part.columns[place[1]]
+    values: dict[str, Any] = dict(fetched)
+    resolve = resolver(module, region, known)
+    wanted = {step.name for step in part.giving(*place)}
+    for step in part.steps:
+        if step.name not in rows or step.name not in columns:
+            continue
+        box = (rows[step.name], columns[step.name])
+        patches = {}
+        for name in step.maps:
+            sides = region.sides[name]
+            need = (step.rules[0].need(box[0], sides[0]), step.rules[1].need(box[1], sides[1]))
+            patches[name] = cut_patch(values[name], (rows[name], columns[name]), need, box, sides, region.dims[name])
+        for name in part.finished.get(step.name, ()):
+            del values[name]
+        whole = step.name in part.alone and all(p.have == (rows[n], columns[n]) for n, p in patches.items())
+        given = Arguments(region.nodes[step.name], patches, resolve, whole, known.get(step.name + MASK))
+        values[step.name] = region.operations[step.name].compute(given)
+    results = {}
+    for step in part.given:
+        if step.name in wanted:
+            value, dims = values[step.name], region.dims.get(step.name)
+            if dims is not None:
+                for dim, has, own in zip(
+                    dims, (rows[step.name], columns[step.name]), part.box(step.name, *place), strict=True
+                ):
+                    value = value if has == own else value.narrow(dim, own.start - has.start, own.size)
+            results[step.name] = value
+    return results
+
+
+def resolver(module: nn.Module, region: Region, known: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """What nodes that are no maps stand for."""
+
+    def resolve(node: Any) -> Any:
+        if node.op == "get_attr":
+            return attribute(module, node)
+        if node.name in region.constants:
+            return region.constants[node.name]
+        return known[node.name] if node.name in known else _template(region, node.name)
+
+    return resolve
+
+
+def _template(region: Region, name: str) -> Tensor:
+    """Nothing, in the type and on the device of a map."""
+    _, dtype, device = region.forms[name]
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def run_plain(module: nn.Module, region: Region, step: Step, known: Mapping[str, Any]) -> Any:
+    """Return the value of a step without rows."""
+    if step.name.endswith(MASK):
+        name = step.name.removesuffix(MASK)
+        draws = region.operations[name].draws
+        assert draws is not None
+        return draws(_template(region, name))
+    node = region.nodes[step.name]
+    return Arguments(node, {}, resolver(module, region, known)).run(module_of(module, node))
