@@ -229,7 +229,7 @@ def freeze_norms(model: nn.Module, name: str) -> None:
 
 
 @functools.cache
-def _frozen_kind(kind: type[nn.Module]) -> type[nn.Module]:
+def _frozen_kind(kind: Any) -> Any:
     """``kind`` that stays in evaluation mode."""
     if kind is nn.BatchNorm2d:
         return FrozenBatchNorm2d

@@ -6,6 +6,8 @@ strides led to it; where c_j is a multiple of the model's total stride, that is 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from parallel.space.span import Span
 
 ALIGNED = 32
@@ -25,4 +27,4 @@ def cells(cuts: tuple[int, ...], side: int) -> tuple[Span, ...]:
     """Return the rows of each box in a map of ``side`` rows; some are empty in maps of fewer rows than boxes."""
     tile = cuts[-1]
     places = [(2 * cut * side + tile) // (2 * tile) for cut in cuts]
-    return tuple(Span(first, last) for first, last in zip(places, places[1:], strict=False))
+    return tuple(Span(first, last) for first, last in pairwise(places))

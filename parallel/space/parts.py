@@ -1,8 +1,8 @@
 """Where a region is cut into parts, between which maps are stored, and how large the boxes of each part are.
 
-A part's boxes compute a rim of rows that their neighbours compute, too, the wider the more operations it has; a cut ends
-the rim, and stores a map. Deeper maps are smaller, so that their boxes may be larger in the same memory. Which cuts and
-boxes cost the least is found by dynamic programming over the places where little crosses.
+A part's boxes compute a rim of rows that their neighbours compute, too, the wider the more operations it has; a cut
+ends the rim, and stores a map. Deeper maps are smaller, so that their boxes may be larger in the same memory. Which
+cuts and boxes cost the least is found by dynamic programming over the places where little crosses.
 """
 
 from __future__ import annotations

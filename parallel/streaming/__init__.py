@@ -1,1 +1,1 @@
-"""A tile computed box by box: the forward pass, and once more in the backward pass, exactly as if it were computed whole."""
+"""A tile computed box by box, and once more in the backward pass, exactly as if it were computed whole."""

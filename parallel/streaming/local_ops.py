@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.rule import Resample, Transposed, Window
+from parallel.space.rule import Resample, Window
 from parallel.space.span import Span
 from parallel.streaming.patch import Patch
 

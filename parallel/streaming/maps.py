@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -76,10 +76,9 @@ class Maps:
                 part = part.narrow(dim, span.start, span.size)
         return part
 
-    def _made(self, name: str, like: Tensor, make: type[Tensor] | object) -> Tensor:
+    def _made(self, name: str, like: Tensor, make: Callable[..., Tensor]) -> Tensor:
         shape = self._shapes[name]
         layout = torch.channels_last if _channels_last(like) else torch.contiguous_format
-        assert callable(make)
         if name in self._here:
             whole: Tensor = make(shape, dtype=like.dtype, device=self._device)
             return whole.contiguous(memory_format=layout)

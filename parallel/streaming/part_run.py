@@ -1,4 +1,4 @@
-"""Computes one box of a part: patches are cut, operations run in order, and values are let go of after their last use."""
+"""Computes one box of a part: patches are cut, operations run in order, values let go of after their last use."""
 
 from __future__ import annotations
 

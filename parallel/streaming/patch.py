@@ -1,4 +1,4 @@
-"""A piece of a map: the rows and columns that an operation needs, and what lies outside the image still to be padded."""
+"""A piece of a map: the rows and columns that an operation needs; what lies outside the image is yet to be padded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what works on each px alone: activations, sums and joins of maps, norms with known statistics, changes of dims."""
+"""Reads what works on each px alone: activations, sums and joins of maps, norms with known statistics, permuted dims."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def indexed(reading: Reading, node: fx.Node) -> Operation:
     if len(places) != len(shape) or not all(isinstance(part, slice) for part in places):
         raise SpansImage("takes single rows, or other than by slices")
     rules = []
-    for axis, dim in enumerate(dims):
+    for dim in dims:
         start, stop, step = places[dim].indices(shape[dim])
         if step < 1:
             raise SpansImage("turns rows round")

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from parallel.space.step import Step
-from parallel.streaming.operation import DIMS, Arguments, Operation, Reading, SpansImage, attribute
+from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
 from parallel.streaming.read_node import has_tensors, module_of, read_node
 from parallel.streaming.read_pointwise import NORM_ADVICE
 

@@ -65,7 +65,7 @@ class StreamedRun:
         entering = [value for value in values if isinstance(value, Tensor) and value.dim() == 4]
         wants = torch.is_grad_enabled()
         leaving = _Streamed.apply(plan.run, stage, len(entering), wants, *entering, *plan.parameters(stage))
-        by_name = dict(zip(self._inputs, values, strict=True)) | plan.run.region.constants
+        by_name: dict[str, Any] = {**dict(zip(self._inputs, values, strict=True)), **plan.run.region.constants}
         by_name |= dict(zip(plan.run.region.leaving, leaving, strict=True))
         return plan.rest(stage, *(by_name[name] for name in plan.rest_inputs))
 
