@@ -224,7 +224,7 @@ def freeze_norms(model: nn.Module, name: str) -> None:
             "batch to keep it as it is"
         )
     for norm in norms:
-        norm.__class__ = _frozen_kind(type(norm))
+        norm.__class__ = _frozen_kind(type(norm))  # type: ignore[arg-type]
         norm.train(False)
 
 

@@ -91,6 +91,7 @@ class Operation:
         shares: its value may lie in the memory of what it takes.
         draws: gives the random mask that it multiplies with, in the type and on the device of a tensor; drawn once for
             all boxes.
+        fresh: the gradient that it gives a map lies in memory that nobody else has.
         flops_each: of each number it gives.
     """
 
@@ -100,6 +101,7 @@ class Operation:
     sums: bool = False
     shares: bool = False
     draws: Callable[[Tensor], Tensor] | None = None
+    fresh: bool = False
     flops_each: float = 40.0
 
 

@@ -14,8 +14,9 @@ from parallel.space.parts import Part, owned, wanted_from
 from parallel.space.span import Span
 from parallel.space.spans import needed_spans
 from parallel.space.step import Step
+from parallel.streaming.narrowing import narrowed, with_parts
 from parallel.streaming.operation import Arguments, attribute
-from parallel.streaming.patch import Box, cut_patch
+from parallel.streaming.patch import Box, Patch, cut_of, cut_patch, had
 from parallel.streaming.read_node import module_of
 from parallel.streaming.region import MASK, Region
 
@@ -34,6 +35,7 @@ class PartPlan:
         columns: likewise.
         cells: (rows, columns) of each box in what is given, by name.
         finished: names of the values that a step is the last to use, by its name.
+        users: steps that use a map, by its name.
         alone: names of steps that are the only ones to use what they take.
     """
 
@@ -44,6 +46,7 @@ class PartPlan:
     columns: tuple[Spans, ...]
     cells: Mapping[str, tuple[tuple[Span, ...], tuple[Span, ...]]]
     finished: Mapping[str, tuple[str, ...]]
+    users: Mapping[str, tuple[Step, ...]]
     alone: frozenset[str]
 
     def boxes(self) -> list[tuple[int, int]]:
@@ -90,7 +93,11 @@ def plan_part(
         for step in own
         if len(step.maps) == 1 and step.maps[0] in made - kept and _single(region, step.maps[0])
     )
-    return PartPlan(own, tuple(entering), given, by_axis[0], by_axis[1], cells, finished, alone)
+    users: dict[str, tuple[Step, ...]] = {}
+    for step in own:
+        for name in step.maps:
+            users[name] = (*users.get(name, ()), step)
+    return PartPlan(own, tuple(entering), given, by_axis[0], by_axis[1], cells, finished, users, alone)
 
 
 def _single(region: Region, name: str) -> bool:
@@ -113,35 +120,86 @@ def run_box(
         fetched: what it needs of each map that enters the part.
         known: values without rows, and random masks.
     """
-    rows, columns = part.rows[place[0]], part.columns[place[1]]
-    values: dict[str, Any] = dict(fetched)
+    run = _BoxRun(region, part, place, {step.name for step in part.giving(*place)})
+    for name, value in fetched.items():
+        run.put(name, value)
     resolve = resolver(module, region, known)
-    wanted = {step.name for step in part.giving(*place)}
     for step in part.steps:
-        if step.name not in rows or step.name not in columns:
+        if not run.has(step.name):
             continue
-        box = (rows[step.name], columns[step.name])
-        patches = {}
-        for name in step.maps:
-            sides = region.sides[name]
-            need = (step.rules[0].need(box[0], sides[0]), step.rules[1].need(box[1], sides[1]))
-            patches[name] = cut_patch(values[name], (rows[name], columns[name]), need, box, sides, region.dims[name])
+        patches = run.patches(step)
         for name in part.finished.get(step.name, ()):
-            del values[name]
-        whole = step.name in part.alone and all(p.have == (rows[n], columns[n]) for n, p in patches.items())
+            del run.values[name]
+            run.parts.pop(name, None)
+        whole = step.name in part.alone and all(patch.have == run.box(name) for name, patch in patches.items())
         given = Arguments(region.nodes[step.name], patches, resolve, whole, known.get(step.name + MASK))
-        values[step.name] = region.operations[step.name].compute(given)
-    results = {}
-    for step in part.given:
-        if step.name in wanted:
-            value, dims = values[step.name], region.dims.get(step.name)
-            if dims is not None:
-                for dim, has, own in zip(
-                    dims, (rows[step.name], columns[step.name]), part.box(step.name, *place), strict=True
-                ):
-                    value = value if has == own else value.narrow(dim, own.start - has.start, own.size)
-            results[step.name] = value
-    return results
+        run.put(step.name, region.operations[step.name].compute(given))
+    return run.results()
+
+
+class _BoxRun:
+    """The values of one box as they come and go."""
+
+    def __init__(self, region: Region, part: PartPlan, place: tuple[int, int], giving: set[str]) -> None:
+        self._region, self._part, self._place, self._giving = region, part, place, giving
+        self._rows, self._columns = part.rows[place[0]], part.columns[place[1]]
+        self.values: dict[str, Any] = {}
+        self.parts: dict[str, dict[Box, Any]] = {}
+
+    def has(self, name: str) -> bool:
+        """The box computes or fetches it."""
+        return name in self._rows and name in self._columns
+
+    def box(self, name: str) -> Box:
+        return self._rows[name], self._columns[name]
+
+    def put(self, name: str, value: Any) -> None:
+        """A value, which is handed on in parts where some need less of it than others, and a gradient will return."""
+        self.values[name] = value
+        if name not in self._region.dims or not isinstance(value, Tensor) or not value.requires_grad:
+            return
+        has, sides = self.box(name), self._region.sides[name]
+        users = [step for step in self._part.users.get(name, ()) if self.has(step.name)]
+        wanted = {step.name: had(self._need(step, sides), has, sides) for step in users}
+        smaller = [have for have in wanted.values() if have != has]
+        if name in self._giving and self._own(name) != has:
+            smaller.append(self._own(name))
+        elif name in self._giving:
+            return
+        if smaller and all(self._region.operations[s.name].fresh for s in users if wanted[s.name] == has):
+            boxes = list(dict.fromkeys(smaller))
+            whole, *parts = with_parts(value, self._region.dims[name], [cut_of(have, has) for have in boxes])
+            self.values[name], self.parts[name] = whole, dict(zip(boxes, parts, strict=True))
+
+    def _own(self, name: str) -> Box:
+        return self._part.box(name, *self._place)
+
+    def _need(self, step: Step, sides: tuple[int, int]) -> Box:
+        rows, columns = self.box(step.name)
+        return step.rules[0].need(rows, sides[0]), step.rules[1].need(columns, sides[1])
+
+    def patches(self, step: Step) -> dict[str, Patch]:
+        """What ``step`` is handed of each map."""
+        region, found = self._region, {}
+        for name in step.maps:
+            sides, dims = region.sides[name], region.dims[name]
+            need = self._need(step, sides)
+            found[name] = cut_patch(
+                self.values[name], self.box(name), need, self.box(step.name), sides, dims, self.parts.get(name, {})
+            )
+        return found
+
+    def results(self) -> dict[str, Tensor]:
+        """What the box gives, by name."""
+        found = {}
+        for name in self._giving:
+            value = self.values[name]
+            if name in self._region.dims:
+                own, has = self._own(name), self.box(name)
+                part = self.parts.get(name, {}).get(own)
+                value = narrowed(value, self._region.dims[name], cut_of(own, has)) if part is None else part
+            found[name] = value
+        return found
 
 
 def resolver(module: nn.Module, region: Region, known: Mapping[str, Any]) -> Callable[[Any], Any]:

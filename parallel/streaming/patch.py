@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.space.span import Span
+from parallel.streaming.narrowing import Cut, narrowed
 
 Box = tuple[Span, Span]
 """(rows, columns)"""
@@ -50,27 +52,45 @@ class Patch:
         return F.pad(self.tensor, (left, right, top, bottom), value=fill)
 
 
-def cut_patch(tensor: Tensor, has: Box, need: Box, box: Box, sides: tuple[int, int], dims: tuple[int, int]) -> Patch:
-    """Return what ``need`` asks for of a map of which ``tensor`` is the part ``has``."""
-    have = []
-    for axis in (0, 1):
-        inside = need[axis].within(sides[axis])
-        if not inside.size:  # beyond the map altogether, before or after it
-            place = min(max(need[axis].start, has[axis].start), has[axis].stop)
-            inside = Span(place, place)
-        have.append(inside)
-        if inside != has[axis]:
-            tensor = _narrowed(tensor, dims[axis], inside.start - has[axis].start, inside.size)
-    rows, columns = have
-    wide: Box = (_around(need[0], rows), _around(need[1], columns))
-    return Patch(tensor, wide, (rows, columns), box, sides, dims)
+def cut_patch(
+    value: Any, has: Box, need: Box, box: Box, sides: tuple[int, int], dims: tuple[int, int], parts: Mapping[Box, Any]
+) -> Patch:
+    """Return what ``need`` asks for of a map of which ``value`` is the part ``has``.
+
+    Args:
+        parts: smaller parts of it that are there.
+    """
+    have = had(need, has, sides)
+    part = parts.get(have)
+    wide: Box = (_around(need[0], have[0]), _around(need[1], have[1]))
+    return Patch(_narrowed(value, dims, cut_of(have, has)) if part is None else part, wide, have, box, sides, dims)
 
 
-def _narrowed(value: Any, dim: int, start: int, size: int) -> Any:
+def had(need: Box, has: Box, sides: tuple[int, int]) -> Box:
+    """Return the rows and columns of ``need`` that the map has; an empty span of ``has`` where it has none."""
+    rows, columns = (_had(need[axis], has[axis], sides[axis]) for axis in (0, 1))
+    return rows, columns
+
+
+def _had(need: Span, has: Span, side: int) -> Span:
+    inside = need.within(side)
+    if inside.size:
+        return inside
+    place = min(max(need.start, has.start), has.stop)  # beyond the map altogether, before or after it
+    return Span(place, place)
+
+
+def cut_of(part: Box, has: Box) -> Cut:
+    """Return where ``part`` lies in ``has``."""
+    rows, columns = ((inner.start - outer.start, inner.size) for inner, outer in zip(part, has, strict=True))
+    return rows, columns
+
+
+def _narrowed(value: Any, dims: tuple[int, int], cut: Cut) -> Any:
     """Of each, where a value is several maps."""
     if isinstance(value, Tensor):
-        return value.narrow(dim, start, size)
-    return tuple(_narrowed(each, dim, start, size) for each in value)
+        return narrowed(value, dims, cut)
+    return tuple(_narrowed(each, dims, cut) for each in value)
 
 
 def _around(need: Span, have: Span) -> Span:

@@ -1,4 +1,4 @@
-"""Reads what works on each px alone: activations, sums and joins of maps, norms with known statistics, permuted dims."""
+"""Reads what works on each px alone: activations, sums and joins of maps, norms with known statistics, permutes."""
 
 from __future__ import annotations
 

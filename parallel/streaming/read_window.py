@@ -57,6 +57,7 @@ def read_convolution(weight: Any, bias: Any, weight_shape: torch.Size, groups: i
     return Operation(
         lambda given: convolve(given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups),
         rules,
+        fresh=True,
         flops_each=each,
     )
 
@@ -124,7 +125,7 @@ def max_pool(numbers: Mapping[str, Any]) -> Operation:
         numbers.get("dilation", 1),
         bool(numbers.get("ceil_mode")),
     )
-    return Operation(lambda given: pool_max(given.patch, rules), rules)
+    return Operation(lambda given: pool_max(given.patch, rules), rules, fresh=True)
 
 
 def mean_pool(numbers: Mapping[str, Any]) -> Operation:
@@ -133,7 +134,7 @@ def mean_pool(numbers: Mapping[str, Any]) -> Operation:
         kernel, numbers.get("stride") or kernel, numbers.get("padding", 0), 1, bool(numbers.get("ceil_mode"))
     )
     counts_pads, divisor = bool(numbers.get("count_include_pad", True)), numbers.get("divisor_override")
-    return Operation(lambda given: pool_mean(given.patch, rules, counts_pads, divisor), rules)
+    return Operation(lambda given: pool_mean(given.patch, rules, counts_pads, divisor), rules, fresh=True)
 
 
 def adaptive_mean(reading: Reading, node: fx.Node, output_size: Any) -> Operation:
