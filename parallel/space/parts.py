@@ -18,12 +18,15 @@ from parallel.space.step import Step
 
 MULTIPLES = (1, 2, 4, 8, 16)
 """Sides of boxes, in those that are asked for."""
-FLOPS_PER_BYTE = 60.0
-"""What storing a byte of a map costs in multiply-adds times two: written, read with its rim, in both passes."""
+FLOPS_PER_BYTE = 40.0
+"""What storing a byte of a map costs, in multiply-adds times two: written, and its gradient made."""
+FETCHED_FLOPS_PER_BYTE = 20.0
+"""What a byte costs that a box fetches: read in both passes, and a gradient added."""
 PLACES = 40
 """Places to cut at that are looked at, at most."""
-PRESSURE = (0.0, 3e2, 1e3, 3e3, 1e4, 3e4, 1e5, 1e6)
-"""Further costs of a stored byte, tried in turn until the maps that are stored fit."""
+PRESSURE = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e6)
+"""Further costs of a stored byte, in what the steps compute for each byte they give, tried in turn until the maps that
+are stored fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,14 @@ def divide(
     ends = [0, *_places(steps, leaving, whole), len(steps)]
     columns = {stop: _costs(steps, stop, ends, leaving, sides, tile) for stop in ends[1:]}
     parts: list[Part] = []
+    each = sum(step.flops for step in steps) / max(1, sum(step.value_bytes for step in steps))
     for pressure in PRESSURE:
         best: dict[int, tuple[float, list[Part], float]] = {0: (0.0, [], 0.0)}
         for stop in ends[1:]:
             choices = []
             for start, (cost, stored, box) in columns[stop].items():
                 before, earlier, kept = best[start]
-                price = before + cost + (FLOPS_PER_BYTE + pressure) * stored
+                price = before + cost + (FLOPS_PER_BYTE + pressure * each) * stored
                 choices.append((price, [*earlier, Part(start, stop, box)], kept + stored))
             best[stop] = min(choices, key=lambda choice: choice[0])
         _, parts, stored = best[len(steps)]
@@ -129,6 +133,7 @@ def _costs(
 ) -> dict[int, tuple[float, float, int]]:
     """By start of the part that ends at ``stop``: (flops of all boxes, bytes that it stores, side of its boxes)."""
     across = wanted_from(steps, stop, leaving)
+    sizes = dict.fromkeys(sides, 0) | {step.name: step.value_bytes for step in steps}
     stored_names = {step.name for step in across if not step.sums}
     found: dict[int, tuple[float, float, int]] = {}
     for multiple in MULTIPLES:
@@ -137,19 +142,23 @@ def _costs(
             break
         shares = _shares(steps[:stop], across, sides, tile, box)
         flops = kept = stored = 0.0
+        fetched: set[str] = set()
         for position in range(stop - 1, -1, -1):
             step = steps[position]
             if step.name in shares:
                 share, count = shares[step.name]
                 flops += step.flops * share * count
                 kept += step.kept_bytes * share
+                fetched |= set(step.maps)
+            fetched.discard(step.name)
             stored += step.value_bytes if step.name in stored_names else 0
             if position not in ends:
                 continue
             excess = kept / tile.budget
             if excess > 1 and multiple > 1:
                 continue
-            cost = flops * max(1.0, excess)
+            rims = sum(sizes[name] * share * count for name in fetched for share, count in [shares[name]])
+            cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * rims
             if position not in found or cost < found[position][0]:
                 found[position] = cost, stored, box
     return found
@@ -168,8 +177,7 @@ def _shares(
         wanted = {name: rows for name, rows in wanted.items() if rows.size}
         by_axis.append(needed_spans(steps, wanted, sides, axis))
     rows, columns = by_axis
+    whole = {**sides, **{step.name: step.sides for step in across}}
     return {
-        step.name: (rows[step.name].size * columns[step.name].size / math.prod(step.sides), count)
-        for step in steps
-        if step.name in rows and step.name in columns
+        name: (rows[name].size * columns[name].size / math.prod(whole[name]), count) for name in rows if name in columns
     }
