@@ -154,7 +154,8 @@ def _costs(
             stored += step.value_bytes if step.name in stored_names else 0
             if position not in ends:
                 continue
-            excess = kept / tile.budget
+            # What is fetched is there twice, the second time as its gradient.
+            excess = (kept + 2 * sum(sizes[name] * shares[name][0] for name in fetched)) / tile.budget
             if excess > 1 and multiple > 1:
                 continue
             rims = sum(sizes[name] * share * count for name in fetched for share, count in [shares[name]])

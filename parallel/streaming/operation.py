@@ -23,6 +23,7 @@ class Arguments:
     """What a node is called with, for one box.
 
     Args:
+        model: has the modules that nodes call.
         patches: of the maps it takes, by name.
         resolve: value of any other node that it names.
 
@@ -32,6 +33,7 @@ class Arguments:
 
     def __init__(
         self,
+        model: nn.Module,
         node: fx.Node,
         patches: Mapping[str, Patch],
         resolve: Callable[[fx.Node], Any],
@@ -40,6 +42,7 @@ class Arguments:
     ) -> None:
         self.patches = patches
         self.may_change = may_change
+        self._model = model
         self._mask = mask
         self._node = node
         self._resolve = resolve
@@ -64,12 +67,12 @@ class Arguments:
         patch = self.patches.get(node.name)
         return self._resolve(node) if patch is None else patch.tensor
 
-    def run(self, module: nn.Module | None) -> Any:
+    def run(self) -> Any:
         """Call what the node calls."""
         node = self._node
         args, kwargs = self.value(node.args), self.value(node.kwargs)
-        if module is not None:
-            return module(*args, **kwargs)
+        if node.op == "call_module":
+            return self._model.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
@@ -139,8 +142,7 @@ class Reading:
             if node.op == "get_attr":
                 self.values[node.name] = attribute(self.model, node)
             else:
-                module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
-                self.values[node.name] = Arguments(node, {}, self.of).run(module)
+                self.values[node.name] = Arguments(self.model, node, {}, self.of).run()
         return self.values[node.name]
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:

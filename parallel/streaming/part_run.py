@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from parallel.space.grid import tile_cuts
 from parallel.space.parts import Part, owned, wanted_from
+from parallel.space.proof import partition_faults, rule_faults, span_faults
 from parallel.space.span import Span
 from parallel.space.spans import needed_spans
 from parallel.space.step import Step
 from parallel.streaming.narrowing import narrowed, with_parts
 from parallel.streaming.operation import Arguments, attribute
 from parallel.streaming.patch import Box, Patch, cut_of, cut_patch, had
-from parallel.streaming.read_node import module_of
 from parallel.streaming.region import MASK, Region
 
 Spans = Mapping[str, Span]
@@ -80,6 +80,14 @@ def plan_part(
             wanted = {name: places[axis][k] for name, places in cells.items() if places[axis][k].size}
             spans.append(needed_spans(own, wanted, region.sides, axis))
         by_axis.append(tuple(spans))
+    faults = [
+        fault for axis in (0, 1) for spans in by_axis[axis] for fault in span_faults(own, spans, region.sides, axis)
+    ]
+    faults += rule_faults(own, region.sides)
+    for step in given:
+        for axis in (0, 1):
+            faults += partition_faults(step.name, cells[step.name][axis], step.sides[axis])
+    assert not faults, "; ".join(faults[:3])
     made = {step.name for step in own}
     entering = dict.fromkeys(name for step in own for name in step.maps if name not in made)
     last = {name: step.name for step in own for name in step.maps}
@@ -132,7 +140,7 @@ def run_box(
             del run.values[name]
             run.parts.pop(name, None)
         whole = step.name in part.alone and all(patch.have == run.box(name) for name, patch in patches.items())
-        given = Arguments(region.nodes[step.name], patches, resolve, whole, known.get(step.name + MASK))
+        given = Arguments(module, region.nodes[step.name], patches, resolve, whole, known.get(step.name + MASK))
         run.put(step.name, region.operations[step.name].compute(given))
     return run.results()
 
@@ -229,4 +237,4 @@ def run_plain(module: nn.Module, region: Region, step: Step, known: Mapping[str,
         assert draws is not None
         return draws(_template(region, name))
     node = region.nodes[step.name]
-    return Arguments(node, {}, resolver(module, region, known)).run(module_of(module, node))
+    return Arguments(module, node, {}, resolver(module, region, known)).run()

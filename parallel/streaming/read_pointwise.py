@@ -77,17 +77,17 @@ def _refuse_rows(reading: Reading, other: fx.Node, dims: list[int]) -> None:
         raise SpansImage(f"joins a map with {other.name}, which has rows of its own")
 
 
-def by_module(module: nn.Module, reading: Reading, node: fx.Node, *, shares: bool = False) -> Operation:
+def by_module(reading: Reading, node: fx.Node) -> Operation:
     """A module that works on each px alone."""
     (source,) = reading.maps(node)
-    return Operation(lambda given: given.run(module), dims=reading.dims[source.name], shares=shares)
+    return Operation(lambda given: given.run(), dims=reading.dims[source.name])
 
 
 def activation(module: Any, reading: Reading, node: fx.Node) -> Operation:
     """In place only where nobody else uses the memory."""
     (source,) = reading.maps(node)
     if not getattr(module, "inplace", False):
-        return by_module(module, reading, node)
+        return by_module(reading, node)
 
     def compute(given: Any) -> Any:
         tensor = given.patch.tensor
@@ -100,7 +100,7 @@ def norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
     """Batch norm with statistics that are known."""
     if module.training or not module.track_running_stats:
         raise SpansImage(NORM_ADVICE)
-    return by_module(module, reading, node)
+    return by_module(reading, node)
 
 
 def functional_norm(reading: Reading, node: fx.Node) -> Operation:
@@ -108,16 +108,16 @@ def functional_norm(reading: Reading, node: fx.Node) -> Operation:
     if reading.value(given.get("training", False)) or given.get("running_mean") is None:
         raise SpansImage(NORM_ADVICE)
     (source,) = reading.maps(node)
-    return Operation(lambda given: given.run(None), dims=reading.dims[source.name])
+    return Operation(lambda given: given.run(), dims=reading.dims[source.name])
 
 
-def over_last(reading: Reading, node: fx.Node, count: int, module: nn.Module | None) -> Operation:
+def over_last(reading: Reading, node: fx.Node, count: int) -> Operation:
     """What works on the last ``count`` dims of each px, such as a linear layer or a layer norm over channels."""
     (source,) = reading.maps(node)
     dims, whole = reading.dims[source.name], len(reading.shape(source))
     if max(dims) >= whole - count:
         raise SpansImage("works along rows or columns")
-    return Operation(lambda given: given.run(module), dims=dims)
+    return Operation(lambda given: given.run(), dims=dims)
 
 
 def joined(reading: Reading, node: fx.Node) -> Operation:
@@ -131,7 +131,7 @@ def joined(reading: Reading, node: fx.Node) -> Operation:
         raise SpansImage("joins maps along rows or columns")
     if len({(reading.dims[m.name], reading.sides[m.name]) for m in maps}) > 1:
         raise SpansImage("joins maps of different sizes")
-    return Operation(lambda given: given.run(None), dims=dims)
+    return Operation(lambda given: given.run(), dims=dims)
 
 
 def along(reading: Reading, node: fx.Node, names: tuple[str, ...], usual: int, shares: bool = False) -> Operation:
@@ -140,14 +140,14 @@ def along(reading: Reading, node: fx.Node, names: tuple[str, ...], usual: int, s
     dims, count = reading.dims[source.name], len(reading.shape(source))
     if reading.value(bound(node, names).get("dim", usual)) % count in dims:
         raise SpansImage("works along rows or columns")
-    return Operation(lambda given: given.run(None), dims=dims, shares=shares)
+    return Operation(lambda given: given.run(), dims=dims, shares=shares)
 
 
-def permuted(reading: Reading, node: fx.Node, order: Any, module: nn.Module | None = None) -> Operation:
+def permuted(reading: Reading, node: fx.Node, order: Any) -> Operation:
     (source,) = reading.maps(node)
     dims, count = reading.dims[source.name], len(reading.shape(source))
     order = [int(d) % count for d in order]
-    return Operation(lambda given: given.run(module), dims=(order.index(dims[0]), order.index(dims[1])), shares=True)
+    return Operation(lambda given: given.run(), dims=(order.index(dims[0]), order.index(dims[1])), shares=True)
 
 
 def method_permute(reading: Reading, node: fx.Node) -> Operation:
@@ -168,7 +168,7 @@ def indexed(reading: Reading, node: fx.Node) -> Operation:
     (source,) = reading.maps(node)
     dims, place = reading.dims[source.name], reading.value(node.args[1])
     if isinstance(reading.of(source), (tuple, list)):
-        return Operation(lambda given: given.run(None), dims=dims, shares=True)
+        return Operation(lambda given: given.run(), dims=dims, shares=True)
     shape = reading.shape(source)
     places = list(place) if isinstance(place, tuple) else [place]
     if Ellipsis in places:
@@ -236,8 +236,8 @@ MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
     _BatchNorm: norm,
     nn.GroupNorm: norm_over_image,
     nn.InstanceNorm2d: norm_over_image,
-    nn.LayerNorm: lambda module, reading, node: over_last(reading, node, len(module.normalized_shape), module),
-    nn.Linear: lambda module, reading, node: over_last(reading, node, 1, module),
+    nn.LayerNorm: lambda module, reading, node: over_last(reading, node, len(module.normalized_shape)),
+    nn.Linear: lambda module, reading, node: over_last(reading, node, 1),
     nn.Softmax: lambda module, reading, node: along(reading, node, (), module.dim),
 }
 
@@ -245,9 +245,9 @@ CALLS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
     **dict.fromkeys(FUNCTIONS | METHODS, pointwise),
     F.batch_norm: functional_norm,
     F.layer_norm: lambda reading, node: over_last(
-        reading, node, len(reading.value(bound(node, ("input", "normalized_shape"))["normalized_shape"])), None
+        reading, node, len(reading.value(bound(node, ("input", "normalized_shape"))["normalized_shape"]))
     ),
-    F.linear: lambda reading, node: over_last(reading, node, 1, None),
+    F.linear: lambda reading, node: over_last(reading, node, 1),
     torch.cat: joined,
     torch.concat: joined,
     torch.softmax: lambda reading, node: along(reading, node, ("input", "dim"), 0),

@@ -177,7 +177,7 @@ def reduction(reading: Reading, node: fx.Node, mean: bool) -> Operation:
         if not keep and max(over) > min(dims):
             raise SpansImage("takes dims away before rows and columns")
         shift = 0 if keep else len(over)
-        return Operation(lambda given: given.run(None), dims=(dims[0] - shift, dims[1] - shift))
+        return Operation(lambda given: given.run(), dims=(dims[0] - shift, dims[1] - shift))
     raise SpansImage("adds up rows or columns alone")
 
 
