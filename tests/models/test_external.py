@@ -127,6 +127,20 @@ def test_group_norm_keeps_initial_scales_and_epsilon() -> None:
     assert not model[0].weight.any()
 
 
+def test_frozen_norms_are_those_of_the_model_in_evaluation() -> None:
+    """Also where timm joins the norm with the activation."""
+    torch.manual_seed(0)
+    model = build_model("timm:efficientnet_b0", classes=2, norm="frozen")
+    plain = build_model("timm:efficientnet_b0", classes=2)
+    plain.load_state_dict(model.state_dict())
+    for part in model.train().modules():
+        assert not (isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training)
+    x = torch.rand(2, 3, 64, 64)
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+    with pytest.raises(ValueError, match="no BatchNorm with running statistics; use --norm batch"):
+        build_model("torchvision:vit_b_16", classes=2, norm="frozen")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -16,7 +16,7 @@ from parallel.streaming.streamed_module import StreamedRun, streamed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
-SMALL = {"unet_w4": (64, (40, 24, 17)), "unet(2,4)": (40, (24, 17, 9)), "resnet18": (67, (64, 40, 33))}
+SMALL = {"unet_w4": (64, (40, 24, 17)), "unet(2,4)": (64, (40, 24, 17)), "resnet18": (67, (64, 40, 33))}
 LARGE = {
     "resnet18": (200, (128, 96, 64)),
     "resnet50": (131, (96, 64, 50)),
@@ -58,8 +58,7 @@ def step(model: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def error(name: str, norm: str, tile: int, box: int, dtype: torch.dtype) -> float:
     """Largest error, relative to the largest value of the tensor it is in."""
     plain = model_of(name, norm).to(dtype)
-    images = torch.randn(2, 3, tile, tile + 8 * (tile % 8 == 0), dtype=torch.float64).to(dtype)
-    images = images[..., :tile] if tile % 8 else images
+    images = torch.randn(2, 3, tile, tile + (32 if "unet" in name else 5), dtype=torch.float64).to(dtype)
     ours = streamed(copy.deepcopy(plain), box, tuple(images.shape), LocalCommunicator())
     expected, gradients = step(plain, images)
     found, ours_gradients = step(ours, images)
@@ -76,7 +75,6 @@ def error(name: str, norm: str, tile: int, box: int, dtype: torch.dtype) -> floa
 @pytest.mark.parametrize("name", SMALL)
 def test_exact(name: str, dtype: torch.dtype) -> None:
     tile, boxes = SMALL[name]
-    tile += 16 * (name.startswith("unet"))
     assert error(name, "frozen", tile, boxes[1], dtype) <= TOLERANCE[dtype]
 
 
@@ -139,7 +137,7 @@ def test_channels_last_stays() -> None:
                 lambda _, given, __: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
             )
     ours(images).sum().backward()
-    assert len(seen) > 100
+    assert len(seen) > 60
     assert all(seen)
 
 
