@@ -163,6 +163,21 @@ def transposed(reading: Reading, node: fx.Node) -> Operation:
     return permuted(reading, node, order)
 
 
+def viewed(reading: Reading, node: fx.Node) -> Operation:
+    """Other dims in the place of those before rows and columns, as a channel shuffle takes."""
+    (source,) = reading.maps(node)
+    before, after = reading.shape(source), reading.shape(node)
+    turned = reading.dims[source.name] != (len(before) - 2, len(before) - 1)
+    if turned or len(after) < 3 or after[-2:] != before[-2:]:
+        raise SpansImage("makes other dims of rows and columns")
+
+    def compute(given: Any) -> Any:
+        tensor = given.patch.tensor
+        return tensor.reshape(*after[:-2], *tensor.shape[-2:])
+
+    return Operation(compute, dims=(len(after) - 2, len(after) - 1), shares=True)
+
+
 def indexed(reading: Reading, node: fx.Node) -> Operation:
     """Slices: of channels, and crops or strides of rows and columns; an element of what was split."""
     (source,) = reading.maps(node)
@@ -256,6 +271,11 @@ CALLS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
     "chunk": lambda reading, node: along(reading, node, ("input", "chunks", "dim"), 0, shares=True),
     torch.split: lambda reading, node: along(reading, node, ("input", "split_size", "dim"), 0, shares=True),
     "split": lambda reading, node: along(reading, node, ("input", "split_size", "dim"), 0, shares=True),
+    "view": viewed,
+    "reshape": viewed,
+    torch.reshape: viewed,
+    torch.flatten: viewed,
+    "flatten": viewed,
     torch.permute: lambda reading, node: permuted(reading, node, reading.value(node.args[1])),
     "permute": method_permute,
     torch.transpose: transposed,

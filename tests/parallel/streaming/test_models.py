@@ -29,6 +29,8 @@ LARGE = {
     "torchvision:googlenet": (131, (96, 64, 50)),
     "torchvision:convnext_tiny": (97, (64, 50, 40)),
     "torchvision:deeplabv3_resnet50": (97, (64, 50, 40)),
+    "torchvision:shufflenet_v2_x0_5": (97, (64, 50, 40)),
+    "torchvision:regnet_y_400mf": (97, (64, 50, 40)),
     "timm:resnetv2_50": (97, (64, 50, 40)),
 }
 """Model -> (px of a tile that is no power of two, sides of boxes)."""
@@ -83,10 +85,7 @@ def test_exact(name: str, dtype: torch.dtype) -> None:
 def test_exact_at_three_box_sizes(name: str) -> None:
     tile, boxes = LARGE[name]
     for box in boxes:
-        assert (
-            error(name, "batch" if "convnext" in name or "v2_50" in name else "frozen", tile, box, torch.float64)
-            <= 1e-10
-        )
+        assert error(name, "batch" if "convnext" in name else "frozen", tile, box, torch.float64) <= 1e-10
 
 
 @pytest.mark.long
@@ -143,16 +142,19 @@ def test_channels_last_stays() -> None:
 
 def test_memory_is_that_of_boxes() -> None:
     """Not of the tile: twice its side takes as much, apart from maps, which lie on the host."""
+    net = nn.Sequential(
+        *(part for c in (3, 8, 8, 8) for part in (nn.Conv2d(c, 8, 3, 1 + (c == 3), 1), nn.ReLU(inplace=True))),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
     peaks = []
-    for tile in (320, 640):
-        model = model_of("unet_w4").eval()
-        ours = streamed(model, 64, (1, 3, tile, tile), LocalCommunicator()).train()
+    for tile in (256, 512):
+        ours = streamed(net, 64, (1, 3, tile, tile), LocalCommunicator())
         live, images = LiveBytes(), torch.randn(1, 3, tile, tile)
         with live:
             ours(images).mean().backward()
-        output = 3 * 4 * tile * tile
-        peaks.append(live.peak_bytes - 2 * output)
-    assert peaks[1] < 1.1 * peaks[0]
+        peaks.append(live.peak_bytes)
+    assert peaks[1] < 1.03 * peaks[0]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_what_spans_the_image_ends_the_region_and_is_computed_whole() -> None:
     ours = streamed(copy.deepcopy(plain), 8, (2, 3, 20, 20), LocalCommunicator())
     assert isinstance(ours._run_training, StreamedRun)
     (plan,) = ours._run_training._plans.values()
-    assert plan.run.region.ends_at == ("flatten", "is of a kind that boxes do not know")
+    assert plan.run.region.ends_at == ("flatten", "makes other dims of rows and columns")
     images = torch.randn(2, 3, 20, 20, dtype=torch.float64)
     expected, gradients = step(plain, images)
     found, ours_gradients = step(ours, images)
@@ -205,7 +207,7 @@ def test_dropout_of_single_px_ends_the_region() -> None:
 
 def test_planning_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
-    model = build_model("torchvision:efficientnet_b0", classes=2, norm="frozen").train()
+    model = build_model("torchvision:mobilenet_v3_small", classes=2, norm="frozen").train()
     torch.set_rng_state(state)
     streamed(model, 64, (1, 3, 64, 64), LocalCommunicator())
     assert torch.equal(torch.get_rng_state(), state)

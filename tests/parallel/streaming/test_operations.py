@@ -131,6 +131,10 @@ KINDS: dict[str, tuple[nn.Module, int]] = {
         nn.Sequential(Call(lambda x: x.permute(0, 2, 3, 1)), nn.Linear(4, 5), Call(lambda x: x.permute(0, 3, 1, 2))),
         5,
     ),
+    "channel shuffle": (
+        Call(lambda x: x.view(x.size(0), 2, 2, x.size(2), x.size(3)).transpose(1, 2).reshape(x.shape)),
+        4,
+    ),
     "squeeze and excite": (SqueezeExcitation(4, 2), 4),
     "mean": (Call(lambda x: x * x.mean((2, 3), keepdim=True)), 4),
     "sum": (Call(lambda x: x - 0.01 * x.sum(dim=[2, 3])[:, :, None, None]), 4),
