@@ -36,7 +36,7 @@ class VerifyCommand:
     strategy: StrategySettings = field(default_factory=StrategySettings)
     model: str = "resnet18"
     """As for app.train: a name of ours, smp:NAME(ENCODER), torchvision:NAME, timm:NAME or package.module:factory."""
-    norm: Literal["batch", "group", "instance"] = "batch"
+    norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
     """Normalisation."""
     classes: int = 3
     """Classes that the model tells apart."""

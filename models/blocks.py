@@ -1,21 +1,24 @@
 """Parts that several models share: norm factory, convolution-norm-ReLU, initialisation, tile size check.
 
 Takes channel counts and the kind of norm; gives plain torch modules that ``torch.fx.symbolic_trace`` can follow.
-Norms: BatchNorm (Ioffe & Szegedy 2015), GroupNorm (Wu & He 2018), InstanceNorm without parameters (Ulyanov 2016).
+Norms: BatchNorm (Ioffe & Szegedy 2015), GroupNorm (Wu & He 2018), InstanceNorm without parameters (Ulyanov 2016),
+LayerNorm over the channels of a px (Ba et al. 2016, as in ConvNeXt, Liu et al. 2022).
 Initialisation: He et al. 2015.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-Norm = Literal["batch", "group", "instance"]
-"""Kind of normalisation. Group and instance look at one tile at a time, so no result depends on the microbatch size."""
+Norm = Literal["batch", "group", "instance", "frozen", "layer"]
+"""Kind of normalisation. All but batch look at one tile at a time, so no result depends on the microbatch size; frozen
+and layer look at one px at a time, so that a tile can be computed box by box."""
 
 MAX_GROUPS = 32
 """GroupNorm's default in its paper, and what published GroupNorm weights use."""
@@ -29,11 +32,38 @@ def group_count(channels: int) -> int:
     return min(math.gcd(MAX_GROUPS, channels), max(1, channels // 2))
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
+def stay_in_evaluation(module: M, mode: bool = True) -> M:
+    """``train`` of a module that never is in training."""
+    return nn.Module.train(module, False)
+
+
+class FrozenBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm by its running statistics in training, too: scale and shift are trained, the statistics stay."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.train(False)
+
+    def train(self, mode: bool = True) -> Self:
+        return stay_in_evaluation(self)
+
+
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of each px of (n, c, h, w)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels_last = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return channels_last.permute(0, 3, 1, 2)
+
+
 def make_norm(norm: Norm, channels: int) -> nn.Module:
     """Return a normalisation of (n, channels, h, w).
 
     Raises:
-        ValueError: ``norm`` is none of the three.
+        ValueError: ``norm`` is none of them.
     """
     if norm == "batch":
         return nn.BatchNorm2d(channels)
@@ -41,6 +71,10 @@ def make_norm(norm: Norm, channels: int) -> nn.Module:
         return nn.GroupNorm(group_count(channels), channels)
     if norm == "instance":
         return nn.InstanceNorm2d(channels)
+    if norm == "frozen":
+        return FrozenBatchNorm2d(channels)
+    if norm == "layer":
+        return ChannelNorm(channels)
     raise ValueError(f"norm must be one of {', '.join(get_args(Norm))}; got {norm!r}")
 
 

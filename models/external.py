@@ -7,6 +7,7 @@ Takes a name and the number of classes; gives a module whose forward returns one
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import re
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from models.blocks import Norm, group_count
+from models.blocks import ChannelNorm, FrozenBatchNorm2d, Norm, group_count, stay_in_evaluation
 
 WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
 """torchvision classifiers that return a tuple in training unless told otherwise, and warn about initialisation."""
@@ -182,8 +183,11 @@ def build_from_factory(path: str, *, classes: int) -> nn.Module:
     return built
 
 
-def to_group_norm(model: nn.Module, name: str) -> None:
-    """Put GroupNorm in the place of every BatchNorm2d of ``model``; its scale and shift parameters stay.
+def replace_norm(model: nn.Module, name: str, norm: Norm) -> None:
+    """Put another norm in the place of every BatchNorm2d of ``model``; its scale and shift parameters stay.
+
+    Args:
+        norm: ``group`` or ``layer``.
 
     Raises:
         ValueError: there is no BatchNorm2d, or a variant of it (timm joins some with the activation) that would remain.
@@ -197,11 +201,40 @@ def to_group_norm(model: nn.Module, name: str) -> None:
     rest = {type(m).__name__ for m in model.modules() if isinstance(m, _BatchNorm)} - {nn.BatchNorm2d.__name__}
     if rest or not norms:
         why = f"it normalises with {', '.join(sorted(rest))}" if rest else "it has no BatchNorm2d to replace"
-        raise ValueError(f"--norm group cannot be had for model {name}: {why}; use --norm batch to keep it as it is")
+        raise ValueError(f"--norm {norm} cannot be had for model {name}: {why}; use --norm batch to keep it as it is")
     for parent, key, old in norms:
-        new = nn.GroupNorm(group_count(old.num_features), old.num_features, eps=old.eps, affine=old.affine)
+        new: nn.GroupNorm | ChannelNorm
+        if norm == "group":
+            new = nn.GroupNorm(group_count(old.num_features), old.num_features, eps=old.eps, affine=old.affine)
+        else:
+            new = ChannelNorm(old.num_features, eps=old.eps, elementwise_affine=old.affine)
         new.weight, new.bias = old.weight, old.bias
         setattr(parent, key, new)
+
+
+def freeze_norms(model: nn.Module, name: str) -> None:
+    """Let every BatchNorm of ``model`` keep its running statistics as they are; scale and shift are trained.
+
+    Raises:
+        ValueError: there is none that has running statistics.
+    """
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+    if not norms:
+        raise ValueError(
+            f"--norm frozen cannot be had for model {name}: it has no BatchNorm with running statistics; use --norm "
+            "batch to keep it as it is"
+        )
+    for norm in norms:
+        norm.__class__ = _frozen_kind(type(norm))  # type: ignore[arg-type]
+        norm.train(False)
+
+
+@functools.cache
+def _frozen_kind(kind: Any) -> Any:
+    """``kind`` that stays in evaluation mode."""
+    if kind is nn.BatchNorm2d:
+        return FrozenBatchNorm2d
+    return type(f"Frozen{kind.__name__}", (kind,), {"train": stay_in_evaluation, "__module__": kind.__module__})
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
@@ -220,6 +253,8 @@ def check_foreign(name: str, *, norm: Norm, in_channels: int, any_channels: bool
         ValueError: ``norm`` or ``in_channels`` is that.
     """
     if norm == "instance":
-        raise ValueError(f"--norm instance is for MegaTile's own models; model {name} takes batch or group")
+        raise ValueError(
+            f"--norm instance is for MegaTile's own models; model {name} takes batch, group, frozen or layer"
+        )
     if in_channels != 3 and not any_channels:
         raise ValueError(f"model {name} takes 3 channels; got in_channels {in_channels}")

@@ -22,7 +22,8 @@ from models.external import (
     build_timm,
     build_torchvision,
     check_foreign,
-    to_group_norm,
+    freeze_norms,
+    replace_norm,
 )
 from models.resnet import BLOCKS_BY_DEPTH, ResNet
 from models.resnet_v2 import ResNetV2
@@ -56,8 +57,8 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
         name: one of ``model_names()``, or as in ``ELSEWHERE``: ``unet:TIMM_NAME``, ``smp:DECODER(ENCODER)``,
             ``torchvision:NAME``, ``timm:NAME``, ``package.module:factory``.
         classes: of the logits; 1 gives a single logit.
-        norm: ``batch``, ``group`` or ``instance`` in our own models; in others ``batch`` keeps what they have and
-            ``group`` replaces their BatchNorm.
+        norm: in our own models any; in others ``batch`` keeps what they have, ``group`` and ``layer`` replace their
+            BatchNorm, and ``frozen`` keeps its running statistics as they are.
         in_channels: of the input; 3 for RGB.
 
     Raises:
@@ -85,6 +86,8 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
         model = build_encoder_unet(rest, classes=classes, in_channels=in_channels)
     else:
         model = build_from_factory(name, classes=classes)
-    if norm == "group":
-        to_group_norm(model, name)
+    if norm in ("group", "layer"):
+        replace_norm(model, name, norm)
+    if norm == "frozen":
+        freeze_norms(model, name)
     return model

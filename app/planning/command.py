@@ -23,7 +23,7 @@ class PlanCommand:
     """Classes that the model tells apart."""
     task: Literal["auto", "classify", "segment"] = "auto"
     """segment: a class per pixel; auto: what the model gives."""
-    norm: Literal["batch", "group", "instance"] = "batch"
+    norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
     """Normalisation."""
     ranks: int = 1
     """Ranks to plan for; they need not be there."""

@@ -40,4 +40,27 @@ def policy_faults(asked: StrategySettings) -> list[str]:
             faults.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
         elif text is not None and asked.offload != "overlap":
             faults.append(f"{flag} is about --offload overlap; got --offload {asked.offload}")
+    return faults + _stream_faults(asked)
+
+
+def _stream_faults(asked: StrategySettings) -> list[str]:
+    """Return what is wrong about tiles computed box by box."""
+    if asked.stream == "none":
+        return []
+    if not asked.stream.isdecimal() or int(asked.stream) < 1:
+        return [f"--stream takes none or the side of boxes in px, such as 512; got {asked.stream!r}"]
+    faults = [
+        f"--stream {asked.stream} computes a tile again box by box, and goes without {flag}: leave that out"
+        for flag, given in (
+            (f"--recompute {asked.recompute}", asked.recompute != "none"),
+            (f"--offload {asked.offload}", asked.offload != "none"),
+            ("--developer offload-state=parameters", asked.offload_state == "parameters"),
+        )
+        if given
+    ]
+    if asked.undecided or asked.name not in ("single", "ddp"):
+        faults.append(
+            f"--stream {asked.stream} is for --parallel single and ddp, which compute the whole model on each rank; "
+            f"got --parallel {asked.parallel}"
+        )
     return faults

@@ -111,8 +111,10 @@ class ModelSettings:
     """resnet18-152, resnet110_v2 (any depth 9n+2), unet, unet(B,C), amoebanet(L,D), unet:NAME (over that encoder of
     timm), smp:NAME(ENCODER) of segmentation-models-pytorch, such as smp:FPN(resnet34), torchvision:NAME, timm:NAME or
     package.module:factory."""
-    norm: Literal["batch", "group", "instance"] = "batch"
-    """Normalisation; group and instance do not depend on which tiles are computed together."""
+    norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
+    """Normalisation; all but batch do not depend on which tiles are computed together. frozen: batch norm whose running
+    statistics stay as --weights has them, while scale and shift are trained; layer: over the channels of each px. With
+    these two a tile can be computed box by box, by --stream."""
     weights: Path | None = None
     """Start from the parameters in this file; a head for other classes is left fresh."""
 

@@ -91,6 +91,10 @@ class StrategySettings:
     offload_state: Suppress[Literal["none", "optimizer", "parameters"]] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""
+    stream: str = "none"
+    """Side in px of boxes, such as 512, that a tile is computed in one after the other, in the forward pass and once
+    more in the backward pass: the same numbers, and memory for a box in place of a tile; maps between parts of the
+    model lie in the host's memory. With --norm frozen or layer; for --parallel single and ddp."""
     shard_optimizer: Suppress[Literal["none", "pair"]] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     gradient_buckets: Suppress[str | None] = None
@@ -136,6 +140,11 @@ class StrategySettings:
     def bucket_bytes(self) -> int | None:
         """``gradient_buckets`` in bytes."""
         return 0 if self.gradient_buckets == "0" else bytes_of(self.gradient_buckets or "")
+
+    @property
+    def stream_px(self) -> int | None:
+        """Side of the boxes that tiles are computed in; None: at once."""
+        return None if self.stream == "none" else int(self.stream)
 
     @property
     def name(self) -> str:
@@ -188,6 +197,7 @@ class StrategySettings:
             host_bytes=bytes_of(self.offload_host) if self.offload_host else None,
             optimizer=self.offload_state != "none",
             parameters=self.offload_state == "parameters",
+            stream=self.stream_px,
         )
         return Strategy(
             self.name,

@@ -26,6 +26,7 @@ from parallel.offload.host_parameters import HostParameters
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
+from parallel.streaming.streamed_module import streamed
 from parallel.trace.trace_alone import updated_alone
 from parallel.trace.updated_faults import refuse_copies
 from parallel.trace.whole_module import in_segments
@@ -109,7 +110,10 @@ def _whole(
     policy = strategy.policy
     updated = updated_alone(model, shape, communicator)
     refuse_copies(updated, communicator.world, strategy.name)
-    model = in_segments(model, policy, shape, communicator)
+    if policy.stream is None:
+        model = in_segments(model, policy, shape, communicator)
+    else:
+        model = streamed(model, policy.stream, shape, communicator)
     saved_tensors = SavedTensors(policy, device)
     if policy.parameters:
         saved_tensors.streams(HostParameters(model, device, Copies.for_device(device)))

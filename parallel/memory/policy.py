@@ -40,6 +40,7 @@ class ActivationPolicy:
         smallest: bytes of a tensor that is worth moving.
         optimizer: its state and its step are on the host.
         parameters: they are, too, and come to the device layer by layer; implies ``optimizer``.
+        stream: side in px of the boxes that a tile is computed in, one after the other; None: at once.
         host_bytes: that a rank may take on the host; what does not fit there stays on the device. None: no limit.
     """
 
@@ -51,6 +52,7 @@ class ActivationPolicy:
     host_bytes: int | None = None
     optimizer: bool = False
     parameters: bool = False
+    stream: int | None = None
 
     def __post_init__(self) -> None:
         known = self.recompute in ("none", "stage", "block", "optimal") or (

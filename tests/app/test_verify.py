@@ -40,6 +40,14 @@ def test_named_runs_of_layers_are_computed_again() -> None:
     assert result.passed, result
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tiles_in_boxes_are_exact(ranks: int) -> None:
+    asked = StrategySettings(parallel="single" if ranks == 1 else "ddp", ranks=ranks, batch=4, stream="40")
+    result = verify(VerifyCommand(asked, model="tests.helpers.tiny_models:classifier", norm="frozen", tile=97, steps=2))
+    assert result is not None
+    assert result.passed, result
+
+
 def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--parallel", "gpipe", "--ranks", "4", "--stages", "2", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "verify.json").read_text())

@@ -31,11 +31,27 @@ def test_norms_are_what_their_names_say() -> None:
 
 
 def test_unknown_norm_is_refused_with_the_choice() -> None:
-    with pytest.raises(ValueError, match="batch, group, instance; got 'layer'"):
-        make_norm("layer", 64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch, group, instance, frozen, layer; got 'sync'"):
+        make_norm("sync", 64)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("norm", ["group", "instance"])
+def test_frozen_norm_keeps_its_statistics_and_trains_its_scale() -> None:
+    norm, x = make_norm("frozen", 4).train(), torch.rand(2, 4, 5, 5)
+    assert not norm.training
+    norm.running_mean.fill_(0.5)  # type: ignore[operator, union-attr]
+    norm(x).sum().backward()
+    torch.testing.assert_close(norm(x), (x - 0.5) / (1 + 1e-5) ** 0.5)
+    assert norm.weight.grad is not None
+    assert norm.num_batches_tracked == 0
+
+
+def test_layer_norm_looks_at_one_px() -> None:
+    x = torch.rand(2, 4, 5, 6)
+    expected = (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+    torch.testing.assert_close(make_norm("layer", 4)(x), expected)
+
+
+@pytest.mark.parametrize("norm", ["group", "instance", "frozen", "layer"])
 def test_a_tile_does_not_see_its_neighbours_in_the_batch(norm: str) -> None:
     torch.manual_seed(0)
     block = conv_norm_relu(3, 8, norm)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch.fx
 import torchvision
 from torch import nn
 
-from models.external import to_group_norm
+from models.external import replace_norm
 from models.registry import build_model
 
 FACTORIES = """
@@ -121,10 +121,24 @@ def test_group_norm_takes_every_batch_norms_place(name: str) -> None:
 def test_group_norm_keeps_initial_scales_and_epsilon() -> None:
     model = nn.Sequential(nn.BatchNorm2d(64, eps=0.25))
     nn.init.zeros_(model[0].weight)
-    to_group_norm(model, "it")
+    replace_norm(model, "it", "group")
     assert isinstance(model[0], nn.GroupNorm)
     assert model[0].eps == 0.25
     assert not model[0].weight.any()
+
+
+def test_frozen_norms_are_those_of_the_model_in_evaluation() -> None:
+    """Also where timm joins the norm with the activation."""
+    torch.manual_seed(0)
+    model = build_model("timm:efficientnet_b0", classes=2, norm="frozen")
+    plain = build_model("timm:efficientnet_b0", classes=2)
+    plain.load_state_dict(model.state_dict())
+    for part in model.train().modules():
+        assert not (isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training)
+    x = torch.rand(2, 3, 64, 64)
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+    with pytest.raises(ValueError, match="no BatchNorm with running statistics; use --norm batch"):
+        build_model("torchvision:vit_b_16", classes=2, norm="frozen")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torchvision
 from torch import nn
 
 import models
+from models.blocks import ChannelNorm, FrozenBatchNorm2d
 from models.registry import build_model, model_names
 from models.resnet_v2 import ResNetV2
 from models.unet_gpipe import UNetGPipe
@@ -20,14 +21,20 @@ def test_models_is_our_package() -> None:
 
 
 @pytest.mark.parametrize("name", long_where(model_names(), "resnet1001_v2"))
-@pytest.mark.parametrize("norm", ["batch", "group", "instance"])
+@pytest.mark.parametrize("norm", ["batch", "group", "instance", "frozen", "layer"])
 def test_every_name_builds_with_every_norm(name: str, norm: str) -> None:
     with torch.device("meta"):
         model = build_model(name, classes=4, norm=norm, in_channels=5)  # type: ignore[arg-type]
         logits = model.eval()(torch.empty(2, 5, 64, 64))
     assert logits.shape == ((2, 4, 64, 64) if name.startswith("unet") else (2, 4))
     kinds = {type(module) for module in model.modules()}
-    wanted = {"batch": nn.BatchNorm2d, "group": nn.GroupNorm, "instance": nn.InstanceNorm2d}
+    wanted = {
+        "batch": nn.BatchNorm2d,
+        "group": nn.GroupNorm,
+        "instance": nn.InstanceNorm2d,
+        "frozen": FrozenBatchNorm2d,
+        "layer": ChannelNorm,
+    }
     assert kinds & set(wanted.values()) == {wanted[norm]}
 
 

@@ -130,6 +130,14 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             ["--recompute takes none, stage, block, optimal or a number of layers from 1; got 'bl"],
         ),
         ({"recompute": "0"}, ["--recompute takes none, stage, block, optimal or a number of layers from 1; got '0'"]),
+        ({"stream": "0"}, ["--stream takes none or the side of boxes in px, such as 512; got '0'"]),
+        (
+            {"stream": "512", "recompute": "block"},
+            [
+                "--stream 512 computes a tile again box by box, and goes without --recompute block: leave that out",
+                "--stream 512 is for --parallel single and ddp, which compute the whole model on each rank; got",
+            ],
+        ),
         (
             {"recompute": "block", "recompute_runs": "conv1:relu"},
             ["--developer recompute-runs goes with --recompute optimal; got --recompute block"],

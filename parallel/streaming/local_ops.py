@@ -1,0 +1,124 @@
+"""Operations on a piece of a map: convolutions, pools and resampling, with what lies outside the image padded.
+
+Each takes patches that ``parallel.space`` says are needed for a box, and gives exactly that box. Padding is of the
+whole image, at this very operation: zeros, or minus infinity for maxima.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.space.rule import Resample, Window
+from parallel.space.span import Span
+from parallel.streaming.patch import Patch
+
+Rules = tuple[Any, Any]
+
+
+def convolve(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Return the box of a convolution."""
+    rows, columns = rules
+    stride, dilation = (rows.stride, columns.stride), (rows.dilation, columns.dilation)
+    (top, bottom), (left, right) = patch.pads
+    if top == bottom and left == right:  # without a padded copy
+        return F.conv2d(patch.tensor, weight, bias, stride, (top, left), dilation, groups)
+    return F.conv2d(patch.padded(), weight, bias, stride, 0, dilation, groups)
+
+
+def convolve_transposed(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Return the box of a transposed convolution; rows that no row of the input reaches are the bias alone."""
+    stride, dilation = tuple(r.stride for r in rules), tuple(r.dilation for r in rules)
+    whole = F.conv_transpose2d(patch.tensor, weight, None, stride, 0, 0, groups, dilation)
+    pads = []
+    for axis, rule in reversed(list(enumerate(rules))):
+        start = patch.have[axis].start * rule.stride - rule.padding
+        box, has = patch.box[axis], Span(start, start + whole.shape[2 + axis])
+        first, last = max(box.start, has.start), min(box.stop, has.stop)
+        if first >= last:
+            whole, first, last = whole.narrow(2 + axis, 0, 0), box.start, box.start
+        elif (first, last) != has:
+            whole = whole.narrow(2 + axis, first - has.start, last - first)
+        pads += [first - box.start, box.stop - last]
+    if any(pads):
+        whole = F.pad(whole, pads)
+    return whole if bias is None else whole + bias[:, None, None]
+
+
+def shuffle(patch: Patch, factor: int) -> Tensor:
+    """Return the box of a pixel shuffle."""
+    whole = F.pixel_shuffle(patch.tensor, factor)
+    for axis in (0, 1):
+        first = patch.box[axis].start - patch.have[axis].start * factor
+        whole = whole.narrow(2 + axis, first, patch.box[axis].size)
+    return whole
+
+
+def pool_max(patch: Patch, rules: Rules) -> Tensor:
+    """Return the box of a max pool."""
+    kernel, stride, dilation = (tuple(getattr(rule, name) for rule in rules) for name in _WINDOW)
+    (top, bottom), (left, right) = patch.pads
+    if top == bottom and left == right and 2 * top <= kernel[0] and 2 * left <= kernel[1]:
+        return F.max_pool2d(patch.tensor, kernel, stride, (top, left), dilation)
+    return F.max_pool2d(patch.padded(-math.inf), kernel, stride, 0, dilation)
+
+
+_WINDOW = ("kernel", "stride", "dilation")
+
+
+def pool_mean(patch: Patch, rules: Rules, counts_pads: bool, divisor: int | None) -> Tensor:
+    """Return the box of an average pool.
+
+    Args:
+        counts_pads: rows padded by the operation count in the mean; those that only a last, wider window adds do not.
+        divisor: of every window; None: the rows and columns that count.
+    """
+    kernel, stride = tuple(rule.kernel for rule in rules), tuple(rule.stride for rule in rules)
+    if divisor is not None:
+        return F.avg_pool2d(patch.padded(), kernel, stride, divisor_override=divisor)
+    counts = [_counted(patch, rules[axis], axis, counts_pads) for axis in (0, 1)]
+    if all(set(axis) == {rule.kernel} for axis, rule in zip(counts, rules, strict=True)):
+        return F.avg_pool2d(patch.padded(), kernel, stride)
+    sums = F.avg_pool2d(patch.padded(), kernel, stride, divisor_override=1)
+    rows, columns = (torch.tensor(axis, dtype=sums.dtype, device=sums.device) for axis in counts)
+    return sums / (rows[:, None] * columns)
+
+
+def _counted(patch: Patch, rule: Window, axis: int, counts_pads: bool) -> list[int]:
+    """By row of the output: the rows of its window that count."""
+    least, most = (-rule.before, patch.sides[axis] + rule.after) if counts_pads else (0, patch.sides[axis])
+    starts = (row * rule.stride - rule.before for row in range(*patch.box[axis]))
+    return [min(start + rule.kernel, most) - max(start, least) for start in starts]
+
+
+def resample(patch: Patch, rules: Rules) -> Tensor:
+    """Return the box of a bilinear or nearest resampling, by torch's own formula in its own precision."""
+    value = patch.tensor
+    for axis, rule in enumerate(rules):
+        value = _looked_up(value, patch, rule, axis)
+    return value
+
+
+def _looked_up(value: Tensor, patch: Patch, rule: Resample, axis: int) -> Tensor:
+    side, first = patch.sides[axis], patch.have[axis].start
+    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+    rows = torch.arange(*patch.box[axis], device=value.device, dtype=wide)
+    scale = torch.tensor(rule.scale(side), dtype=wide, device=value.device)
+    if rule.how.startswith("nearest"):
+        at = ((rows + 0.5) * scale if rule.how == "nearest-exact" else rows * scale).long().clamp(max=side - 1)
+        return value.index_select(2 + axis, at - first)
+    at = rows * scale if rule.how == "corners" else ((rows + 0.5) * scale - 0.5).clamp(min=0)
+    low = at.long().clamp(max=side - 1)
+    shape = (-1, 1) if axis == 0 else (-1,)
+    weight = (at - low).clamp(0, 1).to(value.dtype).reshape(shape)
+    below = value.index_select(2 + axis, low - first)
+    return below + (value.index_select(2 + axis, (low + 1).clamp(max=side - 1) - first) - below) * weight
+
+
+def total(patch: Patch, divisor: int) -> Tensor:
+    """Return what a box adds to a mean over all rows and columns, which stay as dims of 1."""
+    return patch.tensor.sum(patch.dims, keepdim=True) / divisor

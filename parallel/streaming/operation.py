@@ -1,0 +1,157 @@
+"""An operation that can be computed box by box: its rules on paper, and what computes a box of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from parallel.space.rule import SAME, Rule
+from parallel.streaming.patch import Patch
+
+DIMS = (2, 3)
+"""Rows and columns of what most operations take: (n, c, h, w)."""
+
+
+class SpansImage(Exception):
+    """An operation looks at the whole image, or cannot be shown not to; says why, and what to do about it."""
+
+
+class Arguments:
+    """What a node is called with, for one box.
+
+    Args:
+        model: has the modules that nodes call.
+        patches: of the maps it takes, by name.
+        resolve: value of any other node that it names.
+
+    Attributes:
+        may_change: nobody else uses the memory of the map it takes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        node: fx.Node,
+        patches: Mapping[str, Patch],
+        resolve: Callable[[fx.Node], Any],
+        may_change: bool = False,
+        mask: Tensor | None = None,
+    ) -> None:
+        self.patches = patches
+        self.may_change = may_change
+        self._model = model
+        self._mask = mask
+        self._node = node
+        self._resolve = resolve
+
+    @property
+    def patch(self) -> Patch:
+        """The only one."""
+        (patch,) = self.patches.values()
+        return patch
+
+    @property
+    def mask(self) -> Tensor:
+        """What the node has drawn, for all boxes alike."""
+        assert self._mask is not None
+        return self._mask
+
+    def value(self, argument: Any) -> Any:
+        """``argument`` of the node with values in place of nodes."""
+        return fx.map_arg(argument, self._of)
+
+    def _of(self, node: fx.Node) -> Any:
+        patch = self.patches.get(node.name)
+        return self._resolve(node) if patch is None else patch.tensor
+
+    def run(self) -> Any:
+        """Call what the node calls."""
+        node = self._node
+        args, kwargs = self.value(node.args), self.value(node.kwargs)
+        if node.op == "call_module":
+            return self._model.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+Compute = Callable[[Arguments], Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How a node is computed box by box.
+
+    Attributes:
+        compute: the box from its patches.
+        rules: (rows, columns).
+        dims: of rows and columns in its value.
+        sums: it adds up to a sum over all boxes.
+        shares: its value may lie in the memory of what it takes.
+        draws: gives the random mask that it multiplies with, in the type and on the device of a tensor; drawn once for
+            all boxes.
+        fresh: the gradient that it gives a map lies in memory that nobody else has.
+        flops_each: of each number it gives.
+    """
+
+    compute: Compute
+    rules: tuple[Rule, Rule] = (SAME, SAME)
+    dims: tuple[int, int] = DIMS
+    sums: bool = False
+    shares: bool = False
+    draws: Callable[[Tensor], Tensor] | None = None
+    fresh: bool = False
+    flops_each: float = 40.0
+
+
+class Reading:
+    """What is known of a region while its nodes are read.
+
+    Args:
+        model: has the modules that nodes call.
+
+    Attributes:
+        dims: of rows and columns, by name of each map.
+        sides: rows and columns of each map.
+        lies_in: name of a map -> the map whose memory it may share.
+        values: of nodes, run on tensors without data.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.dims: dict[str, tuple[int, int]] = {}
+        self.sides: dict[str, tuple[int, int]] = {}
+        self.lies_in: dict[str, fx.Node] = {}
+        self.values: dict[str, Any] = {}
+
+    def maps(self, node: fx.Node) -> list[fx.Node]:
+        """The maps that a node takes."""
+        return [argument for argument in node.all_input_nodes if argument.name in self.dims]
+
+    def value(self, argument: Any) -> Any:
+        """An argument of a node with values in place of nodes."""
+        return fx.map_arg(argument, self.of)
+
+    def of(self, node: fx.Node) -> Any:
+        """The value of a node; found out when it is first asked for."""
+        if node.name not in self.values:
+            if node.op == "get_attr":
+                self.values[node.name] = attribute(self.model, node)
+            else:
+                self.values[node.name] = Arguments(self.model, node, {}, self.of).run()
+        return self.values[node.name]
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        value = self.of(node)
+        assert isinstance(value, Tensor)
+        return tuple(value.shape)
+
+
+def attribute(model: nn.Module, node: fx.Node) -> Any:
+    """The parameter, buffer or constant that a node names."""
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(model.get_submodule(owner), name)

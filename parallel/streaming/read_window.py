@@ -1,0 +1,284 @@
+"""Reads convolutions, pools, pads, crops and resampling of a traced model: the numbers of their rules, and who computes
+a box of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from parallel.space.rule import Resample, Rule, Transposed, Window
+from parallel.streaming.local_ops import (
+    convolve,
+    convolve_transposed,
+    pool_max,
+    pool_mean,
+    resample,
+    shuffle,
+    total,
+)
+from parallel.streaming.operation import Operation, Reading, SpansImage
+
+Pair = tuple[int, int]
+
+
+def pair(value: Any) -> Pair:
+    """(rows, columns) of what torch takes as one number or two."""
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return (int(numbers[0]), int(numbers[-1]))
+
+
+def same_pads(kernel: int, dilation: int) -> Pair:
+    """(before, after) of padding='same': the odd one at the end."""
+    whole = dilation * (kernel - 1)
+    return whole // 2, whole - whole // 2
+
+
+def windows(kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool = False) -> tuple[Window, Window]:
+    """The rule of each axis."""
+    kernel, stride, dilation = pair(kernel), pair(stride), pair(dilation)
+    if padding == "same":
+        pads = [same_pads(kernel[axis], dilation[axis]) for axis in (0, 1)]
+    else:
+        each = pair(0 if padding == "valid" else padding)
+        pads = [(each[axis], each[axis]) for axis in (0, 1)]
+    rows, columns = (Window(kernel[axis], stride[axis], dilation[axis], *pads[axis], ceil) for axis in (0, 1))
+    return rows, columns
+
+
+def read_convolution(weight: Any, bias: Any, weight_shape: torch.Size, groups: int, **numbers: Any) -> Operation:
+    """Args: ``weight`` and ``bias`` as ``Arguments.value`` takes them, or callables that give them."""
+    rules = windows(weight_shape[2:], **numbers)
+    each = 2.0 * weight_shape[1:].numel()
+    return Operation(
+        lambda given: convolve(given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups),
+        rules,
+        fresh=True,
+        flops_each=each,
+    )
+
+
+def read_transposed(weight: Any, bias: Any, weight_shape: torch.Size, **numbers: Any) -> Operation:
+    """As ``read_convolution``."""
+    kernel, stride, padding, extra, dilation = (
+        pair(value) for value in (weight_shape[2:], *(numbers[name] for name in _TRANSPOSED))
+    )
+    rows, columns = (
+        Transposed(kernel[axis], stride[axis], dilation[axis], padding[axis], extra[axis]) for axis in (0, 1)
+    )
+    groups = int(numbers["groups"])
+    each = 2.0 * weight_shape[0] * kernel[0] * kernel[1] / (stride[0] * stride[1] * groups)
+    return Operation(
+        lambda given: convolve_transposed(
+            given.patch, (rows, columns), _tensor(given, weight), _tensor(given, bias), groups
+        ),
+        (rows, columns),
+        flops_each=each,
+    )
+
+
+_TRANSPOSED = ("stride", "padding", "output_padding", "dilation")
+
+
+def _tensor(given: Any, source: Any) -> Any:
+    return source() if callable(source) else given.value(source)
+
+
+def module_convolution(module: Any, reading: Reading, node: fx.Node) -> Operation:
+    if module.padding_mode != "zeros":
+        raise SpansImage(f"pads by {module.padding_mode}, which boxes do not do yet: use zeros")
+    state = {"weight": lambda: module.weight, "bias": lambda: module.bias, "weight_shape": module.weight.shape}
+    numbers = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
+    if isinstance(module, nn.ConvTranspose2d):
+        return read_transposed(**state, **numbers, output_padding=module.output_padding)
+    return read_convolution(**state, **numbers)
+
+
+def function_convolution(reading: Reading, node: fx.Node, transposed: bool = False) -> Operation:
+    names = ("input", "weight", "bias", "stride", "padding", *(("output_padding",) if transposed else ()))
+    names = (*names, *(("groups", "dilation") if transposed else ("dilation", "groups")))
+    given = bound(node, names)
+    state = {"weight": given["weight"], "bias": given.get("bias"), "weight_shape": reading.shape(given["weight"])}
+    state["weight_shape"] = torch.Size(state["weight_shape"])
+    usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **({"output_padding": 0} if transposed else {})}
+    numbers = {name: reading.value(given.get(name, value)) for name, value in usual.items()}
+    return (read_transposed if transposed else read_convolution)(**state, **numbers)
+
+
+def bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments of a node by name."""
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def max_pool(numbers: Mapping[str, Any]) -> Operation:
+    if numbers.get("return_indices"):
+        raise SpansImage("gives indices into the whole map")
+    kernel = numbers["kernel_size"]
+    rules = windows(
+        kernel,
+        numbers.get("stride") or kernel,
+        numbers.get("padding", 0),
+        numbers.get("dilation", 1),
+        bool(numbers.get("ceil_mode")),
+    )
+    return Operation(lambda given: pool_max(given.patch, rules), rules, fresh=True)
+
+
+def mean_pool(numbers: Mapping[str, Any]) -> Operation:
+    kernel = numbers["kernel_size"]
+    rules = windows(
+        kernel, numbers.get("stride") or kernel, numbers.get("padding", 0), 1, bool(numbers.get("ceil_mode"))
+    )
+    counts_pads, divisor = bool(numbers.get("count_include_pad", True)), numbers.get("divisor_override")
+    return Operation(lambda given: pool_mean(given.patch, rules, counts_pads, divisor), rules, fresh=True)
+
+
+def adaptive_mean(reading: Reading, node: fx.Node, output_size: Any) -> Operation:
+    """A pool to one cell is a mean over the image; to a number of cells that divides it, a pool."""
+    sides = reading.sides[reading.maps(node)[0].name]
+    wanted = output_size if isinstance(output_size, (tuple, list)) else (output_size, output_size)
+    size = [sides[axis] if wanted[axis] is None else int(wanted[axis]) for axis in (0, 1)]
+    if size == [1, 1]:
+        return mean_of_all(reading, node, keep=True)
+    if any(sides[axis] % size[axis] for axis in (0, 1)):
+        raise SpansImage(f"pools {sides[0]} x {sides[1]} px to {size[0]} x {size[1]} cells, which overlap")
+    kernel = [sides[axis] // size[axis] for axis in (0, 1)]
+    return mean_pool({"kernel_size": kernel})
+
+
+def mean_of_all(reading: Reading, node: fx.Node, *, keep: bool, mean: bool = True) -> Operation:
+    """The sum or mean over rows and columns."""
+    (source,) = reading.maps(node)
+    dims, (rows, columns) = reading.dims[source.name], reading.sides[source.name]
+    divisor = rows * columns if mean else 1
+
+    def compute(given: Any) -> Any:
+        value = total(given.patch, divisor)
+        return value if keep else value.squeeze(dims)
+
+    return Operation(compute, sums=True, dims=dims)
+
+
+def reduction(reading: Reading, node: fx.Node, mean: bool) -> Operation:
+    """``mean`` or ``sum`` of a map."""
+    given = bound(node, ("input", "dim", "keepdim"))
+    (source,) = reading.maps(node)
+    count, dims = len(reading.shape(source)), reading.dims[source.name]
+    asked = reading.value(given.get("dim", given.get("axis")))
+    over = {d % count for d in ([asked] if isinstance(asked, int) else asked)} if asked is not None else set()
+    keep = bool(given.get("keepdim", False))
+    if over == set(dims):
+        return mean_of_all(reading, node, keep=keep, mean=mean)
+    if over and not over & set(dims):
+        if not keep and max(over) > min(dims):
+            raise SpansImage("takes dims away before rows and columns")
+        shift = 0 if keep else len(over)
+        return Operation(lambda given: given.run(), dims=(dims[0] - shift, dims[1] - shift))
+    raise SpansImage("adds up rows or columns alone")
+
+
+def pad(reading: Reading, amounts: Any, mode: str, value: float | None) -> Operation:
+    amounts = [int(amount) for amount in reading.value(amounts)]
+    if mode != "constant":
+        raise SpansImage(f"pads by {mode}, which boxes do not do yet: use zeros")
+    if any(amounts[4:]):
+        raise SpansImage("pads channels or tiles")
+    left, right, top, bottom = (*amounts[:4], 0, 0, 0, 0)[:4]
+    rules = (Window(before=top, after=bottom), Window(before=left, after=right))
+    return Operation(lambda given: given.patch.padded(value or 0.0), rules, shares=True)
+
+
+def upsample(reading: Reading, node: fx.Node, numbers: Mapping[str, Any]) -> Operation:
+    """``F.interpolate`` and ``nn.Upsample``."""
+    mode = numbers.get("mode", "nearest")
+    kinds = {"nearest": "nearest", "nearest-exact": "nearest-exact", "bilinear": "linear"}
+    if mode not in kinds or numbers.get("antialias"):
+        raise SpansImage(f"resamples by {mode}{', antialiased' if numbers.get('antialias') else ''}: use bilinear")
+    how: Any = "corners" if numbers.get("align_corners") else kinds[mode]
+    sizes = reading.shape(node)[2:]
+    factor = numbers.get("scale_factor")
+    factors = factor if isinstance(factor, (tuple, list)) else (factor, factor)
+    if factor is None or numbers.get("recompute_scale_factor"):
+        factors = (None, None)
+    rows, columns = (Resample(sizes[k], None if factors[k] is None else 1.0 / factors[k], how) for k in (0, 1))
+    return Operation(lambda given: resample(given.patch, (rows, columns)), (rows, columns), flops_each=200.0)
+
+
+def shuffled(factor: int) -> Operation:
+    rule: Rule = Transposed(factor, factor)
+    return Operation(lambda given: shuffle(given.patch, factor), (rule, rule))
+
+
+def unshuffled(factor: int) -> Operation:
+    rule: Rule = Window(factor, factor)
+    return Operation(lambda given: F.pixel_unshuffle(given.patch.tensor, factor), (rule, rule))
+
+
+def of_module(read: Callable[[Mapping[str, Any]], Operation]) -> Callable[[Any, Reading, fx.Node], Operation]:
+    """Reads a module by its attributes."""
+    return lambda module, reading, node: read(vars(module))
+
+
+def of_call(
+    names: tuple[str, ...], read: Callable[[Mapping[str, Any]], Operation]
+) -> Callable[[Reading, fx.Node], Operation]:
+    """Reads a call by its arguments."""
+    return lambda reading, node: read(reading.value({k: v for k, v in bound(node, names).items() if k != "input"}))
+
+
+MAX_POOL = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+MEAN_POOL = ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+UPSAMPLE = ("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias")
+
+
+def _upsample_call(reading: Reading, node: fx.Node) -> Operation:
+    given = {name: value for name, value in bound(node, UPSAMPLE).items() if name != "input"}
+    return upsample(reading, node, reading.value(given))
+
+
+MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
+    nn.Conv2d: module_convolution,
+    nn.ConvTranspose2d: module_convolution,
+    nn.MaxPool2d: of_module(max_pool),
+    nn.AvgPool2d: of_module(mean_pool),
+    nn.AdaptiveAvgPool2d: lambda module, reading, node: adaptive_mean(reading, node, module.output_size),
+    nn.Upsample: lambda module, reading, node: upsample(reading, node, vars(module)),
+    nn.UpsamplingBilinear2d: lambda module, reading, node: upsample(reading, node, vars(module)),
+    nn.UpsamplingNearest2d: lambda module, reading, node: upsample(reading, node, vars(module)),
+    nn.PixelShuffle: lambda module, reading, node: shuffled(module.upscale_factor),
+    nn.PixelUnshuffle: lambda module, reading, node: unshuffled(module.downscale_factor),
+    nn.ZeroPad2d: lambda module, reading, node: pad(reading, module.padding, "constant", 0.0),
+    nn.ConstantPad2d: lambda module, reading, node: pad(reading, module.padding, "constant", module.value),
+}
+
+FUNCTIONS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
+    F.conv2d: function_convolution,
+    F.conv_transpose2d: functools.partial(function_convolution, transposed=True),
+    F.max_pool2d: of_call(MAX_POOL, max_pool),
+    torch.max_pool2d: of_call(MAX_POOL, max_pool),
+    F.avg_pool2d: of_call(MEAN_POOL, mean_pool),
+    F.adaptive_avg_pool2d: lambda reading, node: adaptive_mean(
+        reading, node, reading.value(bound(node, ("input", "output_size"))["output_size"])
+    ),
+    F.interpolate: _upsample_call,
+    F.pad: lambda reading, node: pad(
+        reading,
+        bound(node, ("input", "pad", "mode", "value"))["pad"],
+        bound(node, ("input", "pad", "mode", "value")).get("mode", "constant"),
+        bound(node, ("input", "pad", "mode", "value")).get("value"),
+    ),
+    F.pixel_shuffle: lambda reading, node: shuffled(reading.value(node.args[1])),
+    F.pixel_unshuffle: lambda reading, node: unshuffled(reading.value(node.args[1])),
+    torch.mean: functools.partial(reduction, mean=True),
+    torch.sum: functools.partial(reduction, mean=False),
+    "mean": functools.partial(reduction, mean=True),
+    "sum": functools.partial(reduction, mean=False),
+}
+"""By function, or name of a method."""
+
+REDUCTIONS = (torch.mean, torch.sum, "mean", "sum")
+"""Of these, what takes maps whose rows and columns are any dims."""

@@ -1,0 +1,215 @@
+"""The region of a traced model that can be computed box by box: from what enters, to the first operation that cannot.
+
+Takes the nodes of a model or stage and the shapes that enter; gives the steps on paper, and how each is computed. What
+follows the region is computed whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from parallel.space.step import Step
+from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
+from parallel.streaming.read_node import has_tensors, module_of, read_node
+from parallel.streaming.read_pointwise import NORM_ADVICE
+
+MASK = "~mask"
+"""What the name of a random mask ends in."""
+MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
+"""Methods that take no more of a map than its type and device."""
+KEEPS_NOTHING = 0.0
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is computed box by box.
+
+    Attributes:
+        steps: in the order of the model.
+        operations: by name of the step, of those that take maps.
+        nodes: by name.
+        dims: of rows and columns of every map.
+        sides: rows and columns of every map.
+        forms: (shape, type, device) of every map.
+        constants: values that are known without computing, by name: sizes, and what is made of them.
+        fixed: names of plain steps that no gradient flows back through: computed once, random numbers among them.
+        leaving: names that are used after the region.
+        ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
+    """
+
+    steps: tuple[Step, ...]
+    operations: Mapping[str, Operation]
+    nodes: Mapping[str, fx.Node]
+    dims: Mapping[str, tuple[int, int]]
+    sides: Mapping[str, tuple[int, int]]
+    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype, torch.device]]
+    constants: Mapping[str, Any]
+    fixed: frozenset[str]
+    leaving: tuple[str, ...]
+    inputs: tuple[str, ...]
+    ends_at: tuple[str, str] | None = None
+
+
+@dataclass
+class _Found:
+    steps: list[Step] = field(default_factory=list)
+    operations: dict[str, Operation] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
+    plain: set[str] = field(default_factory=set)
+    ends_at: tuple[str, str] | None = None
+
+
+def read_region(model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor]) -> Region:
+    """Return the region of ``nodes``.
+
+    Args:
+        model: has the modules that they call, in the mode that they run in.
+        nodes: in order.
+        entering: tensors that enter, images or maps (n, c, h, w), by name; only shapes and types matter.
+
+    Raises:
+        ValueError: it would be empty, or end at a norm, which is told with what to do.
+    """
+    reading, found = Reading(model), _Found()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+        for name, value in entering.items():
+            reading.values[name] = fake.from_tensor(value.detach())
+            reading.dims[name], reading.sides[name] = DIMS, tuple(value.shape[2:])  # type: ignore[assignment]
+        for node in nodes:
+            if node.op == "output" or node.name in entering or node.op == "get_attr":
+                continue
+            try:
+                _read(node, reading, found)
+            except SpansImage as reason:
+                found.ends_at = (_where(node), str(reason))
+                break
+    return _finished(model, nodes, entering, reading, found)
+
+
+def _where(node: fx.Node) -> str:
+    kind = getattr(node.target, "__name__", node.target) if node.op == "call_function" else node.target
+    return f"{node.name} ({kind})" if str(kind) != node.name else node.name
+
+
+def _read(node: fx.Node, reading: Reading, found: _Found) -> None:
+    """Add what is known of ``node``."""
+    maps = reading.maps(node)
+    if maps and node.op == "call_module":
+        operation = read_node(reading, node)  # before it runs: a norm in training would count
+        reading.of(node)
+    else:
+        try:
+            value = reading.of(node)
+        except Exception as fault:
+            raise SpansImage(f"cannot be followed without data: {fault}") from fault
+        if not has_tensors(value):
+            found.constants[node.name] = value
+            return
+        if not maps or (node.op == "call_method" and node.target in MAKERS):
+            _plain(node, reading, found)
+            return
+        operation = read_node(reading, node)
+    _local(node, operation, reading, found)
+
+
+def _plain(node: fx.Node, reading: Reading, found: _Found) -> None:
+    """What is computed once, of sums and parameters."""
+    others = tuple(argument.name for argument in node.all_input_nodes if argument.name in found.plain)
+    module = module_of(reading.model, node)
+    parameters = [*module.parameters()] if module is not None else []
+    parameters += [v for a in node.all_input_nodes if a.op == "get_attr" for v in [attribute(reading.model, a)]]
+    if not any(isinstance(p, nn.Parameter) for p in parameters) and all(name in found.fixed for name in others):
+        found.fixed.add(node.name)
+    found.plain.add(node.name)
+    found.steps.append(Step(node.name, others=others, plain=True))
+
+
+def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found) -> None:
+    maps = reading.maps(node)
+    tensors = [leaf for leaf in tree_leaves(reading.of(node)) if isinstance(leaf, Tensor)]
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        raise SpansImage("gives other than numbers with fractions")
+    numbers = sum(tensor.numel() for tensor in tensors)
+    size = numbers * tensors[0].element_size()
+    others = tuple(a.name for a in node.all_input_nodes if a.name in found.plain)
+    if operation.draws is not None:
+        mask = node.name + MASK
+        found.steps.append(Step(mask, plain=True))
+        found.fixed.add(mask)
+        found.plain.add(mask)
+        others = (*others, mask)
+    sides = reading.sides[maps[0].name]
+    changed = getattr(module_of(reading.model, node), "inplace", False) and len(maps[0].users) == 1
+    if operation.sums:
+        found.plain.add(node.name)
+        kept, flops = 0.0, 2.0 * tensors[0].numel() * sides[0] * sides[1]
+    else:
+        kept = KEEPS_NOTHING if operation.shares or changed else float(size)
+        flops = operation.flops_each * numbers
+        wanted = tuple(tensors[0].shape[dim] for dim in operation.dims)
+        given = tuple(rule.out(side) for rule, side in zip(operation.rules, sides, strict=True))
+        assert given == wanted, f"{node.name}: rules give {given}, torch {wanted}"
+        reading.dims[node.name], reading.sides[node.name] = operation.dims, (wanted[0], wanted[1])
+        sides = (wanted[0], wanted[1])
+        if operation.shares:
+            reading.lies_in[node.name] = maps[0]
+    found.operations[node.name] = operation
+    found.steps.append(
+        Step(
+            node.name,
+            tuple(source.name for source in maps),
+            others,
+            operation.rules,
+            sides,
+            operation.sums,
+            flops=flops,
+            kept_bytes=kept,
+            value_bytes=size,
+        )
+    )
+
+
+def _finished(
+    model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor], reading: Reading, found: _Found
+) -> Region:
+    """Without what is made of the last sums, which what follows computes."""
+    last = max((k for k, step in enumerate(found.steps) if not step.plain), default=-1)
+    if found.ends_at is not None and found.ends_at[1] == NORM_ADVICE:
+        raise ValueError(f"--stream computes a tile box by box, and cannot pass {found.ends_at[0]}: {NORM_ADVICE}")
+    steps = found.steps[: last + 1]
+    if not any(step.flops and not step.sums for step in steps):
+        layer, reason = found.ends_at or ("the model", "has no layer that takes maps")
+        raise ValueError(f"--stream finds nothing to compute box by box: {layer} {reason}. Leave --stream out")
+    made = {step.name for step in steps}
+    by_name = {node.name: node for node in nodes}
+    inside = made | found.constants.keys()
+    leaving = tuple(
+        step.name
+        for step in steps
+        if step.name in by_name and any(user.name not in inside for user in by_name[step.name].users)
+    )
+    values = {name: value for name, value in reading.values.items() if name in reading.dims}
+    whole = [name for name in leaving if isinstance(values.get(name), (tuple, list))]
+    if whole:
+        raise ValueError(f"--stream: {whole[0]} is several maps, which leave what is computed box by box together")
+    return Region(
+        tuple(replace(step) for step in steps),
+        found.operations,
+        by_name,
+        reading.dims,
+        reading.sides,
+        {name: (tuple(v.shape), v.dtype, v.device) for name, v in values.items() if isinstance(v, Tensor)},
+        found.constants,
+        frozenset(found.fixed),
+        leaving,
+        tuple(entering),
+        found.ends_at,
+    )

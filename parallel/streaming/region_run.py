@@ -1,0 +1,257 @@
+"""A region computed box by box, forward and back: exact gradients, as sums over boxes of what each box gives.
+
+The boxes of a part are a partition of what it gives, so that the loss is a function of all of them together and each
+box's backward pass gives its share: of parameters, of values without rows, and of the maps that the part fetched, where
+rims of neighbouring boxes add up. Nothing is kept between the passes but maps and sums (Chen et al. 2016 over depth;
+Pinckaers et al. 2020 over space, in one part and without maps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.space.parts import Tile, divide
+from parallel.space.step import Step, in_phases
+from parallel.streaming.maps import Maps
+from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
+from parallel.streaming.region import Region
+
+STORED_PER_PX = 32
+"""Bytes of maps for each px of the tile that may lie between parts."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What can be computed once all sums before it are known."""
+
+    plain: tuple[Step, ...]
+    parts: tuple[PartPlan, ...]
+
+
+@dataclass
+class Kept:
+    """What a forward pass leaves for the backward pass."""
+
+    maps: Maps
+    known: dict[str, Any]
+
+
+class RegionRun:
+    """A region planned for tiles of one size.
+
+    Args:
+        region: as it was read.
+        box: side of the boxes, px.
+
+    Attributes:
+        phases: in order.
+    """
+
+    def __init__(self, region: Region, box: int) -> None:
+        self.region = region
+        (rows, columns) = max(region.sides[name] for name in region.inputs)
+        phases = in_phases(region.steps)
+        kept = sum(step.kept_bytes for step in region.steps)
+        tiles = region.forms[region.inputs[0]][0][0]
+        tile = Tile((rows, columns), box, kept, STORED_PER_PX * rows * columns * tiles)
+        whole = {name for name in region.dims if name not in region.forms}
+        self.phases: list[Phase] = []
+        for k, (plain, steps) in enumerate(phases):
+            later = {name for _, more in phases[k + 1 :] for step in more for name in step.maps}
+            leaving = later.union(region.leaving) | {step.name for step in steps if step.sums}
+            if later & whole:
+                raise ValueError(
+                    f"--stream: {min(later & whole)} is several maps, which are used on both sides of a sum"
+                )
+            parts = divide(steps, leaving, region.sides, tile, whole) if steps else []
+            plans = [plan_part(region, steps, part, leaving, tile.side) for part in parts]
+            self.phases.append(Phase(tuple(plain), tuple(plans)))
+        self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
+        self._last_uses = self._find_last_uses()
+
+    def forward(self, module: nn.Module, entering: Sequence[Tensor], keep: bool) -> tuple[tuple[Tensor, ...], Kept]:
+        """Return what leaves the region, in order, and what its backward pass needs.
+
+        Args:
+            keep: there will be one.
+        """
+        region, device = self.region, entering[0].device
+        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), {})
+        for name, value in zip(region.inputs, entering, strict=True):
+            kept.maps.put(name, value)
+        with torch.no_grad():
+            for phase in self.phases:
+                for step in phase.plain:
+                    kept.known[step.name] = run_plain(module, region, step, kept.known)
+                for part in phase.parts:
+                    self._part_forward(module, part, kept)
+                    if not keep:
+                        for name in self._last_uses.get(id(part), ()):
+                            kept.maps.take(name)
+        results = []
+        for name in region.leaving:
+            if name in kept.maps:
+                used_again = any(name in part.entering for phase in self.phases for part in phase.parts)
+                value = kept.maps.whole(name)
+                # What follows may change it in place.
+                results.append(value.clone() if used_again and keep else value.detach())
+                if not used_again:
+                    kept.maps.take(name)
+            else:
+                results.append(kept.known[name].clone())
+        return tuple(results), kept
+
+    def _part_forward(self, module: nn.Module, part: PartPlan, kept: Kept) -> None:
+        for place in part.boxes():
+            fetched = self._fetched(part, place, kept)
+            for name, value in run_box(module, self.region, part, place, fetched, kept.known).items():
+                if name in self.region.dims:
+                    kept.maps.write(name, part.box(name, *place), value)
+                elif name in kept.known:
+                    kept.known[name] += value
+                else:
+                    kept.known[name] = value
+            del fetched
+
+    def _fetched(self, part: PartPlan, place: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
+        rows, columns = part.rows[place[0]], part.columns[place[1]]
+        return {
+            name: kept.maps.fetch(name, (rows[name], columns[name]))
+            for name in part.entering
+            if name in rows and name in columns
+        }
+
+    def backward(
+        self,
+        module: nn.Module,
+        kept: Kept,
+        gradients: Sequence[Tensor | None],
+        parameters: Sequence[Tensor],
+        asked: frozenset[str],
+    ) -> tuple[dict[str, Tensor | None], list[Tensor | None]]:
+        """Return gradients of what enters the region, by name, and of ``parameters``.
+
+        Args:
+            gradients: of what leaves, in order.
+            asked: names of what enters that a gradient is asked of.
+        """
+        region, device = self.region, parameters[0].device if parameters else gradients[0].device  # type: ignore[union-attr]
+        back = _Back(
+            Maps(self._shapes, region.dims, device, frozenset(asked)), {}, list(parameters), [None] * len(parameters)
+        )
+        for name, gradient in zip(region.leaving, gradients, strict=True):
+            if gradient is None:
+                continue
+            if name in region.dims:
+                back.maps.put(name, gradient)
+            else:
+                back.known[name] = gradient
+        silent = {name for name in region.inputs if name not in asked}
+        for phase in reversed(self.phases):
+            for part in reversed(phase.parts):
+                self._part_backward(module, part, kept, back, silent)
+                for step in part.given:
+                    kept.maps.take(step.name)
+                    back.maps.take(step.name)
+            self._plain_backward(module, phase, kept, back)
+        return {name: back.maps.take(name) for name in asked}, back.sums
+
+    def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: _Back, silent: set[str]) -> None:
+        region = self.region
+        others = dict.fromkeys(name for step in part.steps for name in step.others if name not in region.fixed)
+        known = dict(kept.known)
+        leaves = {name: known[name].detach().requires_grad_() for name in others}
+        known.update(leaves)
+        names = {step.name for step in part.given if step.name in back.maps or step.name in back.known}
+        for place in part.boxes():
+            giving = [step.name for step in part.giving(*place) if step.name in names]
+            if not giving:
+                continue
+            fetched = self._fetched(part, place, kept)
+            for name, value in fetched.items():
+                if name not in silent:
+                    value.requires_grad_()
+            with torch.enable_grad():
+                values = run_box(module, region, part, place, fetched, known)
+            outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
+            del values
+            if not outputs:
+                continue
+            pulled = [
+                back.maps.fetch(name, part.box(name, *place)) if name in region.dims else back.known[name]
+                for name, _ in outputs
+            ]
+            sources = [name for name in fetched if name not in silent]
+            inputs = [*(fetched[name] for name in sources), *leaves.values(), *back.parameters]
+            found = torch.autograd.grad([value for _, value in outputs], inputs, pulled, allow_unused=True)
+            del outputs, pulled
+            rows, columns = part.rows[place[0]], part.columns[place[1]]
+            for name, gradient in zip(sources, found, strict=False):
+                if gradient is not None:
+                    back.maps.add(name, (rows[name], columns[name]), gradient)
+            back.count(leaves, found[len(sources) : len(sources) + len(leaves)])
+            back.count_parameters(found[len(sources) + len(leaves) :])
+            del fetched, found, inputs
+
+    def _plain_backward(self, module: nn.Module, phase: Phase, kept: Kept, back: _Back) -> None:
+        """Of what is computed once: all of a phase together."""
+        steps = [step for step in phase.plain if step.name not in self.region.fixed]
+        names = [step.name for step in steps if step.name in back.known]
+        if not names:
+            return
+        made = {step.name for step in steps}
+        before = {n: kept.known[n].detach() for step in steps for n in step.others if n not in made}
+        leaves = {n: v.requires_grad_() for n, v in before.items() if n not in self.region.fixed}
+        known = {**kept.known, **before}
+        with torch.enable_grad():
+            for step in steps:
+                known[step.name] = run_plain(module, self.region, step, known)
+        names = [name for name in names if known[name].requires_grad]
+        outputs, pulled = [known[name] for name in names], [back.known[name] for name in names]
+        found = torch.autograd.grad(outputs, [*leaves.values(), *back.parameters], pulled, allow_unused=True)
+        back.count(leaves, found[: len(leaves)])
+        back.count_parameters(found[len(leaves) :])
+
+    def _find_last_uses(self) -> dict[int, list[str]]:
+        """By part: the maps that no later part fetches."""
+        last: dict[str, PartPlan] = {}
+        for phase in self.phases:
+            for part in phase.parts:
+                last |= dict.fromkeys(part.entering, part)
+        found: dict[int, list[str]] = {}
+        for name, part in last.items():
+            if name not in self.region.leaving:
+                found.setdefault(id(part), []).append(name)
+        return found
+
+
+@dataclass
+class _Back:
+    """Gradients that add up while boxes go back.
+
+    Attributes:
+        maps: of maps.
+        known: of values without rows.
+        parameters: whose gradients are summed in ``sums``.
+    """
+
+    maps: Maps
+    known: dict[str, Tensor]
+    parameters: list[Tensor]
+    sums: list[Tensor | None]
+
+    def count(self, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor | None]) -> None:
+        for name, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                self.known[name] = self.known[name] + gradient if name in self.known else gradient
+
+    def count_parameters(self, gradients: Sequence[Tensor | None]) -> None:
+        for k, gradient in enumerate(gradients):
+            if gradient is not None:
+                before = self.sums[k]
+                self.sums[k] = gradient if before is None else before.add_(gradient)

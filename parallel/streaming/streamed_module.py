@@ -1,0 +1,162 @@
+"""A model whose tiles are computed box by box as far as possible, and whole from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from parallel.comm.communicator import Communicator
+from parallel.graph.partition import Partition
+from parallel.streaming.operation import attribute
+from parallel.streaming.region import read_region
+from parallel.streaming.region_run import Kept, RegionRun
+from parallel.trace.cut import cut_stage
+from parallel.trace.stage_code import compiled
+from parallel.trace.stage_module import Run, StageModule, WholeModule
+from parallel.trace.trace_alone import trace_alone
+
+
+def streamed(module: nn.Module, box: int, shape: tuple[int, ...], communicator: Communicator) -> StageModule:
+    """Return ``module`` computed in boxes of ``box`` px, with the names it has.
+
+    Args:
+        shape: (n, 3, h, w) of a usual microbatch; others may follow.
+        communicator: all ranks; each calls it.
+
+    Raises:
+        ValueError: the model cannot be traced, or not be computed in boxes to where it has no rows any more; which
+            layer, why, and what to do.
+    """
+    traced = trace_alone(module, shape, communicator)
+    whole = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), WholeModule)
+    stream_stage(whole, list(traced.training.graph.nodes), list(traced.evaluation.graph.nodes), box)
+    parameter = next(module.parameters())
+    example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
+    assert isinstance(whole._run_training, StreamedRun)
+    whole.train()
+    whole._run_training.planned(whole, (example,))  # what is wrong is said now
+    return whole.train(module.training)
+
+
+def stream_stage(stage: StageModule, training: Sequence[fx.Node], evaluation: Sequence[fx.Node], box: int) -> None:
+    """Let ``stage`` run its nodes in boxes."""
+    stage._run_training = StreamedRun(training, stage.inputs, stage.outputs, box)
+    stage._run_evaluation = StreamedRun(evaluation, stage.inputs, stage.outputs, box)
+
+
+class StreamedRun:
+    """Runs nodes of a traced model: a region in boxes, and what follows it whole.
+
+    Args:
+        nodes: in order.
+        inputs, outputs: names of the values that enter and leave.
+        box: side of the boxes, px.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], box: int) -> None:
+        self._nodes, self._inputs, self._outputs, self._box = nodes, inputs, outputs, box
+        self._plans: dict[Any, _Planned] = {}
+
+    def __call__(self, stage: nn.Module, *values: Any) -> tuple[Any, ...]:
+        plan = self.planned(stage, values)
+        entering = [value for value in values if isinstance(value, Tensor) and value.dim() == 4]
+        wants = torch.is_grad_enabled()
+        leaving = _Streamed.apply(plan.run, stage, len(entering), wants, *entering, *plan.parameters(stage))
+        by_name: dict[str, Any] = {**dict(zip(self._inputs, values, strict=True)), **plan.run.region.constants}
+        by_name |= dict(zip(plan.run.region.leaving, leaving, strict=True))
+        return plan.rest(stage, *(by_name[name] for name in plan.rest_inputs))
+
+    def planned(self, stage: nn.Module, values: Sequence[Any]) -> _Planned:
+        """The plan for values of these shapes and types.
+
+        Raises:
+            ValueError: as ``read_region``.
+        """
+        key = tuple((tuple(v.shape), v.dtype, v.device) if isinstance(v, Tensor) else None for v in values)
+        if key not in self._plans:
+            self._plans[key] = self._plan(stage, values)
+        return self._plans[key]
+
+    def _plan(self, stage: nn.Module, values: Sequence[Any]) -> _Planned:
+        entering = {
+            name: value
+            for name, value in zip(self._inputs, values, strict=True)
+            if isinstance(value, Tensor) and value.dim() == 4
+        }
+        region = read_region(stage, self._nodes, entering)
+        made = {step.name for step in region.steps}.union(region.constants, self._inputs)
+        rest = [node for node in self._nodes if node.name not in made and node.op != "get_attr"]
+        used = {argument.name for node in rest for argument in node.all_input_nodes}
+        constants = [node for node in self._nodes if node.op == "get_attr" and node.name in used]
+        inputs = tuple(name for name in (*region.leaving, *region.constants, *self._inputs) if name in used)
+        run = compiled([*constants, *rest], inputs, self._outputs, {}, "what follows boxes")
+        paths = dict.fromkeys(
+            str(region.nodes[step.name].target)
+            for step in region.steps
+            if step.name in region.nodes and region.nodes[step.name].op == "call_module"
+        )
+        read = {
+            argument: None
+            for step in region.steps
+            if step.name in region.nodes
+            for argument in region.nodes[step.name].all_input_nodes
+            if argument.op == "get_attr"
+        }
+        return _Planned(RegionRun(region, self._box), run, inputs, tuple(paths), tuple(read))
+
+
+class _Planned:
+    """For values of one form.
+
+    Attributes:
+        run: of the region.
+        rest: what follows, of the values that ``rest_inputs`` names.
+    """
+
+    def __init__(
+        self, run: RegionRun, rest: Run, rest_inputs: tuple[str, ...], paths: tuple[str, ...], read: tuple[fx.Node, ...]
+    ) -> None:
+        self.run, self.rest, self.rest_inputs = run, rest, rest_inputs
+        self._paths, self._read = paths, read
+
+    def parameters(self, stage: nn.Module) -> list[nn.Parameter]:
+        """Of the region, those that are trained, each once."""
+        found = [p for path in self._paths for p in stage.get_submodule(path).parameters()]
+        found += [value for node in self._read if isinstance(value := attribute(stage, node), nn.Parameter)]
+        return list({id(p): p for p in found if p.requires_grad}.values())
+
+
+class _Streamed(torch.autograd.Function):
+    """The region as one operation: each parameter has one gradient, given once."""
+
+    @staticmethod
+    def forward(ctx: Any, run: RegionRun, stage: nn.Module, count: int, wants: bool, *tensors: Tensor) -> Any:
+        device = tensors[0].device.type
+        ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        ctx.run, ctx.stage, ctx.count, ctx.parameters = run, stage, count, tensors[count:]
+        with _precision(ctx):
+            leaving, kept = run.forward(stage, [tensor.detach() for tensor in tensors[:count]], wants)
+        ctx.kept = kept if wants else None
+        return leaving
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        kept: Kept | None = ctx.kept
+        if kept is None:
+            raise RuntimeError("a tile computed box by box goes back once")
+        ctx.kept = None
+        run: RegionRun = ctx.run
+        names = run.region.inputs
+        asked = frozenset(name for k, name in enumerate(names) if ctx.needs_input_grad[4 + k])
+        with _precision(ctx):
+            entering, parameters = run.backward(ctx.stage, kept, gradients, ctx.parameters, asked)
+        return (None, None, None, None, *(entering.get(name) for name in names), *parameters)
+
+
+def _precision(ctx: Any) -> torch.autocast:
+    """That of the forward pass. Casts are not remembered, or those made without gradients would be used with them."""
+    device, dtype, enabled = ctx.precision
+    return torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)

@@ -1,0 +1,105 @@
+"""Rules, spans and cuts against brute force: which rows of the output depend on which rows of the input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.space.grid import cells, tile_cuts
+from parallel.space.rule import SAME, Resample, Rule, Transposed, Window
+from parallel.space.span import Span
+
+
+def windows() -> st.SearchStrategy[Window]:
+    """Those of pools in ceil mode, whose pads are alike and at most half the window, among them."""
+    kernel, stride, dilation, pads = st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5)
+    pools = st.builds(Window, kernel, stride, dilation, ceil=st.just(True)).flatmap(
+        lambda rule: st.integers(0, rule.reach // 2).map(lambda pad: replace(rule, before=pad, after=pad))
+    )
+    return pools | st.builds(Window, kernel, stride, dilation, pads, pads)
+
+
+@given(windows(), st.integers(1, 30), st.data())
+def test_a_window_needs_the_rows_it_covers(rule: Window, side: int, data: st.DataObject) -> None:
+    starts = [*range(-rule.before, side + rule.after - rule.reach + 1, rule.stride)]
+    if not starts:
+        return
+    following, left_over = starts[-1] + rule.stride, starts[-1] + rule.reach < side + rule.after
+    if rule.ceil and left_over and following < side:  # a last window hangs over what is left
+        starts.append(following)
+    assert rule.out(side) == len(starts)
+    first = data.draw(st.integers(0, len(starts) - 1))
+    last = data.draw(st.integers(first, len(starts) - 1))
+    touched = [start + k * rule.dilation for start in starts[first : last + 1] for k in range(rule.kernel)]
+    assert rule.need(Span(first, last + 1), side) == Span(min(touched), max(touched) + 1)
+
+
+@given(
+    st.builds(
+        Transposed, st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2)
+    ),
+    st.integers(1, 20),
+    st.data(),
+)
+def test_a_transposed_window_needs_the_rows_that_reach_it(rule: Transposed, side: int, data: st.DataObject) -> None:
+    count = rule.out(side)
+    if count < 1:
+        return
+    first = data.draw(st.integers(0, count - 1))
+    wanted = range(first, data.draw(st.integers(first, count - 1)) + 1)
+    reached = {
+        row: [row * rule.stride - rule.padding + k * rule.dilation for k in range(rule.kernel)] for row in range(side)
+    }
+    sources = [row for row, rows in reached.items() if set(rows) & set(wanted)]
+    need = rule.need(Span(wanted.start, wanted.stop), side)
+    assert all(need.start <= row < need.stop for row in sources)
+    assert need.size <= (len(wanted) + rule.reach) // rule.stride + 1
+
+
+def test_resampling_needs_the_rows_it_looks_up_and_few_more() -> None:
+    rule = Resample(97, None, "linear")
+    for row in range(97):
+        at = max(0.0, (row + 0.5) * 61 / 97 - 0.5)
+        need = rule.need(Span(row, row + 1), 61)
+        assert need.holds(Span(int(at), min(int(at) + 2, 61)))
+        assert need.size <= 6
+
+
+@pytest.mark.parametrize(
+    ("rule", "side", "rows", "need"),
+    [
+        (Window(7, 2, 1, 3, 3), 61, Span(0, 15), Span(-3, 32)),  # the study's example: member 0 of two
+        (Window(7, 2, 1, 3, 3), 61, Span(15, 31), Span(27, 64)),
+        (SAME, 61, Span(3, 9), Span(3, 9)),
+        (Window(3, 2), 8, Span(1, 3), Span(2, 7)),  # stride alignment: not the part's begin less a halo
+        (Window(2, 1, 1, 0, 1), 8, Span(7, 8), Span(7, 9)),  # even 'same': the odd row at the end
+        (Window(1, 1, 1, 3, 3), 8, Span(0, 2), Span(-3, -1)),  # wholly outside: p > reach
+        (Transposed(2, 4), 5, Span(2, 4), Span(1, 1)),  # rows without a source
+    ],
+)
+def test_known_needs(rule: Rule, side: int, rows: Span, need: Span) -> None:
+    found = rule.need(rows, side)
+    assert found == need or (not found.size and not need.size)
+
+
+@given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 400))
+def test_cells_partition_every_map_and_follow_the_tile(tile: int, box: int, side: int) -> None:
+    cuts = tile_cuts(tile, box)
+    parts = cells(cuts, side)
+    assert [row for part in parts for row in range(*part)] == list(range(side))
+    assert cells(cuts, tile) == tuple(Span(a, b) for a, b in pairwise(cuts))
+    assert max(b - a for a, b in pairwise(cuts)) <= box + 32
+
+
+def test_spans_never_touch_nothing() -> None:
+    assert Span(-3, -1).touching(8) == Span(0, 1)
+    assert Span(9, 12).touching(8) == Span(7, 8)
+    assert Span(-3, 2).touching(8) == Span(0, 2)
+    assert Span(2, 4).hull(Span(9, 9)) == Span(2, 4)
+    assert Span(2, 4).hull(Span(6, 9)) == Span(2, 9)
+    assert Span(2, 9).holds(Span(3, 3))
+    assert not Span(2, 9).holds(Span(1, 3))

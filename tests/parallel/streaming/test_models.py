@@ -1,0 +1,213 @@
+"""Whole models box by box beside the plain step, and what is refused by name; the traps of spatial computation that a
+single device can fall into."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.registry import build_model
+from parallel.comm.local import LocalCommunicator
+from parallel.offload.live_bytes import LiveBytes
+from parallel.streaming.streamed_module import StreamedRun, streamed
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+SMALL = {"unet_w4": (64, (40, 24, 17)), "unet(2,4)": (64, (40, 24, 17)), "resnet18": (67, (64, 40, 33))}
+LARGE = {
+    "resnet18": (200, (128, 96, 64)),
+    "resnet50": (131, (96, 64, 50)),
+    "unet_w16": (128, (96, 64, 40)),
+    "resnet110_v2": (49, (40, 24, 16)),
+    "torchvision:densenet121": (131, (96, 64, 50)),
+    "torchvision:mobilenet_v3_small": (131, (96, 64, 50)),
+    "torchvision:efficientnet_b0": (97, (64, 50, 40)),
+    "torchvision:inception_v3": (139, (96, 75, 64)),
+    "torchvision:googlenet": (131, (96, 64, 50)),
+    "torchvision:convnext_tiny": (97, (64, 50, 40)),
+    "torchvision:deeplabv3_resnet50": (97, (64, 50, 40)),
+    "torchvision:shufflenet_v2_x0_5": (97, (64, 50, 40)),
+    "torchvision:regnet_y_400mf": (97, (64, 50, 40)),
+    "timm:resnetv2_50": (97, (64, 50, 40)),
+}
+"""Model -> (px of a tile that is no power of two, sides of boxes)."""
+
+
+def model_of(name: str, norm: str = "frozen") -> nn.Module:
+    """With statistics that are not those of a fresh model, and without dropout of single px."""
+    torch.manual_seed(0)
+    model = build_model(name, classes=3, norm=norm)  # type: ignore[arg-type]
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            nn.init.normal_(part.running_mean, 0.0, 0.1)  # type: ignore[arg-type]
+            nn.init.uniform_(part.running_var, 0.5, 2.0)  # type: ignore[arg-type]
+    return model.train()
+
+
+def step(model: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients; the same random numbers each time."""
+    torch.manual_seed(5)
+    output = model(images)
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+    (output * weights).mean().backward()
+    return output.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error(name: str, norm: str, tile: int, box: int, dtype: torch.dtype) -> float:
+    """Largest error, relative to the largest value of the tensor it is in."""
+    plain = model_of(name, norm).to(dtype)
+    images = torch.randn(2, 3, tile, tile + (32 if "unet" in name else 5), dtype=torch.float64).to(dtype)
+    ours = streamed(copy.deepcopy(plain), box, tuple(images.shape), LocalCommunicator())
+    expected, gradients = step(plain, images)
+    found, ours_gradients = step(ours, images)
+    assert gradients.keys() == ours_gradients.keys()
+    pairs = [(expected, found), *((gradients[n], ours_gradients[n]) for n in gradients)]
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    return max(
+        float((e - f).abs().max()) / max(float(e.abs().max()), 1e-3 * largest * torch.finfo(dtype).eps ** 0.5)
+        for e, f in pairs
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_exact(name: str, dtype: torch.dtype) -> None:
+    tile, boxes = SMALL[name]
+    assert error(name, "frozen", tile, boxes[1], dtype) <= TOLERANCE[dtype]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LARGE)
+def test_exact_at_three_box_sizes(name: str) -> None:
+    tile, boxes = LARGE[name]
+    for box in boxes:
+        assert error(name, "batch" if "convnext" in name else "frozen", tile, box, torch.float64) <= 1e-10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "unet_w16"])
+def test_layer_norm_in_three_box_sizes_in_float32(name: str) -> None:
+    tile, boxes = LARGE[name]
+    for box in boxes:
+        assert error(name, "layer", tile, box, torch.float32) <= 1e-5
+
+
+def test_prediction_goes_box_by_box_too() -> None:
+    plain = model_of("resnet18").double().eval()
+    images = torch.randn(1, 3, 70, 90, dtype=torch.float64)
+    ours = streamed(copy.deepcopy(plain), 32, tuple(images.shape), LocalCommunicator()).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), plain(images), rtol=1e-12, atol=1e-12)
+    assert isinstance(ours._run_evaluation, StreamedRun)
+    assert ours._run_evaluation._plans
+
+
+def test_tile_shapes_change_between_steps() -> None:
+    plain = model_of("unet_w4").double()
+    ours = streamed(copy.deepcopy(plain), 24, (1, 3, 48, 48), LocalCommunicator())
+    for shape in ((1, 3, 48, 48), (2, 3, 32, 64), (1, 3, 48, 48)):
+        images = torch.randn(shape, dtype=torch.float64)
+        torch.testing.assert_close(ours(images), plain(images), rtol=1e-11, atol=1e-11)
+
+
+def test_hooks_fire_once_per_parameter_and_step() -> None:
+    model = model_of("resnet18").double()
+    ours = streamed(model, 32, (1, 3, 64, 64), LocalCommunicator())
+    fired: dict[str, int] = {}
+    for name, parameter in ours.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update({name: fired.get(name, 0) + 1}))
+    ours(torch.randn(1, 3, 64, 64, dtype=torch.float64)).sum().backward()
+    assert fired == {name: 1 for name, _ in ours.named_parameters()}
+
+
+def test_channels_last_stays() -> None:
+    """Maps that are joined or padded in another layout are copied at every convolution."""
+    model = model_of("resnet18").to(memory_format=torch.channels_last)
+    images = torch.randn(1, 3, 64, 64).contiguous(memory_format=torch.channels_last)
+    ours = streamed(model, 32, (1, 3, 64, 64), LocalCommunicator())
+    seen = []
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.register_forward_hook(
+                lambda _, given, __: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+            )
+    ours(images).sum().backward()
+    assert len(seen) > 60
+    assert all(seen)
+
+
+def test_memory_is_that_of_boxes() -> None:
+    """Not of the tile: twice its side takes as much, apart from maps, which lie on the host."""
+    net = nn.Sequential(
+        *(part for c in (3, 8, 8, 8) for part in (nn.Conv2d(c, 8, 3, 1 + (c == 3), 1), nn.ReLU(inplace=True))),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+    peaks = []
+    for tile in (256, 512):
+        ours = streamed(net, 64, (1, 3, tile, tile), LocalCommunicator())
+        live, images = LiveBytes(), torch.randn(1, 3, tile, tile)
+        with live:
+            ours(images).mean().backward()
+        peaks.append(live.peak_bytes)
+    assert peaks[1] < 1.03 * peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "message"),
+    [
+        ("resnet18", "batch", r"cannot pass bn1: .* use --norm frozen"),
+        ("resnet18", "group", r"cannot pass bn1: .* or --norm layer"),
+        ("resnet18", "instance", r"cannot pass bn1"),
+    ],
+)
+def test_norms_over_the_image_are_refused_by_name(name: str, norm: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        streamed(model_of(name, norm), 32, (1, 3, 64, 64), LocalCommunicator())
+
+
+class _Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.conv(x).flatten(2).transpose(1, 2)
+        logits: Tensor = self.head(self.dropout(torch.softmax(tokens @ tokens.transpose(1, 2), -1) @ tokens).mean(1))
+        return logits
+
+
+def test_what_spans_the_image_ends_the_region_and_is_computed_whole() -> None:
+    plain = _Attends().double().train()
+    ours = streamed(copy.deepcopy(plain), 8, (2, 3, 20, 20), LocalCommunicator())
+    assert isinstance(ours._run_training, StreamedRun)
+    (plan,) = ours._run_training._plans.values()
+    assert plan.run.region.ends_at == ("flatten", "makes other dims of rows and columns")
+    images = torch.randn(2, 3, 20, 20, dtype=torch.float64)
+    expected, gradients = step(plain, images)
+    found, ours_gradients = step(ours, images)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours_gradients, gradients, rtol=1e-11, atol=1e-12)
+
+
+def test_dropout_of_single_px_ends_the_region() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Conv2d(4, 4, 3))
+    ours = streamed(net, 8, (1, 3, 20, 20), LocalCommunicator())
+    assert isinstance(ours._run_training, StreamedRun)
+    (plan,) = ours._run_training._plans.values()
+    assert plan.run.region.ends_at is not None
+    assert "draws a number for each px" in plan.run.region.ends_at[1]
+
+
+def test_planning_draws_no_random_numbers() -> None:
+    state = torch.get_rng_state()
+    model = build_model("torchvision:mobilenet_v3_small", classes=2, norm="frozen").train()
+    torch.set_rng_state(state)
+    streamed(model, 64, (1, 3, 64, 64), LocalCommunicator())
+    assert torch.equal(torch.get_rng_state(), state)

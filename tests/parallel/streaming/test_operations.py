@@ -1,0 +1,160 @@
+"""Every kind of operation, box by box, gives what torch gives for the whole image: outputs, and all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchvision.ops import SqueezeExcitation, StochasticDepth
+
+from models.blocks import ChannelNorm, FrozenBatchNorm2d
+from tests.helpers.streaming import streaming_error
+
+EXACT = 1e-12
+numbers = st.integers
+
+
+class Net(nn.Module):
+    """A convolution before the operation and one behind it, so that boxes of both are of odd sizes."""
+
+    def __init__(self, operation: nn.Module, channels: int = 4) -> None:
+        super().__init__()
+        self.before = nn.Conv2d(2, 4, 3, padding=1)
+        self.operation = operation
+        self.after = nn.Conv2d(channels, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(self.operation(self.before(x)))
+        return y
+
+
+class Call(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def exact(operation: nn.Module, height: int, width: int, box: int, channels: int = 4) -> None:
+    torch.manual_seed(0)
+    try:
+        with torch.no_grad():
+            whole = Net(operation, channels)(torch.zeros(1, 2, height, width))
+    except RuntimeError:  # a kernel larger than what it works on
+        return
+    if whole.numel():
+        assert streaming_error(Net(operation, channels), (2, 2, height, width), box) <= EXACT
+
+
+sides, boxes = numbers(7, 29), numbers(3, 13)
+
+
+@given(sides, sides, boxes, numbers(1, 4), numbers(1, 3), numbers(1, 3), numbers(0, 4), st.sampled_from([1, 2, 4]))
+def test_convolution(h: int, w: int, box: int, k: int, s: int, d: int, p: int, groups: int) -> None:
+    """Also p larger than the reach: needed rows that lie wholly outside."""
+    exact(nn.Conv2d(4, 4, (k, 3), (s, 1), (p, 1), (d, 1), groups), h, w, box)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@given(sides, sides, boxes, numbers(1, 5), numbers(1, 3))
+def test_same_convolution_even_kernels_pad_at_the_end(h: int, w: int, box: int, k: int, d: int) -> None:
+    exact(nn.Conv2d(4, 4, k, padding="same", dilation=d), h, w, box)
+
+
+@given(sides, sides, boxes, numbers(1, 4), numbers(1, 5), numbers(1, 2), numbers(0, 2), numbers(0, 4))
+def test_transposed_convolution(h: int, w: int, box: int, k: int, s: int, d: int, p: int, extra: int) -> None:
+    """Also strides larger than the kernel: rows without a source, on both sides."""
+    extra = min(extra, max(s, d) - 1)
+    exact(nn.ConvTranspose2d(4, 4, k, s, p, extra, dilation=d), h, w, box)
+
+
+@given(sides, sides, boxes, numbers(2, 4), numbers(1, 4), numbers(1, 2), st.booleans())
+def test_max_pool(h: int, w: int, box: int, k: int, s: int, d: int, ceil: bool) -> None:
+    """Padded by minus infinity; ties go to the same px."""
+    exact(nn.Sequential(nn.Hardtanh(-0.2, 0.2), nn.MaxPool2d(k, s, k // 2, d, ceil_mode=ceil)), h, w, box)
+
+
+@given(sides, sides, boxes, numbers(2, 4), numbers(1, 4), st.booleans(), st.booleans(), st.sampled_from([None, 3]))
+def test_average_pool(h: int, w: int, box: int, k: int, s: int, ceil: bool, counts: bool, divisor: int | None) -> None:
+    exact(nn.AvgPool2d(k, s, k // 2, ceil, counts, divisor), h, w, box)
+
+
+@given(sides, sides, boxes, numbers(3, 40), numbers(3, 40), st.sampled_from(["nearest", "nearest-exact", "bilinear"]))
+def test_resampling_to_a_size(h: int, w: int, box: int, rows: int, columns: int, mode: str) -> None:
+    exact(nn.Upsample((rows, columns), mode=mode), h, w, box)
+
+
+@given(sides, sides, boxes, st.sampled_from([0.5, 1.3, 2.0, 3.0]), st.booleans())
+def test_resampling_by_a_factor(h: int, w: int, box: int, factor: float, aligned: bool) -> None:
+    exact(nn.Upsample(scale_factor=factor, mode="bilinear", align_corners=aligned), h, w, box)
+
+
+@given(sides, sides, boxes, numbers(-2, 3), numbers(-2, 3))
+def test_pads_and_crops(h: int, w: int, box: int, before: int, after: int) -> None:
+    exact(Call(lambda x: F.pad(x, (before, after, after, before), value=0.5)), h, w, box)
+
+
+@given(sides, sides, boxes, numbers(0, 3), numbers(1, 3), numbers(1, 3))
+def test_slices(h: int, w: int, box: int, start: int, less: int, step: int) -> None:
+    exact(Call(lambda x: x[:, :, start:-less:step, 1:]), h, w, box)
+
+
+def channel_shuffle(x: Tensor) -> Tensor:
+    first, second = torch.chunk(x, 2, dim=1)
+    return torch.cat((second, first + second), dim=1)
+
+
+KINDS: dict[str, tuple[nn.Module, int]] = {
+    "relu": (nn.ReLU(), 4),
+    "relu in place": (nn.ReLU(inplace=True), 4),
+    "gelu": (nn.GELU(), 4),
+    "hardswish in place": (nn.Hardswish(inplace=True), 4),
+    "frozen norm": (FrozenBatchNorm2d(4), 4),
+    "layer norm": (ChannelNorm(4), 4),
+    "residual": (Call(lambda x: x + F.relu(x)), 4),
+    "sum in place": (Call(lambda x: (2 * x).add_(x)), 4),
+    "cat": (Call(lambda x: torch.cat([x, -x], 1)), 8),
+    "chunk": (Call(channel_shuffle), 4),
+    "channels": (Call(lambda x: x[:, 1:3]), 2),
+    "softmax": (nn.Softmax(dim=1), 4),
+    "transposed dims": (Call(lambda x: x.transpose(2, 3) * 2), 4),
+    "linear over channels": (
+        nn.Sequential(Call(lambda x: x.permute(0, 2, 3, 1)), nn.Linear(4, 5), Call(lambda x: x.permute(0, 3, 1, 2))),
+        5,
+    ),
+    "channel shuffle": (
+        Call(lambda x: x.view(x.size(0), 2, 2, x.size(2), x.size(3)).transpose(1, 2).reshape(x.shape)),
+        4,
+    ),
+    "squeeze and excite": (SqueezeExcitation(4, 2), 4),
+    "mean": (Call(lambda x: x * x.mean((2, 3), keepdim=True)), 4),
+    "sum": (Call(lambda x: x - 0.01 * x.sum(dim=[2, 3])[:, :, None, None]), 4),
+    "channel mean": (Call(lambda x: x * x.mean(1, keepdim=True)), 4),
+    "stochastic depth": (StochasticDepth(0.5, "row"), 4),
+    "dropout of nothing": (nn.Dropout(0.0), 4),
+    "identity": (nn.Identity(), 4),
+}
+
+
+@pytest.mark.parametrize("size", [(16, 16), (13, 21)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind: str, size: tuple[int, int]) -> None:
+    for box in (5, 8, 40):
+        exact(*(KINDS[kind][0], *size), box, KINDS[kind][1])
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (20, 12)])
+def test_pixel_shuffles(sizes: tuple[int, int]) -> None:
+    for box in (3, 7):
+        exact(nn.PixelShuffle(2), *sizes, box, 1)
+        exact(nn.PixelUnshuffle(2), *sizes, box, 16)
+        exact(nn.AdaptiveAvgPool2d((sizes[0] // 4, sizes[1] // 2)), *sizes, box)
