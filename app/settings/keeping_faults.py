@@ -34,7 +34,7 @@ def keeping_faults(asked: StrategySettings) -> list[str]:
     for flag, text in (("--offload-ahead", asked.offload_ahead), ("--offload-host", asked.offload_host)):
         if text is not None and bytes_of(text) is None:
             found.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
-        elif text is not None and asked.offload != "overlap":
+        elif text is not None and asked.offload != "overlap" and (asked.stream == "none" or flag == "--offload-ahead"):
             found.append(f"{flag} is about --offload overlap; got --offload {asked.offload}")
     return found + _stream_faults(asked)
 

@@ -68,8 +68,9 @@ class StrategySettings:
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
     --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
     offload_host: str | None = None
-    """Memory of the host, such as 64GiB, that a rank may fill with --offload overlap; what does not fit stays on the
-    device. Default: no limit."""
+    """Memory of the host, such as 64GiB, that a rank may fill. With --offload overlap what does not fit stays on the
+    device, and the default is no limit; with --stream fewer maps are stored, and the default is 32 bytes for each px of
+    a microbatch."""
     offload_state: Literal["none", "optimizer", "parameters"] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""

@@ -117,7 +117,7 @@ def _whole(
     if keeping.stream is None:
         model = in_segments(model, keeping, shape, communicator)
     else:
-        model = streamed(model, keeping.stream, shape, communicator)
+        model = streamed(model, keeping.stream, shape, communicator, keeping.host_bytes)
     keeper = SavedTensors(keeping, device)
     if keeping.parameters:
         keeper.streams(HostParameters(model, device, Copies.for_device(device)))

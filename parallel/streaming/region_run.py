@@ -22,7 +22,7 @@ from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
 from parallel.streaming.region import Region
 
 STORED_PER_PX = 32
-"""Bytes of maps for each px of the tile that may lie between parts."""
+"""Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,22 @@ class RegionRun:
     Args:
         region: as it was read.
         box: side of the boxes, px.
+        stored_bytes: that maps between parts may take on the host, where fewer parts do, too; None: 32 for each px of
+            the tile.
 
     Attributes:
         phases: in order.
     """
 
-    def __init__(self, region: Region, box: int) -> None:
+    def __init__(self, region: Region, box: int, stored_bytes: int | None = None) -> None:
         self.region = region
         (rows, columns) = max(region.sides[name] for name in region.inputs)
         phases = in_phases(region.steps)
         kept = sum(step.kept_bytes for step in region.steps)
         tiles = region.forms[region.inputs[0]][0][0]
-        tile = Tile((rows, columns), box, kept, STORED_PER_PX * rows * columns * tiles)
+        if stored_bytes is None:
+            stored_bytes = STORED_PER_PX * rows * columns * tiles
+        tile = Tile((rows, columns), box, kept, stored_bytes)
         whole = {name for name in region.dims if name not in region.forms}
         self.phases: list[Phase] = []
         for k, (plain, steps) in enumerate(phases):
