@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 Norm = Literal["batch", "group", "instance", "frozen", "layer"]
 """Kind of normalisation. All but batch look at one tile at a time, so no result depends on the microbatch size; frozen
-and layer look at one px at a time, so that a tile can be computed box by box."""
+and layer look at one px at a time, so that little has to be stored of a tile that is computed box by box."""
 
 MAX_GROUPS = 32
 """GroupNorm's default in its paper, and what published GroupNorm weights use."""

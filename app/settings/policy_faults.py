@@ -38,7 +38,7 @@ def policy_faults(asked: StrategySettings) -> list[str]:
     ):
         if text is not None and bytes_of(text) is None:
             faults.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
-        elif text is not None and asked.offload != "overlap":
+        elif text is not None and asked.offload != "overlap" and (asked.stream == "none" or flag.endswith("ahead")):
             faults.append(f"{flag} is about --offload overlap; got --offload {asked.offload}")
     return faults + _stream_faults(asked)
 

@@ -114,7 +114,7 @@ class ModelSettings:
     norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
     """Normalisation; all but batch do not depend on which tiles are computed together. frozen: batch norm whose running
     statistics stay as --weights has them, while scale and shift are trained; layer: over the channels of each px. With
-    these two a tile can be computed box by box, by --stream."""
+    these two --stream stores the least."""
     weights: Path | None = None
     """Start from the parameters in this file; a head for other classes is left fresh."""
 

@@ -86,15 +86,17 @@ class StrategySettings:
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
     --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
     offload_host: Suppress[str | None] = None
-    """Memory of the host, such as 64GiB, that a rank may fill with --offload overlap; what does not fit stays on the
-    device. Default: no limit."""
+    """Memory of the host, such as 64GiB, that a rank may fill. With --offload overlap what does not fit stays on the
+    device, and the default is no limit; with --stream fewer maps are stored, and the default is 32 bytes for each px of
+    a microbatch."""
     offload_state: Suppress[Literal["none", "optimizer", "parameters"]] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""
     stream: str = "none"
     """Side in px of boxes, such as 512, that a tile is computed in one after the other, in the forward pass and once
     more in the backward pass: the same numbers, and memory for a box in place of a tile; maps between parts of the
-    model lie in the host's memory. With --norm frozen or layer; for --parallel single and ddp."""
+    model lie in the host's memory: few with --norm frozen or layer, one for each norm with others. For --parallel
+    single and ddp."""
     shard_optimizer: Suppress[Literal["none", "pair"]] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     gradient_buckets: Suppress[str | None] = None

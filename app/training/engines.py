@@ -113,7 +113,7 @@ def _whole(
     if policy.stream is None:
         model = in_segments(model, policy, shape, communicator)
     else:
-        model = streamed(model, policy.stream, shape, communicator)
+        model = streamed(model, policy.stream, shape, communicator, policy.host_bytes)
     saved_tensors = SavedTensors(policy, device)
     if policy.parameters:
         saved_tensors.streams(HostParameters(model, device, Copies.for_device(device)))

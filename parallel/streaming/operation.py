@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.space.rule import SAME, Rule
 from parallel.streaming.patch import Patch
@@ -26,9 +29,9 @@ class Arguments:
         model: has the modules that nodes call.
         patches: of the maps it takes, by name.
         resolve: value of any other node that it names.
-
-    Attributes:
         may_change: nobody else uses the memory of the map it takes.
+        known: values without rows, by name of the step.
+        template: nothing, in the type and on the device of the value.
     """
 
     def __init__(
@@ -38,12 +41,14 @@ class Arguments:
         patches: Mapping[str, Patch],
         resolve: Callable[[fx.Node], Any],
         may_change: bool = False,
-        mask: Tensor | None = None,
+        known: Mapping[str, Any] = MappingProxyType({}),
+        template: Tensor | None = None,
     ) -> None:
         self.patches = patches
         self.may_change = may_change
         self._model = model
-        self._mask = mask
+        self._known = known
+        self._template = template
         self._node = node
         self._resolve = resolve
 
@@ -54,10 +59,15 @@ class Arguments:
         return patch
 
     @property
-    def mask(self) -> Tensor:
-        """What the node has drawn, for all boxes alike."""
-        assert self._mask is not None
-        return self._mask
+    def template(self) -> Tensor:
+        """Nothing, in the type and on the device of the node's value."""
+        assert self._template is not None
+        return self._template
+
+    def prior(self, suffix: str) -> Tensor:
+        """What the node's own step before it gave, for all boxes alike."""
+        value: Tensor = self._known[self._node.name + suffix]
+        return value
 
     def value(self, argument: Any) -> Any:
         """``argument`` of the node with values in place of nodes."""
@@ -92,8 +102,7 @@ class Operation:
         dims: of rows and columns in its value.
         sums: it adds up to a sum over all boxes.
         shares: its value may lie in the memory of what it takes.
-        draws: gives the random mask that it multiplies with, in the type and on the device of a tensor; drawn once for
-            all boxes.
+        first: what has to be known before.
         fresh: the gradient that it gives a map lies in memory that nobody else has.
         flops_each: of each number it gives.
     """
@@ -103,9 +112,23 @@ class Operation:
     dims: tuple[int, int] = DIMS
     sums: bool = False
     shares: bool = False
-    draws: Callable[[Tensor], Tensor] | None = None
+    first: tuple[Prior, ...] = ()
     fresh: bool = False
     flops_each: float = 40.0
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A step of a node before its own.
+
+    Attributes:
+        suffix: of its name, behind the node's.
+        once: it takes no map, and runs in the forward pass alone; else it is a sum over all boxes.
+    """
+
+    suffix: str
+    operation: Operation
+    once: bool = False
 
 
 class Reading:
@@ -141,6 +164,8 @@ class Reading:
         if node.name not in self.values:
             if node.op == "get_attr":
                 self.values[node.name] = attribute(self.model, node)
+            elif node.op == "call_module" and isinstance(self.model.get_submodule(str(node.target)), _BatchNorm):
+                self.values[node.name] = torch.empty_like(self.of(node.all_input_nodes[0]))  # run, it would count
             else:
                 self.values[node.name] = Arguments(self.model, node, {}, self.of).run()
         return self.values[node.name]

@@ -18,7 +18,7 @@ from parallel.space.step import Step
 from parallel.streaming.narrowing import narrowed, with_parts
 from parallel.streaming.operation import Arguments, attribute
 from parallel.streaming.patch import Box, Patch, cut_of, cut_patch, had
-from parallel.streaming.region import MASK, Region
+from parallel.streaming.region import Region
 
 Spans = Mapping[str, Span]
 
@@ -140,7 +140,7 @@ def run_box(
             del run.values[name]
             run.parts.pop(name, None)
         whole = step.name in part.alone and all(patch.have == run.box(name) for name, patch in patches.items())
-        given = Arguments(module, region.nodes[step.name], patches, resolve, whole, known.get(step.name + MASK))
+        given = Arguments(module, region.nodes[step.name], patches, resolve, whole, known)
         run.put(step.name, region.operations[step.name].compute(given))
     return run.results()
 
@@ -231,10 +231,10 @@ def _template(region: Region, name: str) -> Tensor:
 
 def run_plain(module: nn.Module, region: Region, step: Step, known: Mapping[str, Any]) -> Any:
     """Return the value of a step without rows."""
-    if step.name.endswith(MASK):
-        name = step.name.removesuffix(MASK)
-        draws = region.operations[name].draws
-        assert draws is not None
-        return draws(_template(region, name))
     node = region.nodes[step.name]
+    if step.name in region.operations:
+        given = Arguments(
+            module, node, {}, resolver(module, region, known), known=known, template=_template(region, node.name)
+        )
+        return region.operations[step.name].compute(given)
     return Arguments(module, node, {}, resolver(module, region, known)).run()

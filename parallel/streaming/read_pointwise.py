@@ -12,13 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.space.rule import SAME, Window
-from parallel.streaming.operation import Operation, Reading, SpansImage
+from parallel.streaming.operation import Operation, Prior, Reading, SpansImage
+from parallel.streaming.read_norm import ADVICE, batch_norm, group_norm
 from parallel.streaming.read_window import bound
-
-NORM_ADVICE = (
-    "its statistics are of the whole image: use --norm frozen, which keeps running statistics as they are (start from "
-    "--weights), or --norm layer"
-)
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish,
@@ -96,17 +92,10 @@ def activation(module: Any, reading: Reading, node: fx.Node) -> Operation:
     return Operation(compute, dims=reading.dims[source.name])
 
 
-def norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
-    """Batch norm with statistics that are known."""
-    if module.training or not module.track_running_stats:
-        raise SpansImage(NORM_ADVICE)
-    return by_module(reading, node)
-
-
 def functional_norm(reading: Reading, node: fx.Node) -> Operation:
     given = bound(node, ("input", "running_mean", "running_var", "weight", "bias", "training"))
     if reading.value(given.get("training", False)) or given.get("running_mean") is None:
-        raise SpansImage(NORM_ADVICE)
+        raise SpansImage(ADVICE)
     (source,) = reading.maps(node)
     return Operation(lambda given: given.run(), dims=reading.dims[source.name])
 
@@ -226,19 +215,19 @@ def dropped_paths(reading: Reading, node: fx.Node) -> Operation:
     value = reading.of(source)
     shape = [value.shape[0] if mode == "row" else 1] + [1] * (value.dim() - 1)
 
-    def draw(tensor: Tensor) -> Tensor:
-        noise = torch.empty(shape, dtype=tensor.dtype, device=tensor.device).bernoulli_(1.0 - p)
+    def draw(given: Any) -> Tensor:
+        noise: Tensor = given.template.new_empty(shape).bernoulli_(1.0 - p)
         return noise.div_(1.0 - p) if p < 1 else noise
 
-    return Operation(lambda given: given.patch.tensor * given.mask, dims=reading.dims[source.name], draws=draw)
+    return Operation(
+        lambda given: given.patch.tensor * given.prior(MASK),
+        dims=reading.dims[source.name],
+        first=(Prior(MASK, Operation(draw), once=True),),
+    )
 
 
+MASK = "~mask"
 _DEPTH = (("p", 0.0), ("mode", "batch"), ("training", True))
-
-
-def norm_over_image(module: Any, reading: Reading, node: fx.Node) -> Operation:
-    """Group and instance norm."""
-    raise SpansImage(NORM_ADVICE)
 
 
 MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
@@ -248,9 +237,9 @@ MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
     nn.Dropout2d: dropout,
     nn.AlphaDropout: dropout,
     nn.FeatureAlphaDropout: dropout,
-    _BatchNorm: norm,
-    nn.GroupNorm: norm_over_image,
-    nn.InstanceNorm2d: norm_over_image,
+    _BatchNorm: batch_norm,
+    nn.GroupNorm: group_norm,
+    nn.InstanceNorm2d: group_norm,
     nn.LayerNorm: lambda module, reading, node: over_last(reading, node, len(module.normalized_shape)),
     nn.Linear: lambda module, reading, node: over_last(reading, node, 1),
     nn.Softmax: lambda module, reading, node: along(reading, node, (), module.dim),

@@ -18,10 +18,8 @@ from torch.utils._pytree import tree_leaves
 from parallel.space.step import Step
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
 from parallel.streaming.read_node import has_tensors, module_of, read_node
-from parallel.streaming.read_pointwise import NORM_ADVICE
+from parallel.streaming.read_norm import ADVICE
 
-MASK = "~mask"
-"""What the name of a random mask ends in."""
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 """Methods that take no more of a map than its type and device."""
 KEEPS_NOTHING = 0.0
@@ -34,7 +32,7 @@ class Region:
     Attributes:
         steps: in the order of the model.
         operations: by name of the step, of those that take maps.
-        nodes: by name.
+        nodes: by name of the step; several steps may be of one.
         dims: of rows and columns of every map.
         sides: rows and columns of every map.
         forms: (shape, type, device) of every map.
@@ -61,6 +59,7 @@ class Region:
 class _Found:
     steps: list[Step] = field(default_factory=list)
     operations: dict[str, Operation] = field(default_factory=dict)
+    nodes: dict[str, fx.Node] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     fixed: set[str] = field(default_factory=set)
     plain: set[str] = field(default_factory=set)
@@ -140,13 +139,19 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
     numbers = sum(tensor.numel() for tensor in tensors)
     size = numbers * tensors[0].element_size()
     others = tuple(a.name for a in node.all_input_nodes if a.name in found.plain)
-    if operation.draws is not None:
-        mask = node.name + MASK
-        found.steps.append(Step(mask, plain=True))
-        found.fixed.add(mask)
-        found.plain.add(mask)
-        others = (*others, mask)
     sides = reading.sides[maps[0].name]
+    before: tuple[str, ...] = ()
+    for prior in operation.first:
+        name, takes = node.name + prior.suffix, tuple(source.name for source in maps)
+        if prior.once:
+            found.fixed.add(name)
+            found.steps.append(Step(name, others=before, plain=True))
+        else:
+            found.steps.append(Step(name, takes, before, sides=sides, sums=True, flops=10.0 * numbers))
+        found.plain.add(name)
+        found.operations[name], found.nodes[name] = prior.operation, node
+        before = (*before, name)
+    others = (*others, *before)
     changed = getattr(module_of(reading.model, node), "inplace", False) and len(maps[0].users) == 1
     if operation.sums:
         found.plain.add(node.name)
@@ -182,8 +187,8 @@ def _finished(
 ) -> Region:
     """Without what is made of the last sums, which what follows computes."""
     last = max((k for k, step in enumerate(found.steps) if not step.plain), default=-1)
-    if found.ends_at is not None and found.ends_at[1] == NORM_ADVICE:
-        raise ValueError(f"--stream computes a tile box by box, and cannot pass {found.ends_at[0]}: {NORM_ADVICE}")
+    if found.ends_at is not None and found.ends_at[1] == ADVICE:
+        raise ValueError(f"--stream computes a tile box by box, and cannot pass {found.ends_at[0]}: {ADVICE}")
     steps = found.steps[: last + 1]
     if not any(step.flops and not step.sums for step in steps):
         layer, reason = found.ends_at or ("the model", "has no layer that takes maps")
@@ -203,7 +208,7 @@ def _finished(
     return Region(
         tuple(replace(step) for step in steps),
         found.operations,
-        by_name,
+        by_name | found.nodes,
         reading.dims,
         reading.sides,
         {name: (tuple(v.shape), v.dtype, v.device) for name, v in values.items() if isinstance(v, Tensor)},

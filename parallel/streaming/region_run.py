@@ -20,9 +20,10 @@ from parallel.space.step import Step, in_phases
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
 from parallel.streaming.region import Region
+from parallel.units import bytes_text
 
 STORED_PER_PX = 32
-"""Bytes of maps for each px of the tile that may lie between parts."""
+"""Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,26 @@ class RegionRun:
     Args:
         region: as it was read.
         box: side of the boxes, px.
+        stored_bytes: that maps between parts may take on the host; None: 32 for each px of the tile, or what the sums
+            in the model ask for.
 
     Attributes:
         phases: in order.
+
+    Raises:
+        ValueError: the sums in the model ask for more.
     """
 
-    def __init__(self, region: Region, box: int) -> None:
+    def __init__(self, region: Region, box: int, stored_bytes: int | None = None) -> None:
         self.region = region
         (rows, columns) = max(region.sides[name] for name in region.inputs)
         phases = in_phases(region.steps)
         kept = sum(step.kept_bytes for step in region.steps)
         tiles = region.forms[region.inputs[0]][0][0]
-        tile = Tile((rows, columns), box, kept, STORED_PER_PX * rows * columns * tiles)
+        limit = stored_bytes
+        if stored_bytes is None:
+            stored_bytes = STORED_PER_PX * rows * columns * tiles
+        tile = Tile((rows, columns), box, kept, stored_bytes)
         whole = {name for name in region.dims if name not in region.forms}
         self.phases: list[Phase] = []
         for k, (plain, steps) in enumerate(phases):
@@ -71,8 +80,22 @@ class RegionRun:
             parts = divide(steps, leaving, region.sides, tile, whole) if steps else []
             plans = [plan_part(region, steps, part, leaving, tile.side) for part in parts]
             self.phases.append(Phase(tuple(plain), tuple(plans)))
+        if limit is not None and self.host_bytes > limit:
+            raise ValueError(
+                f"--stream stores maps of {bytes_text(self.host_bytes)} between the parts of this model, more than "
+                f"--developer offload-host allows, {bytes_text(limit)}: raise it, or use --norm frozen or layer, before which "
+                "nothing has to be stored"
+            )
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the maps that are stored between parts; their gradients come as parts go back, and go as they are used."""
+        given = {step.name: step for phase in self.phases for part in phase.parts for step in part.given}
+        return sum(
+            step.value_bytes for step in given.values() if not step.sums and step.name not in self.region.leaving
+        )
 
     def forward(self, module: nn.Module, entering: Sequence[Tensor], keep: bool) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.

@@ -19,12 +19,19 @@ from parallel.trace.stage_module import Run, StageModule, WholeModule
 from parallel.trace.trace_alone import trace_alone
 
 
-def streamed(module: nn.Module, box: int, shape: tuple[int, ...], communicator: Communicator) -> StageModule:
+def streamed(
+    module: nn.Module,
+    box: int,
+    shape: tuple[int, ...],
+    communicator: Communicator,
+    stored_bytes: int | None = None,
+) -> StageModule:
     """Return ``module`` computed in boxes of ``box`` px, with the names it has.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch; others may follow.
         communicator: all ranks; each calls it.
+        stored_bytes: as for ``RegionRun``.
 
     Raises:
         ValueError: the model cannot be traced, or not be computed in boxes to where it has no rows any more; which
@@ -32,19 +39,15 @@ def streamed(module: nn.Module, box: int, shape: tuple[int, ...], communicator: 
     """
     traced = trace_alone(module, shape, communicator)
     whole = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), WholeModule)
-    stream_stage(whole, list(traced.training.graph.nodes), list(traced.evaluation.graph.nodes), box)
+    ends = whole.inputs, whole.outputs
+    training, evaluation = (list(each.graph.nodes) for each in (traced.training, traced.evaluation))
+    run = StreamedRun(training, *ends, box, stored_bytes)
+    whole._run_training, whole._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
     parameter = next(module.parameters())
     example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
-    assert isinstance(whole._run_training, StreamedRun)
     whole.train()
-    whole._run_training.planned(whole, (example,))  # what is wrong is said now
+    run.planned(whole, (example,))  # what is wrong is said now
     return whole.train(module.training)
-
-
-def stream_stage(stage: StageModule, training: Sequence[fx.Node], evaluation: Sequence[fx.Node], box: int) -> None:
-    """Let ``stage`` run its nodes in boxes."""
-    stage._run_training = StreamedRun(training, stage.inputs, stage.outputs, box)
-    stage._run_evaluation = StreamedRun(evaluation, stage.inputs, stage.outputs, box)
 
 
 class StreamedRun:
@@ -54,10 +57,19 @@ class StreamedRun:
         nodes: in order.
         inputs, outputs: names of the values that enter and leave.
         box: side of the boxes, px.
+        stored_bytes: as for ``RegionRun``.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], box: int) -> None:
-        self._nodes, self._inputs, self._outputs, self._box = nodes, inputs, outputs, box
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        box: int,
+        stored_bytes: int | None = None,
+    ) -> None:
+        self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
+        self._box, self._stored_bytes = box, stored_bytes
         self._plans: dict[Any, _Planned] = {}
 
     def __call__(self, stage: nn.Module, *values: Any) -> tuple[Any, ...]:
@@ -105,7 +117,7 @@ class StreamedRun:
             for argument in region.nodes[step.name].all_input_nodes
             if argument.op == "get_attr"
         }
-        return _Planned(RegionRun(region, self._box), run, inputs, tuple(paths), tuple(read))
+        return _Planned(RegionRun(region, self._box, self._stored_bytes), run, inputs, tuple(paths), tuple(read))
 
 
 class _Planned:

@@ -73,6 +73,26 @@ def error(name: str, norm: str, tile: int, box: int, dtype: torch.dtype) -> floa
     )
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("norm", ["batch", "group", "instance"])
+@pytest.mark.parametrize("name", ["resnet18", "unet_w16"])
+def test_norms_over_the_image_at_three_box_sizes(name: str, norm: str) -> None:
+    tile, boxes = LARGE[name]
+    for box in boxes:
+        assert error(name, norm, tile, box, torch.float64) <= 1e-10
+
+
+def test_running_statistics_are_those_of_the_plain_step() -> None:
+    plain = model_of("unet_w4", "batch").double()
+    ours = streamed(copy.deepcopy(plain), 24, (2, 3, 48, 64), LocalCommunicator())
+    for seed in (1, 2):
+        images = torch.randn(2, 3, 48, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        step(plain, images)
+        step(ours, images)
+    expected, found = dict(plain.named_buffers()), dict(ours.named_buffers())
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_exact(name: str, dtype: torch.dtype) -> None:
@@ -157,17 +177,24 @@ def test_memory_is_that_of_boxes() -> None:
     assert peaks[1] < 1.03 * peaks[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "norm", "message"),
-    [
-        ("resnet18", "batch", r"cannot pass bn1: .* use --norm frozen"),
-        ("resnet18", "group", r"cannot pass bn1: .* or --norm layer"),
-        ("resnet18", "instance", r"cannot pass bn1"),
-    ],
-)
-def test_norms_over_the_image_are_refused_by_name(name: str, norm: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        streamed(model_of(name, norm), 32, (1, 3, 64, 64), LocalCommunicator())
+def test_norms_of_unknown_kinds_are_refused_by_name() -> None:
+    """timm's, which joins batch norm with the activation."""
+    model = build_model("timm:efficientnet_lite0", classes=2).train()
+    with pytest.raises(ValueError, match=r"cannot pass bn1: .* use --norm frozen"):
+        streamed(model, 32, (1, 3, 64, 64), LocalCommunicator())
+
+
+def test_maps_beyond_the_host_memory_are_refused_before_anything_is_computed() -> None:
+    model, shape = model_of("unet_w4", "batch"), (1, 3, 64, 64)
+    run = streamed(copy.deepcopy(model), 32, shape, LocalCommunicator())._run_training
+    assert isinstance(run, StreamedRun)
+    (plan,) = run._plans.values()
+    needed = plan.run.host_bytes
+    streamed(copy.deepcopy(model), 32, shape, LocalCommunicator(), needed)
+    with pytest.raises(
+        ValueError, match=r"stores maps of .* more than --developer offload-host allows, .* or use --norm frozen"
+    ):
+        streamed(model, 32, shape, LocalCommunicator(), needed - 1)
 
 
 class _Attends(nn.Module):

@@ -1,0 +1,166 @@
+"""Traps of computing a map in pieces that others fell into; each test begins with what went wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.blocks import FrozenBatchNorm2d
+from parallel.space.rule import Resample
+from parallel.space.span import Span
+from parallel.streaming.local_ops import resample
+from parallel.streaming.patch import cut_patch
+from tests.helpers.streaming import in_boxes, planned, streaming_error
+
+EXACT = 1e-12
+
+
+class Call(nn.Module):
+    """A convolution, and a function of what it gives."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.conv(x))
+
+
+def shifted(channels: int) -> FrozenBatchNorm2d:
+    """A norm that makes something other than zero of zeros."""
+    norm = FrozenBatchNorm2d(channels)
+    nn.init.constant_(norm.running_mean, -0.7)  # type: ignore[arg-type]
+    return norm
+
+
+def test_rows_outside_the_image_are_zero_at_every_layer() -> None:
+    """MPI4DL pads the image once, and computes convolution, norm and ReLU of what lies outside: 29 % off."""
+    layers = [part for _ in range(4) for part in (nn.Conv2d(3, 3, 3, padding=1), shifted(3), nn.ReLU())]
+    assert streaming_error(nn.Sequential(*layers), (2, 3, 23, 31), 8) <= EXACT
+
+
+def test_maxima_are_padded_by_minus_infinity() -> None:
+    """MPI4DL pads by 0, which is the largest where all is negative."""
+    net = Call(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1))
+    assert streaming_error(net, (2, 3, 23, 31), 8) <= EXACT
+
+
+def test_first_needed_row_follows_the_stride() -> None:
+    """PhysicsNeMo takes a halo of half the kernel: 4 + 4 rows where there are 7, as in Inception's stem."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 3, 2), nn.MaxPool2d(3, 2))
+    assert streaming_error(net, (1, 3, 61, 67), 16) <= EXACT
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_even_same_kernels_pad_at_the_end() -> None:
+    assert streaming_error(nn.Conv2d(3, 4, 4, padding="same"), (1, 3, 20, 20), 7) <= EXACT
+
+
+def test_pads_beyond_the_reach_of_the_kernel() -> None:
+    """Rows whose window lies outside the image altogether."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1, padding=5), nn.Conv2d(4, 4, 3, padding=4))
+    assert streaming_error(net, (1, 3, 13, 11), 4) <= EXACT
+
+
+def test_transposed_strides_beyond_the_kernel() -> None:
+    """Rows that no row of the input reaches, on both sides of a box."""
+    net = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 5, output_padding=3), nn.Conv2d(4, 4, 3))
+    assert streaming_error(net, (1, 3, 9, 11), 3) <= EXACT
+
+
+def test_rims_wider_than_a_box() -> None:
+    """XLA's halos ended at the neighbour: dilation 9 in boxes of 6 reaches over three of them."""
+    assert streaming_error(nn.Conv2d(3, 4, 3, padding=9, dilation=9), (1, 3, 40, 37), 6) <= EXACT
+
+
+def test_coordinates_of_resampling_are_rounded_as_torch_rounds_them() -> None:
+    """At 16k px in float32 a coordinate is off by 1e-3 rows of what float64 says."""
+    side, size = 5461, 16384
+    row = torch.randn(1, 1, side, 1)
+    rules = (Resample(size, None, "linear"), Resample(1, None, "linear"))
+    expected = F.interpolate(row, (size, 1), mode="bilinear")
+    for start in (0, 9_000, 16_000):
+        box = (Span(start, start + 384), Span(0, 1))
+        has = (rules[0].need(box[0], side), Span(0, 1))
+        patch = cut_patch(row[:, :, slice(*has[0])], has, has, box, (side, 1), (2, 3), {})
+        error = (resample(patch, rules) - expected[:, :, start : start + 384]).abs().max()
+        assert error < 1e-5 * expected.abs().max()
+
+
+def test_values_changed_in_place_are_refused_where_their_name_is_used_again() -> None:
+    """Boxes give what is written in place memory of its own."""
+
+    def forgetful(x: Tensor) -> Tensor:
+        y = x * 1
+        y.relu_()
+        return y + 1
+
+    net = Call(forgetful)
+    images = torch.randn(1, 3, 12, 12)
+    run = in_boxes(net, 5)
+    run(net, images)
+    ends = planned(run).region.ends_at
+    assert ends is not None
+    assert "in place, which is used again by that name" in ends[1]
+    torch.testing.assert_close(run(net, images)[0], net(images))
+
+
+def test_sizes_are_those_of_the_whole_image() -> None:
+    """A model that resamples to ``x.shape`` would resample to that of the box."""
+
+    class Resized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.interpolate(self.conv(x), size=x.shape[-2:], mode="bilinear", align_corners=False)
+
+    assert streaming_error(Resized(), (1, 3, 29, 22), 9) <= EXACT
+
+
+def test_moments_do_not_cancel() -> None:
+    """Of sums of squares in float32, at a mean of 1,000 deviations, 6 % of the variance are left to chance."""
+    net = nn.Sequential(nn.Identity(), nn.BatchNorm2d(1, affine=False))
+    images = 1000 + torch.randn(1, 1, 41, 53, generator=torch.Generator().manual_seed(0))
+    in_boxes(net, 16)(net, images)
+    variance = net[1].running_var
+    assert isinstance(variance, Tensor)
+    torch.testing.assert_close(10 * variance - 9, images.double().var()[None].float(), rtol=1e-4, atol=0.0)
+
+
+def test_statistics_count_each_px_once_and_weigh_uneven_boxes() -> None:
+    """MPI4DL's are of each part, rims among them; diffusers' of VAE tiles leave out what is between parts."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4))
+    assert streaming_error(net, (2, 3, 37, 29), 11) <= EXACT
+
+
+def test_norms_of_a_single_px() -> None:
+    """A map of one px is in one box; others are empty."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 8, 8), shifted(4), nn.Conv2d(4, 4, 3, padding=1))
+    assert streaming_error(net, (2, 3, 15, 15), 4) <= EXACT
+
+
+def test_ties_of_maxima_go_to_the_px_that_torch_takes() -> None:
+    net = Call(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1))
+    assert streaming_error(net, (2, 3, 23, 31), 8) <= EXACT
+
+
+def test_a_mean_over_few_cells_that_overlap_is_refused_by_name() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(7))
+    run = in_boxes(net, 8)
+    run(net, torch.randn(1, 3, 18, 18))
+    assert planned(run).region.ends_at == ("_1 (1)", "pools 16 x 16 px to 7 x 7 cells, which overlap")
+
+
+def test_two_backward_passes_are_refused() -> None:
+    net = nn.Conv2d(3, 4, 3)
+    loss = in_boxes(nn.Sequential(net), 8)(nn.Sequential(net), torch.randn(1, 3, 18, 18))[0].sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="goes back once"):
+        loss.backward()
