@@ -83,8 +83,8 @@ class RegionRun:
         if limit is not None and self.host_bytes > limit:
             raise ValueError(
                 f"--stream stores maps of {bytes_text(self.host_bytes)} between the parts of this model, more than "
-                f"--developer offload-host allows, {bytes_text(limit)}: raise it, or use --norm frozen or layer, before "
-                "which nothing has to be stored"
+                f"--developer offload-host allows, {bytes_text(limit)}: raise it, or use --norm frozen or layer, "
+                "before which nothing has to be stored"
             )
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
