@@ -103,6 +103,7 @@ class RunSummary:
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.offload,
             "offload_state": strategy.policy.state,
+            "stream_px": strategy.policy.stream,
             "device": str(session.placement.device),
             "precision": "bf16" if session.placement.autocast else "fp32",
             "global_batch": config.strategy.batch,
