@@ -6,7 +6,7 @@ sums alone, as the gate of a squeeze-and-excitation, has no rows: it is computed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.space.rule import SAME, Rule
@@ -60,8 +60,3 @@ def in_phases(steps: Sequence[Step]) -> list[tuple[list[Step], list[Step]]]:
             phases.append(([], []))
         phases[phase][0 if step.plain else 1].append(step)
     return phases
-
-
-def sides_of(steps: Sequence[Step], inputs: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Return rows and columns of every map by name, those that enter the region among them."""
-    return {**inputs, **{step.name: step.sides for step in steps if not step.plain and not step.sums}}

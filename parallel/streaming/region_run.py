@@ -277,4 +277,5 @@ class _Back:
         for k, gradient in enumerate(gradients):
             if gradient is not None:
                 before = self.sums[k]
-                self.sums[k] = gradient if before is None else before.add_(gradient)
+                # A copy: autograd may give two parameters one tensor.
+                self.sums[k] = gradient.clone() if before is None else before.add_(gradient)

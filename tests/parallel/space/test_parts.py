@@ -6,9 +6,13 @@ import pytest
 
 from parallel.space.parts import MULTIPLES, Tile, divide
 from parallel.space.rule import SAME, Window
-from parallel.space.step import Step, in_phases, sides_of
+from parallel.space.step import Step, in_phases
 
 WIDE, NARROW = 64_000, 4_000
+
+
+def sides_of(steps: list[Step], side: int) -> dict[str, tuple[int, int]]:
+    return {"image": (side, side), **{step.name: step.sides for step in steps}}
 
 
 def chain(blocks: int, side: int) -> tuple[list[Step], dict[str, tuple[int, int]]]:
@@ -21,7 +25,7 @@ def chain(blocks: int, side: int) -> tuple[list[Step], dict[str, tuple[int, int]
                 Step(name, (before,), (), (conv, conv), (side, side), flops=1e9, kept_bytes=size, value_bytes=size)
             )
             before = name
-    return steps, sides_of(steps, {"image": (side, side)})
+    return steps, sides_of(steps, side)
 
 
 @pytest.mark.parametrize("stored", [0, 2 * NARROW, 1e9])
@@ -46,7 +50,7 @@ def test_deep_maps_are_computed_in_larger_boxes() -> None:
             Step(f"v{k}", (before,), (), (rule, rule), (side, side), flops=1e9, kept_bytes=size, value_bytes=1)
         )
         before = f"v{k}"
-    sides = sides_of(steps, {"image": (1024, 1024)})
+    sides = sides_of(steps, 1024)
     parts = divide(steps, {"v3"}, sides, Tile((1024, 1024), 64, sum(s.kept_bytes for s in steps), 1e9))
     assert len(parts) > 1
     assert parts[-1].box > parts[0].box == 64

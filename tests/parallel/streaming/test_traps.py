@@ -140,6 +140,26 @@ def test_statistics_count_each_px_once_and_weigh_uneven_boxes() -> None:
     assert streaming_error(net, (2, 3, 37, 29), 11) <= EXACT
 
 
+def test_parameters_whose_gradients_are_one_tensor_are_summed_apart() -> None:
+    """Autograd hands the gradient of a sum to both of its terms, in the same memory."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 1, 3)
+            self.first, self.second = (nn.Parameter(torch.randn(1, 4, 1, 1)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x) * (self.first + self.second)
+
+    assert streaming_error(Scaled(), (1, 3, 20, 20), 6) <= EXACT
+    net = Scaled()
+    in_boxes(net, 6)(net, torch.randn(1, 3, 20, 20))[0].sum().backward()
+    assert net.first.grad is not None
+    assert net.second.grad is not None
+    assert net.first.grad.data_ptr() != net.second.grad.data_ptr()
+
+
 def test_norms_of_a_single_px() -> None:
     """A map of one px is in one box; others are empty."""
     net = nn.Sequential(nn.Conv2d(3, 4, 8, 8), shifted(4), nn.Conv2d(4, 4, 3, padding=1))
