@@ -116,21 +116,10 @@ def put_to_work(
     holders = StageGroups(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
     cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, policy)) for number in numbers}
-    saved_tensors = SavedTensors(policy, device, meter=meter)
+    saved = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(
-            cut,
-            number,
-            partition,
-            strategy,
-            holders,
-            device,
-            loss,
-            autocast,
-            splits,
-            saved_tensors,
-            meter,
-            traced.updated,
+            cut, number, partition, strategy, holders, device, loss, autocast, splits, saved, meter, traced.updated
         )
         for number, cut in cuts.items()
     }
