@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from parallel.graph.partition import Partition
 from parallel.streaming.operation import attribute
 from parallel.streaming.region import read_region
 from parallel.streaming.region_run import Kept, RegionRun
+from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_code import compiled
 from parallel.trace.stage_module import Run, StageModule, WholeModule
@@ -71,6 +73,7 @@ class StreamedRun:
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
         self._box, self._stored_bytes = box, stored_bytes
         self._plans: dict[Any, _Planned] = {}
+        self._records: dict[str, StepRecord] = {}
 
     def __call__(self, stage: nn.Module, *values: Any) -> tuple[Any, ...]:
         plan = self.planned(stage, values)
@@ -99,6 +102,9 @@ class StreamedRun:
             if isinstance(value, Tensor) and value.dim() == 4
         }
         region = read_region(stage, self._nodes, entering)
+        self._records = self._records or record(stage, region)
+        tiles = next(iter(entering.values())).shape[0]
+        region = replace(region, steps=with_record(region.steps, self._records, tiles))
         made = {step.name for step in region.steps}.union(region.constants, self._inputs)
         rest = [node for node in self._nodes if node.name not in made and node.op != "get_attr"]
         used = {argument.name for node in rest for argument in node.all_input_nodes}
