@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from parallel.space.box_bytes import BoxBytes
+from parallel.space.box_bytes import BoxBytes, Cuts
 from parallel.space.grid import tile_cuts
-from parallel.space.parts import Part, Tile, box_bytes, divide, wanted_from
-from parallel.space.shares import Cuts, shares_of
+from parallel.space.parts import Part, Tile, divide, telling_boxes, wanted_from
 from parallel.space.step import Step, in_phases
 
 STORED_PER_PX = 32
@@ -51,6 +50,24 @@ class StreamedModel:
         """Rows and columns of the tile."""
         return max(self.sides[name] for name in self.inputs)
 
+    def of_tiles(self, tiles: int) -> StreamedModel:
+        """Return the region of one tile for microbatches of ``tiles``."""
+        assert self.tiles == 1, self.tiles
+        if tiles == 1:
+            return self
+        steps = (
+            replace(
+                step,
+                flops=step.flops * tiles,
+                value_bytes=step.value_bytes * tiles,
+                kept_bytes=step.kept_bytes * tiles,
+                work_bytes=step.work_bytes * tiles,
+            )
+            for step in self.steps
+        )
+        inputs = {name: size * tiles for name, size in self.inputs.items()}
+        return replace(self, steps=tuple(steps), inputs=inputs, tiles=tiles)
+
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes of every map."""
@@ -59,11 +76,13 @@ class StreamedModel:
     @property
     def box_bytes(self) -> float:
         """Bytes that one box takes which is the whole tile: of smaller boxes without rims, their share of it."""
-        walk = BoxBytes(self.sizes, {name: self.sizes[name] for name in self.leaving}, self.images)
+        across = [step for step in self.steps if step.name in self.leaving and not step.plain]
+        rows, columns = self.side
+        counted = BoxBytes(across, self.sides, self.sizes, ((0, rows), (0, columns)), (0, 0), self.images)
         for step in reversed(self.steps):
             if not step.plain:
-                walk.begin_with(step, 1.0, padded=False)
-        return walk.bytes
+                counted.begin_with(step)
+        return counted.bytes
 
 
 @dataclass(frozen=True)
@@ -120,19 +139,41 @@ class Boxes:
 
     def part_bytes(self, phase: PhaseParts, part: Part) -> float:
         """Return the bytes of the fullest box of a part."""
-        cuts, sizes = self.cuts(part), self.model.sizes
+        rows, columns = self.cuts(part)
+        return max(
+            self._walked(phase, part, (row, column))[0].bytes for row in _kinds(rows) for column in _kinds(columns)
+        )
+
+    def work(self, phase: PhaseParts, part: Part) -> tuple[dict[str, float], dict[str, float]]:
+        """Return by step the share of it that a usual box computes, and that all boxes compute together: 1 and what
+        their rims add."""
+        return self._walked(phase, part, self._usual(part))[1], self._of_all(phase, part)
+
+    def fetched_bytes(self, phase: PhaseParts, part: Part) -> float:
+        """Return the bytes that all boxes of a part fetch."""
+        rows, columns = self.cuts(part)
+        return self._walked(phase, part, self._usual(part))[0].fetched_bytes * (len(rows) - 1) * (len(columns) - 1)
+
+    def _usual(self, part: Part) -> tuple[int, int]:
+        return telling_boxes(self.cuts(part))[0]
+
+    def _of_all(self, phase: PhaseParts, part: Part) -> dict[str, float]:
+        """A sum over boxes, of which all inner ones count like the largest: exact where they are alike."""
+        counts = [_counts(cuts) for cuts in self.cuts(part)]
+        total: dict[str, float] = {}
+        for row, of_row in counts[0].items():
+            for column, of_column in counts[1].items():
+                for name, share in self._walked(phase, part, (row, column))[1].items():
+                    total[name] = total.get(name, 0.0) + share * of_row * of_column
+        return total
+
+    def _walked(self, phase: PhaseParts, part: Part, box: tuple[int, int]) -> tuple[BoxBytes, dict[str, float]]:
+        """Bytes of one box of a part, and the share of each step that it computes."""
         across = wanted_from(phase.steps, part.stop, phase.leaving, part.start)
-        steps = phase.steps[part.start : part.stop]
-        most = 0.0
-        for row in _kinds(cuts[0]):
-            for column in _kinds(cuts[1]):
-                shares = shares_of(steps, across, self.model.sides, cuts, (row, column))
-                walk = box_bytes(shares, sizes, self.model.images)
-                for step in reversed(steps):
-                    if step.name in shares.computed:
-                        walk.begin_with(step, shares.computed[step.name], step.name in shares.padded)
-                most = max(most, walk.bytes)
-        return most
+        model = self.model
+        counted = BoxBytes(across, model.sides, model.sizes, self.cuts(part), box, model.images)
+        steps = reversed(phase.steps[part.start : part.stop])
+        return counted, {step.name: share for step in steps if (share := counted.begin_with(step))}
 
     def cuts(self, part: Part) -> Cuts:
         """Return where the boxes of a part begin and end."""
@@ -145,6 +186,12 @@ def _kinds(cuts: Sequence[int]) -> list[int]:
     sizes = [last - first for first, last in pairwise(cuts)]
     inner = range(1, len(sizes) - 1)
     return sorted({0, len(sizes) - 1, *([max(inner, key=lambda k: sizes[k])] if inner else [])})
+
+
+def _counts(cuts: Sequence[int]) -> dict[int, int]:
+    """By number of a kind of box: how many there are."""
+    kinds, count = _kinds(cuts), len(cuts) - 1
+    return {kind: count - 2 if 0 < kind < count - 1 else 1 for kind in kinds}
 
 
 def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) -> Boxes:

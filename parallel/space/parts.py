@@ -11,9 +11,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel.space.box_bytes import BoxBytes
+from parallel.space.box_bytes import BoxBytes, Cuts
 from parallel.space.grid import cells, tile_cuts
-from parallel.space.shares import Cuts, Shares, shares_of
 from parallel.space.span import Span
 from parallel.space.step import Step
 
@@ -25,6 +24,8 @@ FETCHED_FLOPS_PER_BYTE = 20.0
 """What a byte costs that a box fetches: read in both passes, and a gradient added."""
 PLACES = 40
 """Places to cut at that are looked at, at most."""
+HOPELESS = 4.0
+"""Times the bytes that a box may take, beyond which no longer part is looked at."""
 PRESSURE = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e6)
 """Further costs of a stored byte, in what the steps compute for each byte they give, tried in turn until the maps that
 are stored fit."""
@@ -149,38 +150,24 @@ def _costs(
             break
         cuts = (tile_cuts(tile.side[0], box), tile_cuts(tile.side[1], box))
         count = math.prod(len(axis) - 1 for axis in cuts)
-        shares = [shares_of(steps[:stop], across, sides, cuts, place) for place in telling_boxes(cuts)]
-        walks = [box_bytes(each, sizes, tile.images) for each in shares]
-        usual = shares[0].computed
+        boxes = [BoxBytes(across, sides, sizes, cuts, place, tile.images) for place in telling_boxes(cuts)]
         flops = stored = 0.0
         for position in range(stop - 1, -1, -1):
             step = steps[position]
-            for each, walk in zip(shares, walks, strict=True):
-                if step.name in each.computed:
-                    walk.begin_with(step, each.computed[step.name], step.name in each.padded)
-            flops += step.flops * usual.get(step.name, 0.0) * count
+            share, *_ = [each.begin_with(step) for each in boxes]
+            flops += step.flops * share * count
             stored += step.value_bytes if step.name in stored_names else 0
             if position not in ends:
                 continue
-            excess = max(walk.bytes for walk in walks) / tile.box_bytes
-            if excess > 1 and multiple > 1:
-                continue
-            rims = sum(walks[0].fetched.values()) * count
-            cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * rims
-            if position not in best or cost < best[position][0]:
-                best[position] = cost, stored, box
+            excess = max(each.bytes for each in boxes) / tile.box_bytes
+            if excess <= 1 or multiple == 1:
+                rims = boxes[0].fetched_bytes * count
+                cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * rims
+                if position not in best or cost < best[position][0]:
+                    best[position] = cost, stored, box
+            if excess > HOPELESS:
+                break
     return best
-
-
-def box_bytes(shares: Shares, sizes: Mapping[str, int], images: Collection[str]) -> BoxBytes:
-    """Return what counts the bytes of a box.
-
-    Args:
-        sizes: bytes of every whole map.
-        images: names of those without a gradient.
-    """
-    of_box = {name: sizes.get(name, 0) * share for name, share in shares.computed.items()}
-    return BoxBytes(of_box, {name: sizes[name] * share for name, share in shares.given.items()}, images)
 
 
 def telling_boxes(cuts: Cuts) -> list[tuple[int, int]]:

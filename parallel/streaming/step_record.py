@@ -6,6 +6,7 @@ are on the meta device: nothing is computed, and nothing of the module changes.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel.graph.op import Op
@@ -102,33 +104,42 @@ class _Recording(nn.Module):
         state = {storage_of(tensor) for tensor in state_of(self.module).values()}
         for step in self._region.steps:
             if not step.plain:
-                self._run(step, _Counted(state))
+                self._run(step, state)
 
     def plain(self, name: str) -> Any:
         """The value of a step without rows."""
         return run_plain(self.module, self._region, self.plain_steps[name], self._known)
 
-    def _run(self, step: Step, counted: _Counted) -> None:
+    def _run(self, step: Step, state: set[StorageWeakRef]) -> None:
         region, operation = self._region, self._region.operations[step.name]
         leaves = {name: _leaf(self._around(step, name), name not in region.inputs) for name in step.maps}
-        node = region.nodes[step.name]
+        others = {n: _leaf(self._known[n], True) for n in step.others if n not in region.fixed}
+        known = collections.ChainMap(others, self._known)
+        recorder = OpRecorder(state)
+        kept: dict[StorageWeakRef, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if recorder.numbered(tensor) is not None:
+                kept[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
         with torch.enable_grad():
             taken = {name: _copy(value) for name, value in leaves.items()}
             patches = {name: self._patch(step, name, value) for name, value in taken.items()}
-            resolve = resolver(self.module, region, self._known)
-            given = Arguments(self.module, node, patches, resolve, self._alone(step), self._known)
-            with counted, saved_tensors_hooks(counted.pack, lambda tensor: tensor):
+            resolve = resolver(self.module, region, known)
+            given = Arguments(self.module, region.nodes[step.name], patches, resolve, self._alone(step), known)
+            with recorder, saved_tensors_hooks(pack, lambda tensor: tensor):
                 value = operation.compute(given)
-        ops = tuple(counted.ops)
+        ops = tuple(recorder.ops)
         takes = {storage_of(tensor): name for name, v in taken.items() for tensor in _tensors(v)}
         gives = dict.fromkeys((storage_of(tensor) for tensor in _tensors(value)), step.name)
         names = {**takes, **gives}
         px = math.prod(step.sides) * region.forms[region.inputs[0]][0][0]
         params = self._trained(step)
-        work, hands_on = _backward(value, leaves, params, counted)
+        work, hands_on = _backward(value, list(leaves.values()), [*others.values(), *params])
         self.records[step.name] = StepRecord(
-            tuple(dict.fromkeys(names[storage] for storage in counted.kept if storage in names)),
-            sum(size for storage, size in counted.kept.items() if storage not in names) / px,
+            tuple(dict.fromkeys(names[storage] for storage in kept if storage in names)),
+            sum(size for storage, size in kept.items() if storage not in names) / px,
             work / px,
             sum(map(bytes_of, params)),
             next((takes[storage] for storage in gives if storage in takes), ""),
@@ -194,57 +205,40 @@ class _Known(dict[str, Any]):
         return self[name]
 
 
-def _backward(
-    value: Any, leaves: Mapping[str, Any], params: Sequence[nn.Parameter], counted: _Counted
-) -> tuple[int, bool]:
-    """Run the backward pass; return (work space, the gradient is handed on)."""
+def _backward(value: Any, leaves: Sequence[Any], others: Sequence[Tensor]) -> tuple[int, bool]:
+    """Run the backward pass; return (work space, the gradient is handed on).
+
+    Args:
+        leaves: of the maps.
+        others: parameters, and values without rows.
+    """
     outputs = [tensor for tensor in _tensors(value) if tensor.requires_grad]
-    used = [tensor for leaf in leaves.values() for tensor in _tensors(leaf) if tensor.requires_grad]
-    if not outputs or not (used or params):
+    used = [tensor for tensor in _tensors(leaves) if tensor.requires_grad]
+    if not outputs or not (used or others):
         return 0, False
     pulled = [torch.empty_like(output) for output in outputs]
-    counted.restart()
-    with counted:
-        gradients = torch.autograd.grad(outputs, [*used, *params], pulled, allow_unused=True)
+    with _Living() as living:
+        gradients = torch.autograd.grad(outputs, [*used, *others], pulled, allow_unused=True)
     given = {storage_of(tensor) for tensor in pulled}
     fresh = {storage_of(g): g.untyped_storage().nbytes() for g in gradients if g is not None}
     of_maps = [storage_of(g) for g in gradients[: len(used)] if g is not None]
     made = sum(size for storage, size in fresh.items() if storage not in given)
-    return max(0, counted.peak - made), bool(of_maps) and all(storage in given for storage in of_maps)
+    return max(0, living.peak - made), bool(of_maps) and all(storage in given for storage in of_maps)
 
 
-class _Counted(OpRecorder):
-    """Counts bytes of storages made, while they live, and those that autograd keeps.
+class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes of the storages made in its block while they live; ``peak``: the most at a time."""
 
-    Attributes:
-        kept: storage -> bytes.
-        peak: the most that lived at a time since the start or ``restart``.
-    """
-
-    def __init__(self, state: set[StorageWeakRef]) -> None:
-        super().__init__(state)
-        self.kept: dict[StorageWeakRef, int] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from nothing."""
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._made: dict[int, StorageWeakRef] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        if self.numbered(tensor) is not None:
-            self.kept[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage_of(tensor).cdata for tensor in _tensors((args, kwargs))}
-        value = super().__torch_dispatch__(func, types, args, kwargs)
+        value = func(*args, **(kwargs or {}))
         made = [storage_of(tensor) for tensor in _tensors(value)]
         self._made.update({storage.cdata: storage for storage in made if storage.cdata not in given})
-        self.peak = max(self.peak, self._living())
-        return value
-
-    def _living(self) -> int:
         total = 0
         for key, storage in list(self._made.items()):
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
@@ -252,7 +246,8 @@ class _Counted(OpRecorder):
                 del self._made[key]
             else:
                 total += alive.nbytes()
-        return total
+        self.peak = max(self.peak, total)
+        return value
 
 
 def _without_data(tensor: Tensor) -> Tensor:
