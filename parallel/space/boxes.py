@@ -214,7 +214,9 @@ def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) 
         later = {name for _, more in phases[k + 1 :] for step in more for name in step.maps}
         leaving = frozenset(later.union(model.leaving) | {step.name for step in steps if step.sums})
         if later & model.whole:
-            raise ValueError(f"--stream: {min(later & model.whole)} is several maps, which are used on both sides of a sum")
+            raise ValueError(
+                f"--stream: {min(later & model.whole)} is several maps, which are used on both sides of a sum"
+            )
         parts = divide(steps, leaving, model.sides, tile, model.whole, model.steps) if steps else []
         planned.append(PhaseParts(tuple(plain), tuple(steps), leaving, tuple(parts)))
     return Boxes(model, tuple(planned))

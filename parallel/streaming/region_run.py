@@ -22,6 +22,7 @@ from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
 from parallel.streaming.region import Region
 from parallel.units import bytes_text
 
+
 @dataclass(frozen=True)
 class Phase:
     """What can be computed once all sums before it are known."""

@@ -95,7 +95,7 @@ class _Recording(nn.Module):
         meta = {name: (shape, dtype, torch.device("meta")) for name, (shape, dtype, _) in region.forms.items()}
         self._region = replace(region, forms=meta)
         self._values = {name: torch.empty(meta[name][0], dtype=meta[name][1], device="meta") for name in region.inputs}
-        self._values: dict[str, Any]
+
         self.plain_steps = {step.name: step for step in region.steps if step.plain}
         self._known = _Known(self)
         self.records: dict[str, StepRecord] = {}
@@ -153,7 +153,12 @@ class _Recording(nn.Module):
         """It is the only one to use what it takes, and may change it."""
         operations, nodes = self._region.operations, self._region.nodes
         source = step.maps[0]
-        return len(step.maps) == 1 and source in operations and len(nodes[source].users) == 1 and not operations[source].shares
+        return (
+            len(step.maps) == 1
+            and source in operations
+            and len(nodes[source].users) == 1
+            and not operations[source].shares
+        )
 
     def _around(self, step: Step, name: str) -> Any:
         """A map with as many rows as the step asks for: a box in the middle is not padded."""
