@@ -32,7 +32,9 @@ def chain(blocks: int, side: int) -> tuple[list[Step], dict[str, tuple[int, int]
 @pytest.mark.parametrize("stored", [0, 2 * NARROW, 1e9])
 def test_parts_cover_the_steps_and_cut_where_little_crosses(stored: float) -> None:
     steps, sides = chain(6, 512)
-    parts = divide(steps, {"b5"}, sides, Tile((512, 512), 64, 4 * sum(s.value_bytes for s in steps) / 64, stored, IMAGE))
+    parts = divide(
+        steps, {"b5"}, sides, Tile((512, 512), 64, 4 * sum(s.value_bytes for s in steps) / 64, stored, IMAGE)
+    )
     assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
     assert (parts[0].start, parts[-1].stop) == (0, len(steps))
     assert all(part.start % 2 == 0 for part in parts)
