@@ -136,7 +136,8 @@ class RegionRun:
                 if name in self.region.dims:
                     kept.maps.write(name, part.box(name, *place), value)
                 elif name in kept.known:
-                    kept.known[name] += value
+                    merge = self.region.operations[name].merge
+                    kept.known[name] = merge(kept.known[name], value) if merge else kept.known[name].add_(value)
                 else:
                     kept.known[name] = value
             del fetched
@@ -200,7 +201,7 @@ class RegionRun:
                 if name not in silent:
                     value.requires_grad_()
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known)
+                values = run_box(module, region, part, place, fetched, known, kept.maps.fetch)
             outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
             del values
             if not outputs:

@@ -25,7 +25,7 @@ MARGIN, SIDE, GAP = 24.0, 216.0, 34.0
 WIDTH, TOP, PHASES_TOP = 2 * MARGIN + 4 * SIDE + 3 * GAP, 164.0, 546.0
 SHOWN, CARD, ROW = 4, 214.0, 19.0
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-SUMS = {"mean": "mean", "variance": "squared differences"}
+SUMS = {"moments": "mean and squared differences"}
 
 
 def plan(model: str, norm: str) -> RegionRun:
