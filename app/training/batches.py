@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, Wants
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device_batch import Part
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.stream import TileStream
 
@@ -90,7 +90,7 @@ def microbatches_of(feed: DeviceFeed, batch: Batch, sizes: Sequence[int]) -> Ite
     """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here."""
     height, width = batch.images.shape[1:3]
 
-    def made(size: int, part: tuple[Tensor | None, Tensor | None]) -> Microbatch:
+    def made(size: int, part: Part) -> Microbatch:
         return Microbatch(*part, (size, 3, height, width))
 
     return map(made, sizes, feed.microbatches(batch, sizes))

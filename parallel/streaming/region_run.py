@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallel.space.parts import Tile, divide
 from parallel.space.step import Step, in_phases
+from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
 from parallel.streaming.region import Region
@@ -97,7 +98,9 @@ class RegionRun:
             step.value_bytes for step in given.values() if not step.sums and step.name not in self.region.leaving
         )
 
-    def forward(self, module: nn.Module, entering: Sequence[Tensor], keep: bool) -> tuple[tuple[Tensor, ...], Kept]:
+    def forward(
+        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool
+    ) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.
 
         Args:
