@@ -67,10 +67,9 @@ class Arguments:
         assert self._template is not None
         return self._template
 
-    def prior(self, suffix: str) -> Tensor:
+    def prior(self, suffix: str) -> Any:
         """What the node's own step before it gave, for all boxes alike."""
-        value: Tensor = self._known[self._node.name + suffix]
-        return value
+        return self._known[self._node.name + suffix]
 
     def value(self, argument: Any) -> Any:
         """``argument`` of the node with values in place of nodes."""

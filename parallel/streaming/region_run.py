@@ -99,15 +99,16 @@ class RegionRun:
         )
 
     def forward(
-        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool
+        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, beside: Mapping[str, Any]
     ) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.
 
         Args:
             keep: there will be one.
+            beside: what else steps are computed with, by name.
         """
         region, device = self.region, entering[0].device
-        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), {})
+        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), dict(beside))
         for name, value in zip(region.inputs, entering, strict=True):
             kept.maps.put(name, value)
         with torch.no_grad():

@@ -61,14 +61,14 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_wrong_gradient_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def biased(output: Tensor, targets: Tensor) -> Tensor:
-        return 1.001 * right(output, targets)
+    def biased(loss: exactness.ProjectedError, sums: Tensor, pixels: int) -> Tensor:
+        return 1.001 * right(loss, sums, pixels)
 
-    right, run_engine = exactness.projected_error, exactness.run_engine
+    right, run_engine = exactness.ProjectedError.value, exactness.run_engine
 
     def run_wrong(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exactness, "projected_error", biased)
+            patch.setattr(exactness.ProjectedError, "value", biased)
             return run_engine(*arguments)
 
     monkeypatch.setattr(exactness, "run_engine", run_wrong)
