@@ -103,6 +103,8 @@ class Read:
                     report(slide_id, region if opened else None, error)
                     if not self.replaces:
                         image[...] = 0
+                        if out is not None:
+                            out[...] = 0  # a class that there is: it is counted out, not looked up
                         return UNREAD
                     faults.append(f"{slide_id}, {region if opened else 'does not open'}: {error}")
                     if len(faults) == MAX_FAULTS:
@@ -172,6 +174,7 @@ class SampleReader:
             except (SlideError, OSError) as error:
                 if not self.reading.replaces:
                     self.faults(self.reading.tiles.slide_id(row), self.reading.tiles.region(row), error)
+                out[...] = 0
                 return UNREAD
         with self._naming(sample, row):
             used = self.reading.fill(row, self.target, image, out, self.faults)
