@@ -115,8 +115,11 @@ class ModelSettings:
     """Normalisation; all but batch do not depend on which tiles are computed together. frozen: batch norm whose running
     statistics stay as --weights has them, while scale and shift are trained; layer: over the channels of each px. With
     these two --stream stores the least."""
+    head: Literal["average", "gem", "attention"] = "average"
+    """What pools the last map of a classifier. attention: weighs positions by gated attention; gem: generalised mean,
+    whose exponent is trained."""
     weights: Path | None = None
-    """Start from the parameters in this file; a head for other classes is left fresh."""
+    """Start from the parameters in this file; a head for other classes, or of another kind, is left fresh."""
 
 
 @dataclass(frozen=True)
