@@ -111,7 +111,7 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     machine = _machine(config)
     work = Workload(
         config.net.model,
-        config.index.tile,
+        config.index.side,
         classes,
         config.net.norm,
         segments,

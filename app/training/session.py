@@ -183,7 +183,8 @@ def build_session(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ranges = split_batch(config.strategy.batch, strategy.m)
     channels_last = config.strategy.channels_last
-    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, config.index.tile, config.index.tile)):
+    width, height = dataset.tiles.largest
+    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, height, width)):
         channels_last, notes = False, (*notes, LEFT_OUT)
     if channels_last:
         model.to(memory_format=torch.channels_last)
@@ -199,7 +200,7 @@ def build_session(
         functools.partial(build_optimizer, config.optimization),
         placement.communicator,
         batch=config.strategy.batch,
-        tile=config.index.tile,
+        tile=(height, width),
         seed=config.seed,
         device=placement.device,
         autocast=placement.autocast,
@@ -284,5 +285,6 @@ def _read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace) -> 
     return stream.prefetch(
         config.stream.read_ahead_bytes,
         config.stream.read_threads or rank_cores(),
-        allocate_pinned if placement.device.type == "cuda" else np.empty,
+        # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.
+        allocate_pinned if placement.device.type == "cuda" and stream.tiles.sides is None else np.empty,
     )

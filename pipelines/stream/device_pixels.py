@@ -93,7 +93,7 @@ def _oriented(images: torch.Tensor, orientation: Sequence[tuple[int, bool]]) -> 
     """Turn counter-clockwise, then flip, each of uint8 (m, h, h, ...); quarter turns of oblong tiles become halves."""
     turned = torch.empty_like(images)
     for out, image, (turns, flip) in zip(turned, images, orientation, strict=True):
-        whole = torch.rot90(image, turns, (0, 1))
+        whole = torch.rot90(image, turns if image.shape[0] == image.shape[1] else 2 * turns % 4, (0, 1))
         out.copy_(whole.flip(1) if flip else whole)
     return turned
 

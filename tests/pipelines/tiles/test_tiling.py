@@ -95,7 +95,7 @@ def test_a_tile_larger_than_the_slide_names_the_largest_that_fits():
         ValueError, match=r"2048 px at 0.5 um/px .*\(3000 x 2001 px at 0.25 .* --tile 1000 at --mpp 0.5"
     ):
         tile_grid(levels, bounds, 2048, 0.5, 2048)
-    assert tile_grid(levels, bounds, 1000, 0.5, 1000).l0_tile == 2000
+    assert tile_grid(levels, bounds, 1000, 0.5, 1000).l0_size == (2000, 2000)
 
 
 def test_an_mpp_that_no_level_can_give_is_refused():
