@@ -235,6 +235,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
         command.steps or (3 if command.dtype == "float64" else 1),
         command.seed,
         channels_last=command.strategy.channels_last and takes_channels_last(model, shape),
+        by_boxes=command.strategy.to_strategy(device.type).policy.stream is not None,
     )
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, Wants
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device_batch import Part
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.stream import TileStream
 
@@ -90,7 +90,7 @@ class RankReading:
 def microbatches_of(feed: DeviceFeed, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:
     """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here."""
 
-    def made(size: int, first: int, part: tuple[Tensor | None, Tensor | None]) -> Microbatch:
+    def made(size: int, first: int, part: Part) -> Microbatch:
         return Microbatch(*part, (size, 3, *batch.sides(first)))
 
     return map(made, sizes, itertools.accumulate(sizes, initial=0), feed.microbatches(batch, sizes))

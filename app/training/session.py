@@ -43,9 +43,11 @@ from pipelines.slides.geometry import Region
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed, allocate_pinned
+from pipelines.stream.device_batch import Maker
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD, OnFault
 from pipelines.stream.stream import TileStream
+from pipelines.stream.tile_boxes import BoxMaker
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +75,8 @@ class Session:
     engine: TrainingEngine
     loss: nn.Module
     stream: TileStream
-    pixels: PixelMaker
-    validation_pixels: PixelMaker
+    pixels: Maker
+    validation_pixels: Maker
     pool: SlidePool
     reading: RankReading
     validation_reading: RankReading
@@ -206,7 +208,12 @@ def build_session(
         autocast=placement.autocast,
         watchdog=watchdog,
     )
-    pixels = functools.partial(PixelMaker, placement.device, seed=config.seed, channels_last=channels_last)
+
+    def pixels(augment: AugmentSettings) -> Maker:
+        """What turns tiles into the model's input, whole or by the boxes that it asks for."""
+        made = PixelMaker(placement.device, augment, config.seed, channels_last=channels_last)
+        return made if strategy.policy.stream is None else BoxMaker(made)
+
     pool = dataset.pool(config.stream.open_slides + 2)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)
     reading = functools.partial(

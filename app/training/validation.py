@@ -24,6 +24,7 @@ from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.stage.stage import Loss
+from parallel.streaming.images import whole
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,12 @@ def evaluate(
             output = engine.predict(part.microbatch)
             if output is None:
                 continue  # another rank of the group has it
-            targets = part.microbatch.targets
-            assert targets is not None
+            assert part.microbatch.targets is not None
+            targets = whole(part.microbatch.targets)
             if not part.readable.any():
                 continue
-            whole = torch.from_numpy(part.readable).to(output.device)
-            output, targets, where = output[whole], targets[whole], torch.from_numpy(part.rows[part.readable])
+            kept = torch.from_numpy(part.readable).to(output.device)
+            output, targets, where = output[kept], targets[kept], torch.from_numpy(part.rows[part.readable])
             # One tile at a time: the mean over a microbatch cannot be taken apart again.
             losses[where] = (
                 torch.stack([loss(output[i : i + 1], targets[i : i + 1]) for i in range(len(where))]).double().cpu()

@@ -1,7 +1,7 @@
 """Slides whose class is a relation of two places 6,000 px apart, and nothing that a smaller window shows.
 
-Takes how many; gives slides of 8,192 x 4,096 px with labels.csv. Each has a cluster of glands on the left and one on the
-right, each of them dense or sparse with equal chance; the class says whether both are alike. Of one cluster alone,
+Takes how many; gives slides of 8,192 x 4,096 px with labels.csv. Each has a cluster of glands on the left and one on
+the right, each of them dense or sparse with equal chance; the class says whether both are alike. Of one cluster alone,
 dense and sparse are equally frequent in both classes, wherever it lies: a window that holds one knows nothing.
 """
 

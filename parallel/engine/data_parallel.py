@@ -30,6 +30,7 @@ from parallel.stage.batchnorm import running_statistics
 from parallel.stage.recompute_context import recompute_context
 from parallel.stage.rng import drawing
 from parallel.stage.stage import Loss
+from parallel.streaming.images import whole
 from parallel.trace.norm_gradients import mend_norm_gradients
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 
@@ -97,7 +98,7 @@ class DataParallelEngine:
         self._learning_rate = 0.0
         self._before_update = nothing
         self._bucket_bytes = bucket_bytes
-        self._replica: Callable[[Tensor], Any] | None = self._distributed(module)
+        self._replica: Callable[[Any], Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
         self._saved_tensors = saved_tensors or SavedTensors(ActivationPolicy(), self._device)
         self._updated = UpdatedBuffers(module, updated)
@@ -107,7 +108,7 @@ class DataParallelEngine:
             torch.autocast, self._device.type, self._autocast, enabled=self._autocast is not None
         )
 
-    def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
+    def _distributed(self, module: nn.Module) -> Callable[[Any], Any]:
         """What forward passes of training go through."""
         return self._communicator.replicate(module, self._bucket_bytes)
 
@@ -179,7 +180,7 @@ class DataParallelEngine:
             self._saved_tensors.watching(i, self._state()),
             self._in_segments(),
         ):
-            loss: Tensor = self._loss(self._replica(microbatch.images), microbatch.targets)
+            loss: Tensor = self._loss(self._replica(microbatch.images), whole(microbatch.targets))
         return loss
 
     @contextlib.contextmanager

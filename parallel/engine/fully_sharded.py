@@ -22,6 +22,7 @@ from parallel.engine.sharding_units import sharding_units
 from parallel.engine.step import Microbatch
 from parallel.schedule.microbatch import share_of
 from parallel.stage.stage import Loss
+from parallel.streaming.images import whole
 
 
 class FullyShardedEngine(DataParallelEngine):
@@ -103,7 +104,7 @@ class FullyShardedEngine(DataParallelEngine):
         """Every rank takes part, within ``predicting`` or by a prediction of its own at the same time."""
         assert microbatch.images is not None
         self._agreed_shape(microbatch.shape)
-        return self._predict(microbatch.images)
+        return self._predict(whole(microbatch.images))
 
     @torch.no_grad()
     def _predict(self, images: Tensor) -> Tensor:

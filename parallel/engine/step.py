@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from parallel.streaming.images import Boxes
+
 
 class NonFiniteLoss(ArithmeticError):
     """A loss that is NaN or infinite. Parameters and optimizer are as they were before the step.
@@ -39,13 +41,13 @@ class Microbatch(NamedTuple):
     """The tiles that go through a stage at once, as one rank holds them.
 
     Attributes:
-        images: (n, 3, h, w) on the device; None where this rank does not want them.
-        targets: what the loss takes; None where this rank does not want them.
+        images: (n, 3, h, w) on the device, whole or by boxes; None where this rank does not want them.
+        targets: what the loss takes, those of pixels whole or by boxes; None where this rank does not want them.
         shape: (n, 3, h, w) of the images, on every rank alike.
     """
 
-    images: Tensor | None
-    targets: Tensor | None
+    images: Tensor | Boxes | None
+    targets: Tensor | Boxes | None
     shape: tuple[int, ...]
 
 

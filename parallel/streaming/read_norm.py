@@ -1,8 +1,7 @@
 """Reads norms whose statistics are of the whole image: sums over all boxes, known before any box is normalised.
 
-A norm is three steps: the mean, a sum; the mean of squared differences from it, another sum, which needs the first; and
-the map normalised by both, px by px. So no sums of squares cancel, uneven boxes weigh by their px, and gradients flow
-back through the sums as through any others. Each of the two is a barrier, before which the norm's input is stored.
+A norm is two steps: the moments of all boxes, merged, a barrier before which the norm's input is stored; and the map
+normalised by them, px by px. Gradients flow back through the moments as through any sum.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from parallel.streaming.moments import merged, moments, normalised, share_of_moments
 from parallel.streaming.operation import DIMS, Operation, Prior, Reading, SpansImage
 
 ADVICE = (
     "its statistics are of the whole image, and it is of a kind that boxes do not know: use --norm frozen, which keeps "
     "running statistics as they are (start from --weights), or --norm layer"
 )
-MEAN, VARIANCE, RUNNING = "~mean", "~variance", "~running"
+MOMENTS, RUNNING = "~moments", "~running"
 
 
 def batch_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
@@ -64,28 +64,31 @@ def _normalised(
     if reading.dims[source.name] != DIMS or len(reading.shape(source)) != 4 or count < 2:
         raise SpansImage(ADVICE)
 
-    def wide(given: Any) -> Tensor:
-        x: Tensor = given.patch.tensor
+    def wide(x: Tensor) -> Tensor:
         return view(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
 
-    def mean(given: Any) -> Tensor:
-        total: Tensor = wide(given).sum(over, keepdim=True) / count
-        return total
+    def gather(given: Any) -> Tensor:
+        return moments(wide(given.patch.tensor), over)
 
-    def variance(given: Any) -> Tensor:
-        total: Tensor = (wide(given) - given.prior(MEAN)).square().sum(over, keepdim=True) / count
-        return total
+    def gather_again(given: Any) -> Tensor:
+        return share_of_moments(wide(given.patch.tensor), given.prior(MOMENTS))
 
     def normalise(given: Any) -> Tensor:
-        x, scale = wide(given), (given.prior(VARIANCE) + module.eps).rsqrt()
-        y = ((x - given.prior(MEAN)) * scale).reshape(given.patch.tensor.shape)
+        value: Tensor = given.patch.tensor
+        x, (count, mean, squares) = wide(value), given.prior(MOMENTS)
+        mean, variance = mean.to(x.dtype), (squares / count).to(x.dtype)
+        if over == (0, 2, 3) and module.weight is not None:
+            return normalised(x, mean.flatten(), variance.flatten(), module.weight, module.bias, module.eps).to(
+                value.dtype
+            )
+        y = ((x - mean) * (variance + module.eps).rsqrt()).reshape(value.shape)
         if module.weight is not None:
             y = y * module.weight[:, None, None] + module.bias[:, None, None]
-        value: Tensor = y.to(given.patch.tensor.dtype)
-        return value
+        result: Tensor = y.to(value.dtype)
+        return result
 
-    sums = (Prior(MEAN, Operation(mean, sums=True)), Prior(VARIANCE, Operation(variance, sums=True)))
-    return Operation(normalise, first=(*sums, *running), flops_each=100.0)
+    sums = Operation(gather, sums=True, merge=merged, again=gather_again)
+    return Operation(normalise, first=(Prior(MOMENTS, sums), *running), flops_each=100.0)
 
 
 @torch.no_grad()
@@ -93,6 +96,7 @@ def _count(module: Any, given: Any, count: int) -> Tensor:
     """Update running statistics, as the layer does."""
     module.num_batches_tracked.add_(1)
     share = 1 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-    module.running_mean.mul_(1 - share).add_(given.prior(MEAN).flatten(), alpha=share)
-    module.running_var.mul_(1 - share).add_(given.prior(VARIANCE).flatten(), alpha=share * count / (count - 1))
+    _, mean, squares = (moment.flatten().to(module.running_mean.dtype) for moment in given.prior(MOMENTS))
+    module.running_mean.mul_(1 - share).add_(mean, alpha=share)
+    module.running_var.mul_(1 - share).add_(squares, alpha=share / (count - 1))
     return torch.empty(0)

@@ -14,6 +14,7 @@ from torch import fx, nn
 from parallel.space.rule import Resample, Rule, Transposed, Window
 from parallel.streaming.local_ops import (
     convolve,
+    convolve_again,
     convolve_transposed,
     pool_max,
     pool_mean,
@@ -57,6 +58,9 @@ def read_convolution(weight: Any, bias: Any, weight_shape: torch.Size, groups: i
     return Operation(
         lambda given: convolve(given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups),
         rules,
+        again=lambda given: convolve_again(
+            given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups, given.stored
+        ),
         fresh=True,
         flops_each=each,
     )

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from parallel.space.step import Step
+from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
 from parallel.streaming.read_node import has_tensors, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
@@ -66,13 +67,13 @@ class _Found:
     ends_at: tuple[str, str] | None = None
 
 
-def read_region(model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor]) -> Region:
+def read_region(model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor | Boxes]) -> Region:
     """Return the region of ``nodes``.
 
     Args:
         model: has the modules that they call, in the mode that they run in.
         nodes: in order.
-        entering: tensors that enter, images or maps (n, c, h, w), by name; only shapes and types matter.
+        entering: what enters, images or maps (n, c, h, w), by name; only shapes and types matter.
 
     Raises:
         ValueError: it would be empty, or end at a norm, which is told with what to do.
@@ -80,7 +81,10 @@ def read_region(model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[st
     reading, found = Reading(model), _Found()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
         for name, value in entering.items():
-            reading.values[name] = fake.from_tensor(value.detach())
+            if isinstance(value, Tensor):
+                reading.values[name] = fake.from_tensor(value.detach())
+            else:
+                reading.values[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             reading.dims[name], reading.sides[name] = DIMS, tuple(value.shape[2:])  # type: ignore[assignment]
         for node in nodes:
             if node.op == "output" or node.name in entering or node.op == "get_attr":
@@ -183,7 +187,7 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
 
 
 def _finished(
-    model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor], reading: Reading, found: _Found
+    model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor | Boxes], reading: Reading, found: _Found
 ) -> Region:
     """Without what is made of the last sums, which what follows computes."""
     last = max((k for k, step in enumerate(found.steps) if not step.plain), default=-1)

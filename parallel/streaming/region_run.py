@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallel.space.parts import Tile, divide
 from parallel.space.step import Step, in_phases
+from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
 from parallel.streaming.region import Region
@@ -97,7 +98,9 @@ class RegionRun:
             step.value_bytes for step in given.values() if not step.sums and step.name not in self.region.leaving
         )
 
-    def forward(self, module: nn.Module, entering: Sequence[Tensor], keep: bool) -> tuple[tuple[Tensor, ...], Kept]:
+    def forward(
+        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool
+    ) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.
 
         Args:
@@ -136,7 +139,8 @@ class RegionRun:
                 if name in self.region.dims:
                     kept.maps.write(name, part.box(name, *place), value)
                 elif name in kept.known:
-                    kept.known[name] += value
+                    merge = self.region.operations[name].merge
+                    kept.known[name] = merge(kept.known[name], value) if merge else kept.known[name].add_(value)
                 else:
                     kept.known[name] = value
             del fetched
@@ -200,7 +204,7 @@ class RegionRun:
                 if name not in silent:
                     value.requires_grad_()
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known)
+                values = run_box(module, region, part, place, fetched, known, kept.maps.fetch)
             outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
             del values
             if not outputs:

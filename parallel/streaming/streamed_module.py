@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
+from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
 from parallel.streaming.region import read_region
 from parallel.streaming.region_run import Kept, RegionRun
@@ -38,16 +39,16 @@ def streamed(
             layer, why, and what to do.
     """
     traced = trace_alone(module, shape, communicator)
-    whole = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), WholeModule)
-    ends = whole.inputs, whole.outputs
+    stage = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), WholeModule)
+    ends = stage.inputs, stage.outputs
     training, evaluation = (list(each.graph.nodes) for each in (traced.training, traced.evaluation))
     run = StreamedRun(training, *ends, box, stored_bytes)
-    whole._run_training, whole._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
+    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
     parameter = next(module.parameters())
     example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
-    whole.train()
-    run.planned(whole, (example,))  # what is wrong is said now
-    return whole.train(module.training)
+    stage.train()
+    run.planned(stage, (example,))  # what is wrong is said now
+    return stage.train(module.training)
 
 
 class StreamedRun:
@@ -74,12 +75,12 @@ class StreamedRun:
 
     def __call__(self, stage: nn.Module, *values: Any) -> tuple[Any, ...]:
         plan = self.planned(stage, values)
-        entering = [value for value in values if isinstance(value, Tensor) and value.dim() == 4]
+        entering = [value for value in values if _is_map(value)]
         wants = torch.is_grad_enabled()
         leaving = _Streamed.apply(plan.run, stage, len(entering), wants, *entering, *plan.parameters(stage))
         by_name: dict[str, Any] = {**dict(zip(self._inputs, values, strict=True)), **plan.run.region.constants}
         by_name |= dict(zip(plan.run.region.leaving, leaving, strict=True))
-        return plan.rest(stage, *(by_name[name] for name in plan.rest_inputs))
+        return plan.rest(stage, *(plan.for_rest(name, by_name[name]) for name in plan.rest_inputs))
 
     def planned(self, stage: nn.Module, values: Sequence[Any]) -> _Planned:
         """The plan for values of these shapes and types.
@@ -87,17 +88,13 @@ class StreamedRun:
         Raises:
             ValueError: as ``read_region``.
         """
-        key = tuple((tuple(v.shape), v.dtype, v.device) if isinstance(v, Tensor) else None for v in values)
+        key = tuple((tuple(v.shape), v.dtype, v.device) if isinstance(v, Tensor | Boxes) else None for v in values)
         if key not in self._plans:
             self._plans[key] = self._plan(stage, values)
         return self._plans[key]
 
     def _plan(self, stage: nn.Module, values: Sequence[Any]) -> _Planned:
-        entering = {
-            name: value
-            for name, value in zip(self._inputs, values, strict=True)
-            if isinstance(value, Tensor) and value.dim() == 4
-        }
+        entering = {name: value for name, value in zip(self._inputs, values, strict=True) if _is_map(value)}
         region = read_region(stage, self._nodes, entering)
         made = {step.name for step in region.steps}.union(region.constants, self._inputs)
         rest = [node for node in self._nodes if node.name not in made and node.op != "get_attr"]
@@ -117,7 +114,9 @@ class StreamedRun:
             for argument in region.nodes[step.name].all_input_nodes
             if argument.op == "get_attr"
         }
-        return _Planned(RegionRun(region, self._box, self._stored_bytes), run, inputs, tuple(paths), tuple(read))
+        filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
+        region_run = RegionRun(region, self._box, self._stored_bytes)
+        return _Planned(region_run, run, inputs, frozenset(filled), tuple(paths), tuple(read))
 
 
 class _Planned:
@@ -129,10 +128,24 @@ class _Planned:
     """
 
     def __init__(
-        self, run: RegionRun, rest: Run, rest_inputs: tuple[str, ...], paths: tuple[str, ...], read: tuple[fx.Node, ...]
+        self,
+        run: RegionRun,
+        rest: Run,
+        rest_inputs: tuple[str, ...],
+        filled: frozenset[str],
+        paths: tuple[str, ...],
+        read: tuple[fx.Node, ...],
     ) -> None:
         self.run, self.rest, self.rest_inputs = run, rest, rest_inputs
-        self._paths, self._read = paths, read
+        self._filled, self._paths, self._read = filled, paths, read
+
+    def for_rest(self, name: str, value: Any) -> Any:
+        """Return a value as what follows takes it: images by boxes are made whole where more than their shape is."""
+        if not isinstance(value, Boxes):
+            return value
+        if name in self._filled:
+            return whole(value)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def parameters(self, stage: nn.Module) -> list[nn.Parameter]:
         """Of the region, those that are trained, each once."""
@@ -141,16 +154,29 @@ class _Planned:
         return list({id(p): p for p in found if p.requires_grad}.values())
 
 
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Tensor | Boxes) and len(value.shape) == 4
+
+
+def _takes_shape(node: fx.Node) -> bool:
+    """A node takes nothing but the shape of its tensor."""
+    if node.op == "call_method":
+        return node.target == "size"
+    return bool(node.target is getattr and node.args[1] == "shape")
+
+
 class _Streamed(torch.autograd.Function):
     """The region as one operation: each parameter has one gradient, given once."""
 
     @staticmethod
-    def forward(ctx: Any, run: RegionRun, stage: nn.Module, count: int, wants: bool, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, run: RegionRun, stage: nn.Module, count: int, wants: bool, *tensors: Any) -> Any:
         device = tensors[0].device.type
         ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.run, ctx.stage, ctx.count, ctx.parameters = run, stage, count, tensors[count:]
         with _precision(ctx):
-            leaving, kept = run.forward(stage, [tensor.detach() for tensor in tensors[:count]], wants)
+            leaving, kept = run.forward(
+                stage, [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]], wants
+            )
         ctx.kept = kept if wants else None
         return leaving
 

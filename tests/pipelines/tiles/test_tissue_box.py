@@ -56,14 +56,14 @@ def picture(path: Path, width: int, height: int, tissue: tuple[int, int, int, in
     pixels = np.full((height, width, 3), 240, np.uint8)
     if tissue:
         left, top, right, bottom = tissue
-        pixels[top:bottom, left:right] = (160, 60, 180)
+        pixels[top:bottom, left:right] = (200, 130, 220)
     cv2.imwrite(str(path), pixels)
     return SlideSpec(path.stem, path, mpp=0.5)
 
 
 def test_whole_slides_are_indexed_with_their_own_sizes(tmp_path: Path) -> None:
     specs = [
-        picture(tmp_path / "small.png", 700, 700, (100, 100, 600, 600)),
+        picture(tmp_path / "small.png", 1400, 1000, (100, 100, 600, 600)),
         picture(tmp_path / "wide.png", 1600, 900, (200, 300, 1400, 700)),
         picture(tmp_path / "blank.png", 640, 640, None),
     ]
