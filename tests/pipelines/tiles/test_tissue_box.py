@@ -76,9 +76,10 @@ def test_whole_slides_are_indexed_with_their_own_sizes(tmp_path: Path) -> None:
     regions = [table.region(k) for k in range(2)]
     for region, (left, top, right, bottom) in zip(regions, [(100, 100, 600, 600), (200, 300, 1400, 700)], strict=True):
         assert (region.width % 32, region.height % 32, region.mpp) == (0, 0, 1.0)
-        assert -20 <= region.l0_x - left <= 0 >= region.l0_y - top >= -20
-        assert 0 <= region.l0_x + 2 * region.width - right < 100
-        assert 0 <= region.l0_y + 2 * region.height - bottom < 100
+        # The mask of tissue has px of 16, and smooth edges.
+        assert max(abs(region.l0_x - left), abs(region.l0_y - top)) <= 20
+        assert -20 <= region.l0_x + 2 * region.width - right < 100
+        assert -20 <= region.l0_y + 2 * region.height - bottom < 100
     kept = TileTable.load(out / "tiles.parquet")
     assert [kept.region(k) for k in range(2)] == regions
     assert three_sizes(kept) == [kept.size(0), kept.size(1), kept.size(1)]
