@@ -21,6 +21,10 @@ from parallel.trace.stage_module import Run, WholeModule
 from parallel.trace.trace_alone import trace_alone
 
 
+MOST_PLANS = 64
+"""Kept of shapes that came before, as whole slides are hardly ever of one size; a plan takes seconds, and a few MiB."""
+
+
 def streamed(
     module: nn.Module,
     box: int,
@@ -115,9 +119,10 @@ class StreamedRun:
         """
         form = tuple((tuple(v.shape), v.dtype, v.device) if isinstance(v, Tensor | Boxes) else None for v in values)
         key = form, tuple(targets)
-        if key not in self._plans:
-            self._plans[key] = self._plan(stage, values, targets)
-        return self._plans[key]
+        self._plans[key] = plan = self._plans.pop(key, None) or self._plan(stage, values, targets)
+        if len(self._plans) > MOST_PLANS:
+            del self._plans[next(iter(self._plans))]  # the one that was used longest ago
+        return plan
 
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> _Planned:
         entering = {name: value for name, value in zip(self._inputs, values, strict=True) if _is_map(value)}

@@ -21,7 +21,7 @@ from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, SlideError, TileReadError
 from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.order import Rows
-from pipelines.stream.target import Target
+from pipelines.stream.target import Target, shaped
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -88,10 +88,11 @@ class Read:
         for rows in self._slides_from(row):
             for used in islice(rows, MAX_FAULTS_PER_SLIDE):
                 slide_id, region, opened = self.tiles.slide_id(used), self.tiles.region(used), False
+                pixels = shaped(image, (region.height, region.width, 3))
                 try:
                     with self.pool.lease(slide_id) as slide:
                         opened = True
-                        slide.read(region, out=image)
+                        slide.read(region, out=pixels)
                         if out is None:
                             target.check(slide_id, slide)
                         else:
@@ -102,7 +103,7 @@ class Read:
                     self.pool.discard(slide_id)
                     report(slide_id, region if opened else None, error)
                     if not self.replaces:
-                        image[...] = 0
+                        pixels[...] = 0
                         if out is not None:
                             out[...] = 0  # a class that there is: it is counted out, not looked up
                         return UNREAD

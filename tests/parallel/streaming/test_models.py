@@ -178,6 +178,19 @@ def test_tile_shapes_change_between_steps() -> None:
         torch.testing.assert_close(ours(images), plain(images), rtol=1e-11, atol=1e-11)
 
 
+def test_plans_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.streaming.streamed_module.MOST_PLANS", 2)
+    net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    ours = streamed(net, 16, (1, 3, 24, 24), LocalCommunicator())
+    assert isinstance(ours._run_training, StreamedRun)
+    first = ours._run_training.planned(ours, (torch.empty(1, 3, 24, 24),))
+    for width in (32, 24, 40):
+        ours(torch.randn(1, 3, 24, width)).sum().backward()
+    kept = ours._run_training._plans
+    assert [key[0][0][3] for key in kept] == [24, 40]
+    assert next(iter(kept.values())) is first
+
+
 def test_hooks_fire_once_per_parameter_and_step() -> None:
     model = model_of("resnet18").double()
     ours = streamed(model, 32, (1, 3, 64, 64), LocalCommunicator())
