@@ -6,6 +6,7 @@ follows the region is computed whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from parallel.space.boxes import StreamedModel
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
@@ -23,7 +25,6 @@ from parallel.streaming.read_norm import ADVICE
 
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 """Methods that take no more of a map than its type and device."""
-KEEPS_NOTHING = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,15 @@ class Region:
     leaving: tuple[str, ...]
     inputs: tuple[str, ...]
     ends_at: tuple[str, str] | None = None
+
+    def on_paper(self) -> StreamedModel:
+        """Return what a plan of boxes asks for; what enters is taken for images."""
+        sizes = {name: math.prod(self.forms[name][0]) * self.forms[name][1].itemsize for name in self.inputs}
+        whole = frozenset(name for name in self.dims if name not in self.forms)
+        tiles = self.forms[self.inputs[0]][0][0]
+        return StreamedModel(
+            self.steps, self.sides, sizes, self.leaving, whole, frozenset(self.inputs), tiles, self.ends_at
+        )
 
 
 @dataclass
@@ -156,12 +166,10 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
         found.operations[name], found.nodes[name] = prior.operation, node
         before = (*before, name)
     others = (*others, *before)
-    changed = getattr(module_of(reading.model, node), "inplace", False) and len(maps[0].users) == 1
     if operation.sums:
         found.plain.add(node.name)
-        kept, flops = 0.0, 2.0 * tensors[0].numel() * sides[0] * sides[1]
+        flops = 2.0 * tensors[0].numel() * sides[0] * sides[1]
     else:
-        kept = KEEPS_NOTHING if operation.shares or changed else float(size)
         flops = operation.flops_each * numbers
         wanted = tuple(tensors[0].shape[dim] for dim in operation.dims)
         given = tuple(rule.out(side) for rule, side in zip(operation.rules, sides, strict=True))
@@ -180,7 +188,6 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
             sides,
             operation.sums,
             flops=flops,
-            kept_bytes=kept,
             value_bytes=size,
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
 from parallel.streaming.region import read_region
 from parallel.streaming.region_run import Kept, RegionRun
+from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_code import compiled
 from parallel.trace.stage_module import Run, WholeModule
@@ -90,6 +92,7 @@ class StreamedRun:
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
         self._box, self._stored_bytes = box, stored_bytes
         self._plans: dict[Any, _Planned] = {}
+        self._records: dict[str, StepRecord] = {}
 
     def __call__(self, stage: nn.Module, *values: Any) -> tuple[Any, ...]:
         plan = self.planned(stage, values)
@@ -126,6 +129,9 @@ class StreamedRun:
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> _Planned:
         entering = {name: value for name, value in zip(self._inputs, values, strict=True) if _is_map(value)}
         region = read_region(stage, self._nodes, entering)
+        self._records = self._records or record(stage, region)
+        tiles = next(iter(entering.values())).shape[0]
+        region = replace(region, steps=with_record(region.steps, self._records, tiles))
         if targets:
             summed = with_sums(region, self._nodes, targets)
             if summed is None:
