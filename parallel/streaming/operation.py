@@ -101,6 +101,7 @@ class Operation:
         rules: (rows, columns).
         dims: of rows and columns in its value.
         sums: it adds up to a sum over all boxes.
+        of_sums: its value is made of the sums in ``first`` alone, and has no rows.
         shares: its value may lie in the memory of what it takes.
         first: what has to be known before.
         fresh: the gradient that it gives a map lies in memory that nobody else has.
@@ -111,6 +112,7 @@ class Operation:
     rules: tuple[Rule, Rule] = (SAME, SAME)
     dims: tuple[int, int] = DIMS
     sums: bool = False
+    of_sums: bool = False
     shares: bool = False
     first: tuple[Prior, ...] = ()
     fresh: bool = False

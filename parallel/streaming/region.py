@@ -152,6 +152,11 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
         found.operations[name], found.nodes[name] = prior.operation, node
         before = (*before, name)
     others = (*others, *before)
+    if operation.of_sums:
+        found.plain.add(node.name)
+        found.operations[node.name] = operation
+        found.steps.append(Step(node.name, others=others, plain=True))
+        return
     changed = getattr(module_of(reading.model, node), "inplace", False) and len(maps[0].users) == 1
     if operation.sums:
         found.plain.add(node.name)
