@@ -166,6 +166,11 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
         found.operations[name], found.nodes[name] = prior.operation, node
         before = (*before, name)
     others = (*others, *before)
+    if operation.of_sums:
+        found.plain.add(node.name)
+        found.operations[node.name] = operation
+        found.steps.append(Step(node.name, others=others, plain=True))
+        return
     if operation.sums:
         found.plain.add(node.name)
         flops = 2.0 * tensors[0].numel() * sides[0] * sides[1]
