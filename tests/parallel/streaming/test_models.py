@@ -188,7 +188,7 @@ def test_plans_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (32, 24, 40):
         ours(torch.randn(1, 3, 24, width)).sum().backward()
     kept = ours._run_training._plans
-    assert [key[0][0][3] for key in kept] == [24, 40]
+    assert [form[0][0][3] for form, _ in kept] == [24, 40]
     assert next(iter(kept.values())) is first
 
 
@@ -214,7 +214,7 @@ def test_channels_last_stays() -> None:
                 lambda _, given, __: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
             )
     ours(images).sum().backward()
-    assert len(seen) > 60
+    assert len(seen) > 30
     assert all(seen)
 
 
@@ -278,7 +278,7 @@ def test_maps_beyond_the_host_memory_are_refused_before_anything_is_computed() -
     run = streamed(copy.deepcopy(model), 32, shape, LocalCommunicator())._run_training
     assert isinstance(run, StreamedRun)
     (plan,) = run._plans.values()
-    needed = plan.run.host_bytes
+    needed = plan.run.boxes.host_bytes
     streamed(copy.deepcopy(model), 32, shape, LocalCommunicator(), needed)
     with pytest.raises(
         ValueError, match=r"stores maps of .* more than --developer offload-host allows, .* or use --norm frozen"
