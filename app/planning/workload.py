@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from models.blocks import Norm
+from models.heads import Head
 from models.losses import PixelClassLoss, TileClassLoss
 from models.registry import build_model
 from parallel.cost.layer_cost import Costs
@@ -61,6 +62,7 @@ class Workload:
     segments: bool | None = None
     optimizer: Literal["sgd", "adamw"] = "adamw"
     autocast: torch.dtype | None = None
+    head: Head = "average"
     _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
     _sides: dict[torch.dtype | None, GraphsBySide] = field(default_factory=dict, init=False, repr=False, compare=False)
     _recorded: list[Recorded] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -82,9 +84,9 @@ class Workload:
         """
         try:
             with torch.device("meta"), _Undrawn():
-                return build_model(self.model, classes=self.classes, norm=self.norm)
+                return build_model(self.model, classes=self.classes, norm=self.norm, head=self.head)
         except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
-            return build_model(self.model, classes=self.classes, norm=self.norm)
+            return build_model(self.model, classes=self.classes, norm=self.norm, head=self.head)
 
     def trace(self, autocast: torch.dtype | None = None) -> LayerGraph:
         """The graph of model and loss for one tile.

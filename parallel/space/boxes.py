@@ -28,7 +28,8 @@ class StreamedModel:
     Attributes:
         steps: in the order of the model.
         sides: rows and columns of every map.
-        inputs: bytes of the maps that enter, by name; the first is the tile.
+        side: rows and columns of the tile.
+        inputs: bytes of the maps that enter, by name.
         leaving: names that are used after the region.
         whole: names of values that cannot be stored.
         images: names of what enters without a gradient.
@@ -38,17 +39,13 @@ class StreamedModel:
 
     steps: tuple[Step, ...]
     sides: Mapping[str, tuple[int, int]]
+    side: tuple[int, int]
     inputs: Mapping[str, int]
     leaving: tuple[str, ...]
     whole: frozenset[str] = frozenset()
     images: frozenset[str] = frozenset()
     tiles: int = 1
     ends_at: tuple[str, str] | None = None
-
-    @property
-    def side(self) -> tuple[int, int]:
-        """Rows and columns of the tile."""
-        return max(self.sides[name] for name in self.inputs)
 
     def of_tiles(self, tiles: int) -> StreamedModel:
         """Return the region of one tile for microbatches of ``tiles``."""

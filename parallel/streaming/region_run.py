@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from parallel.space.boxes import plan_boxes
 from parallel.space.step import Step
+from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
-from parallel.streaming.region import Region
+from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.units import bytes_text
 
 
@@ -47,6 +49,7 @@ class RegionRun:
         box: side of the boxes, px.
         stored_bytes: that maps between parts may take on the host; None: 32 for each px of the tile, or what the sums
             in the model ask for.
+        scale: rows and columns of the tile for each of the largest map that enters.
 
     Attributes:
         phases: in order.
@@ -55,9 +58,11 @@ class RegionRun:
         ValueError: the sums in the model ask for more.
     """
 
-    def __init__(self, region: Region, box: int, stored_bytes: int | None = None) -> None:
+    def __init__(
+        self, region: Region, box: int, stored_bytes: int | None = None, scale: tuple[Fraction, Fraction] = WHOLE_TILE
+    ) -> None:
         self.region = region
-        self.boxes = plan_boxes(region.on_paper(), box, stored_bytes)
+        self.boxes = plan_boxes(region.on_paper(scale), box, stored_bytes)
         side = self.boxes.model.side
         self.phases = [
             Phase(
@@ -75,14 +80,17 @@ class RegionRun:
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
 
-    def forward(self, module: nn.Module, entering: Sequence[Tensor], keep: bool) -> tuple[tuple[Tensor, ...], Kept]:
+    def forward(
+        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, beside: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.
 
         Args:
             keep: there will be one.
+            beside: what else enters, and steps are computed with, by name.
         """
         region, device = self.region, entering[0].device
-        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), {})
+        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), dict(beside))
         for name, value in zip(region.inputs, entering, strict=True):
             kept.maps.put(name, value)
         with torch.no_grad():
@@ -114,7 +122,8 @@ class RegionRun:
                 if name in self.region.dims:
                     kept.maps.write(name, part.box(name, *place), value)
                 elif name in kept.known:
-                    kept.known[name] += value
+                    merge = self.region.operations[name].merge
+                    kept.known[name] = merge(kept.known[name], value) if merge else kept.known[name].add_(value)
                 else:
                     kept.known[name] = value
             del fetched
@@ -141,7 +150,8 @@ class RegionRun:
             gradients: of what leaves, in order.
             asked: names of what enters that a gradient is asked of.
         """
-        region, device = self.region, parameters[0].device if parameters else gradients[0].device  # type: ignore[union-attr]
+        region = self.region
+        device = next(tensor.device for tensor in (*parameters, *gradients) if tensor is not None)
         back = _Back(
             Maps(self._shapes, region.dims, device, frozenset(asked)), {}, list(parameters), [None] * len(parameters)
         )
@@ -160,7 +170,8 @@ class RegionRun:
                     kept.maps.take(step.name)
                     back.maps.take(step.name)
             self._plain_backward(module, phase, kept, back)
-        return {name: back.maps.take(name) for name in asked}, back.sums
+        found = {name: back.maps.take(name) if name in region.dims else back.known.get(name) for name in asked}
+        return found, back.sums
 
     def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: _Back, silent: set[str]) -> None:
         region = self.region
@@ -178,7 +189,7 @@ class RegionRun:
                 if name not in silent:
                     value.requires_grad_()
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known)
+                values = run_box(module, region, part, place, fetched, known, kept.maps.fetch)
             outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
             del values
             if not outputs:

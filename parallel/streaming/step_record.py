@@ -94,8 +94,9 @@ class _Recording(nn.Module):
         self.module = module
         meta = {name: (shape, dtype, torch.device("meta")) for name, (shape, dtype, _) in region.forms.items()}
         self._region = replace(region, forms=meta)
-        self._values = {name: torch.empty(meta[name][0], dtype=meta[name][1], device="meta") for name in region.inputs}
-
+        self._values: dict[str, Any] = {
+            name: torch.empty(meta[name][0], dtype=meta[name][1], device="meta") for name in region.inputs
+        }
         self.plain_steps = {step.name: step for step in region.steps if step.plain}
         self._known = _Known(self)
         self.records: dict[str, StepRecord] = {}
