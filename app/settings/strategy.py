@@ -95,8 +95,8 @@ class StrategySettings:
     stream: str = "none"
     """Side in px of boxes, such as 512, that a tile is computed in one after the other, in the forward pass and once
     more in the backward pass: the same numbers, and memory for a box in place of a tile; maps between parts of the
-    model lie in the host's memory: few with --norm frozen or layer, one for each norm with others. For --parallel
-    single and ddp."""
+    model lie in the host's memory: few with --norm frozen or layer, one for each norm with others. Each stage of a
+    model that is split has boxes of its own. Not for --parallel fsdp and zero-bubble."""
     shard_optimizer: Suppress[Literal["none", "pair"]] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     gradient_buckets: Suppress[str | None] = None
