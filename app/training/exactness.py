@@ -23,7 +23,9 @@ from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.schedule.microbatch import microbatch_seed
+from parallel.space.span import Span
 from parallel.stage.stage import Loss
+from parallel.streaming.images import whole
 from parallel.trace.norm_gradients import mend_norm_gradients
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -67,6 +69,7 @@ class ExactnessTrial:
         steps: optimiser steps; the gradients of the first are compared, all else after the last.
         channels_last: memory layout of images and model.
         nudge: other than 0: each value of the images is rounded up or down by one, drawn from this seed.
+        by_boxes: the engine is given images of which it asks for boxes.
     """
 
     module: nn.Module
@@ -79,6 +82,7 @@ class ExactnessTrial:
     lr: float = 0.01
     channels_last: bool = False
     nudge: int = 0
+    by_boxes: bool = False
 
     def fresh_module(self) -> nn.Module:
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
@@ -231,7 +235,7 @@ def run_plain(trial: ExactnessTrial) -> StepsResult:
             images, targets, _ = trial.microbatch(step, i, Wants(images=True, targets=True))
             assert targets is not None
             torch.manual_seed(microbatch_seed(trial.seed, step, i))
-            loss = ProjectedError()(module(images), targets) * (size / sum(trial.sizes))
+            loss = ProjectedError()(module(images), whole(targets)) * (size / sum(trial.sizes))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         gradients = gradients or {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
@@ -265,7 +269,7 @@ def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Com
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(trial.steps):
-        microbatches = (trial.microbatch(step, i, engine.wants(i)) for i in engine.share)
+        microbatches = (_handed(trial, trial.microbatch(step, i, engine.wants(i))) for i in engine.share)
         losses.append(engine.step(microbatches, step, trial.lr).loss)
         gradients = gradients or {name: gradient.clone() for name, gradient in engine.gradients().items()}
     state = engine.state_dict()
@@ -274,6 +278,32 @@ def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Com
     if ranks is None:
         return None
     return [StepsResult(losses, gradients, state["model"]) for losses, gradients in ranks]
+
+
+def _handed(trial: ExactnessTrial, microbatch: Microbatch) -> Microbatch:
+    """A microbatch as the engine takes it."""
+    if not trial.by_boxes or microbatch.images is None:
+        return microbatch
+    return microbatch._replace(images=CroppedImages(whole(microbatch.images)))
+
+
+class CroppedImages:
+    """Images whose boxes are crops.
+
+    Args:
+        images: (n, c, h, w).
+    """
+
+    def __init__(self, images: Tensor) -> None:
+        self.shape: tuple[int, ...] = tuple(images.shape)
+        self.dtype, self.device = images.dtype, images.device
+        self._images = images
+
+    def box(self, rows: Span, columns: Span) -> Tensor:
+        """Return a crop in memory of its own, in the same layout."""
+        crop = self._images[..., rows.start : rows.stop, columns.start : columns.stop]
+        channels_last = self._images.is_contiguous(memory_format=torch.channels_last)
+        return crop.clone(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
 def compare(

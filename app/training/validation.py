@@ -25,6 +25,7 @@ from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.stage.stage import Loss, SummedLoss
+from parallel.streaming.images import whole
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def evaluate(
             output = engine.predict(part.microbatch, score.sums if score else None)
             if output is None:
                 continue  # another rank of the group has it
-            targets = part.microbatch.targets
-            assert targets is not None
+            assert part.microbatch.targets is not None
+            targets = whole(part.microbatch.targets)
             if not part.readable.any():
                 continue
             where = torch.from_numpy(part.rows[part.readable])

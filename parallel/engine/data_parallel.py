@@ -31,6 +31,7 @@ from parallel.stage.recompute_context import recompute_context
 from parallel.stage.rng import drawing
 from parallel.stage.stage import Loss, SummedLoss
 from parallel.streaming.box_sums import BoxSums, Sums
+from parallel.streaming.images import whole
 from parallel.streaming.streamed_module import StreamedModule
 from parallel.trace.norm_gradients import mend_norm_gradients
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
@@ -184,7 +185,7 @@ class DataParallelEngine:
             if isinstance(self.module, StreamedModule) and isinstance(self._loss, SummedLoss):
                 asked = BoxSums(self._loss.sums, microbatch.targets)
                 return self._loss.value(self._replica(microbatch.images, sums=asked), asked.pixels)
-            loss: Tensor = self._loss(self._replica(microbatch.images), microbatch.targets)
+            loss: Tensor = self._loss(self._replica(microbatch.images), whole(microbatch.targets))
         return loss
 
     @contextlib.contextmanager

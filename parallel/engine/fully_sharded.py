@@ -23,6 +23,7 @@ from parallel.engine.step import Microbatch, measured
 from parallel.schedule.microbatch import share_of
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums
+from parallel.streaming.images import whole
 
 
 class FullyShardedEngine(DataParallelEngine):
@@ -104,7 +105,7 @@ class FullyShardedEngine(DataParallelEngine):
         """Every rank takes part, within ``predicting`` or by a prediction of its own at the same time."""
         assert microbatch.images is not None
         self._agreed_shape(microbatch.shape)
-        output: Tensor = measured(self._predict(microbatch.images), microbatch, sums)
+        output: Tensor = measured(self._predict(whole(microbatch.images)), microbatch, sums)
         return output
 
     @torch.no_grad()

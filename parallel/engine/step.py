@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from parallel.streaming.box_sums import Sums
+from parallel.streaming.images import Boxes, whole
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -41,13 +42,13 @@ class Microbatch(NamedTuple):
     """The tiles that go through a stage at once, as one rank holds them.
 
     Attributes:
-        images: (n, 3, h, w) on the device; None where this rank does not want them.
-        targets: what the loss takes; None where this rank does not want them.
+        images: (n, 3, h, w) on the device, whole or by boxes; None where this rank does not want them.
+        targets: what the loss takes, those of pixels whole or by boxes; None where this rank does not want them.
         shape: (n, 3, h, w) of the images, on every rank alike.
     """
 
-    images: Tensor | None
-    targets: Tensor | None
+    images: Tensor | Boxes | None
+    targets: Tensor | Boxes | None
     shape: tuple[int, ...]
 
 
@@ -69,7 +70,7 @@ def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
     if sums is None or output is None:
         return output
     assert microbatch.targets is not None
-    return sums(output, microbatch.targets)
+    return sums(output, whole(microbatch.targets))
 
 
 class TrainingEngine(Protocol):

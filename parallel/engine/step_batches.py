@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from parallel.engine.step import Microbatch
+from parallel.streaming.images import Boxes
 
 
 class StepBatches:
@@ -20,8 +21,8 @@ class StepBatches:
         self._source = iter(microbatches)
         self._numbers = iter(share)
         self._shapes: dict[int, tuple[int, ...]] = {}
-        self._images: dict[int, Tensor | None] = {}
-        self._targets: dict[int, Tensor | None] = {}
+        self._images: dict[int, Tensor | Boxes | None] = {}
+        self._targets: dict[int, Tensor | Boxes | None] = {}
 
     def shape(self, i: int) -> tuple[int, ...]:
         """(n, 3, h, w) of microbatch ``i``."""
@@ -31,7 +32,7 @@ class StepBatches:
             self._images[number], self._targets[number] = microbatch.images, microbatch.targets
         return self._shapes[i]
 
-    def images(self, i: int) -> Tensor:
+    def images(self, i: int) -> Tensor | Boxes:
         """Return the images of microbatch ``i``.
 
         Raises:
@@ -44,7 +45,7 @@ class StepBatches:
             raise ValueError(f"microbatch {i} was announced as {shape} and holds images {tuple(images.shape)}")
         return images
 
-    def targets(self, i: int) -> Tensor:
+    def targets(self, i: int) -> Tensor | Boxes:
         """Return the targets of microbatch ``i``."""
         self.shape(i)
         targets = self._targets.pop(i)

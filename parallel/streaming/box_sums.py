@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, fx
 
 from parallel.space.span import Span
 from parallel.space.step import Step
+from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation
 from parallel.streaming.patch import Patch
 from parallel.streaming.region import Region
@@ -27,21 +28,6 @@ Sums = Callable[[Any, Tensor], Tensor]
 """(output of the model or a box of it, targets of the same rows) -> (n, K), which boxes add up to."""
 
 
-class TargetMap(Protocol):
-    """Targets that are made box by box.
-
-    Attributes:
-        shape: (n, h, w).
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def box(self, rows: Span, columns: Span) -> Tensor:
-        """Return (n, rows, columns) on the device that computes."""
-        ...
-
-
 @dataclass(frozen=True)
 class BoxSums:
     """What is summed over the boxes of a map (n, c, h, w).
@@ -51,7 +37,7 @@ class BoxSums:
     """
 
     sums: Sums
-    targets: Tensor | TargetMap
+    targets: Tensor | Boxes
 
     @property
     def pixels(self) -> int:
@@ -100,7 +86,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
         sides=region.sides[source.name],
         sums=True,
         flops=100.0 * size,
-        kept_bytes=KEEPS * size * kind.itemsize,
+        kept_bytes=int(KEEPS * size * kind.itemsize),
         value_bytes=8 * made[0],
     )
     operation = Operation(lambda given: given.prior(BESIDE).of_box(given.patch), sums=True)

@@ -6,9 +6,11 @@ follows the region is computed whole.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -19,14 +21,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
+from parallel.space.boxes import StreamedModel
 from parallel.space.step import Step
+from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
 from parallel.streaming.read_node import has_tensors, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
 
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 """Methods that take no more of a map than its type and device."""
-KEEPS_NOTHING = 0.0
+WHOLE_TILE = (Fraction(1), Fraction(1))
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 READING = threading.Lock()
 """Held while operations run on tensors without data: torch notes for all threads together how it calls them."""
@@ -70,6 +74,29 @@ class Region:
     flows: frozenset[str]
     ends_at: tuple[str, str] | None = None
 
+    def on_paper(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> StreamedModel:
+        """Return what a plan of boxes asks for.
+
+        Args:
+            scale: rows and columns of the tile for each of the largest map that enters.
+        """
+        sides = max(self.sides[name] for name in self.inputs)
+        rows, columns = (round(side * each) for side, each in zip(sides, scale, strict=True))
+        sizes = {name: math.prod(self.forms[name][0]) * self.forms[name][1].itemsize for name in self.inputs}
+        whole = frozenset(name for name in self.dims if name not in self.forms)
+        tiles = self.forms[self.inputs[0]][0][0]
+        return StreamedModel(
+            (rows, columns),
+            self.steps,
+            self.sides,
+            sizes,
+            self.leaving,
+            whole,
+            frozenset(self.inputs) - self.flows,
+            tiles,
+            self.ends_at,
+        )
+
 
 @dataclass
 class _Found:
@@ -84,14 +111,17 @@ class _Found:
 
 
 def read_region(
-    model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor], given: Mapping[str, Any] = NOTHING
+    model: nn.Module,
+    nodes: Sequence[fx.Node],
+    entering: Mapping[str, Tensor | Boxes],
+    given: Mapping[str, Any] = NOTHING,
 ) -> Region:
     """Return the region of ``nodes``.
 
     Args:
         model: has the modules that they call, in the mode that they run in.
         nodes: in order.
-        entering: tensors that enter, images or maps (n, c, h, w), by name; only shapes and types matter.
+        entering: what enters, images or maps (n, c, h, w), by name; only shapes and types matter.
         given: what else enters, by name.
 
     Raises:
@@ -101,7 +131,10 @@ def read_region(
     reading, found = Reading(model), _Found()
     with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
         for name, value in entering.items():
-            reading.values[name] = fake.from_tensor(value.detach())
+            if isinstance(value, Tensor):
+                reading.values[name] = fake.from_tensor(value.detach())
+            else:
+                reading.values[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             reading.dims[name], reading.sides[name] = DIMS, tuple(value.shape[2:])  # type: ignore[assignment]
         for name, value in given.items():
             if isinstance(value, Tensor):
@@ -196,12 +229,15 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
         found.operations[name], found.nodes[name] = prior.operation, node
         before = (*before, name)
     others = (*others, *before)
-    changed = getattr(module_of(reading.model, node), "inplace", False) and len(maps[0].users) == 1
+    if operation.of_sums:
+        found.plain.add(node.name)
+        found.operations[node.name] = operation
+        found.steps.append(Step(node.name, others=others, plain=True))
+        return
     if operation.sums:
         found.plain.add(node.name)
-        kept, flops = 0.0, 2.0 * tensors[0].numel() * sides[0] * sides[1]
+        flops = 2.0 * tensors[0].numel() * sides[0] * sides[1]
     else:
-        kept = KEEPS_NOTHING if operation.shares or changed else float(size)
         flops = operation.flops_each * numbers
         wanted = tuple(tensors[0].shape[dim] for dim in operation.dims)
         given = tuple(rule.out(side) for rule, side in zip(operation.rules, sides, strict=True))
@@ -220,7 +256,6 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
             sides,
             operation.sums,
             flops=flops,
-            kept_bytes=kept,
             value_bytes=size,
         )
     )
@@ -229,7 +264,7 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
 def _finished(
     model: nn.Module,
     nodes: Sequence[fx.Node],
-    entering: Mapping[str, Tensor],
+    entering: Mapping[str, Tensor | Boxes],
     given: Mapping[str, Any],
     reading: Reading,
     found: _Found,
@@ -255,8 +290,8 @@ def _finished(
     if whole:
         raise ValueError(f"--stream: {whole[0]} is several maps, which leave what is computed box by box together")
     nodes_of = by_name | found.nodes
-    tensors = {**entering, **{name: value for name, value in given.items() if isinstance(value, Tensor)}}
-    flows = {name for name, value in tensors.items() if value.requires_grad}
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    flows = {n for n, value in {**entering, **tensors}.items() if isinstance(value, Tensor) and value.requires_grad}
     for step in steps:
         trained = (isinstance(p, nn.Parameter) and p.requires_grad for p in _read_by(model, nodes_of[step.name]))
         if step.name not in found.fixed and (flows.intersection(step.inputs) or any(trained)):
@@ -267,12 +302,12 @@ def _finished(
         nodes_of,
         reading.dims,
         reading.sides,
-        {name: (tuple(v.shape), v.dtype, v.device) for name, v in values.items() if isinstance(v, Tensor)},
+        {n: (tuple(v.shape), v.dtype, v.device) for n, v in {**values, **tensors}.items() if isinstance(v, Tensor)},
         found.constants,
         frozenset(found.fixed),
         leaving,
         tuple(entering),
-        tuple(name for name in tensors if name not in entering),
+        tuple(tensors),
         frozenset(flows),
         found.ends_at,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,13 +14,18 @@ from torch import Tensor, fx, nn
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
+from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
-from parallel.streaming.region import NothingInBoxes, read_region
-from parallel.streaming.region_run import WHOLE_TILE, Kept, RegionRun
+from parallel.streaming.region import READING, WHOLE_TILE, NothingInBoxes, read_region
+from parallel.streaming.region_run import Kept, RegionRun
+from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_code import compiled
 from parallel.trace.stage_module import Run, StageModule
 from parallel.trace.trace_alone import trace_alone
+
+MOST_PLANS = 64
+"""Kept of shapes that came before, as whole slides are hardly ever of one size; a plan takes seconds, and a few MiB."""
 
 
 def streamed(
@@ -41,18 +47,18 @@ def streamed(
             layer, why, and what to do.
     """
     traced = trace_alone(module, shape, communicator)
-    whole = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), StreamedModule)
-    assert isinstance(whole, StreamedModule)
-    ends = whole.inputs, whole.outputs
+    stage = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), StreamedModule)
+    assert isinstance(stage, StreamedModule)
+    ends = stage.inputs, stage.outputs
     training, evaluation = (list(each.graph.nodes) for each in (traced.training, traced.evaluation))
     run = StreamedRun(training, *ends, box, stored_bytes)
-    whole._run_training, whole._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
+    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
     parameter = next(module.parameters())
     example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
-    whole.train()
-    run.planned(whole, (example,))  # what is wrong is said now
-    whole.train(module.training)
-    return whole
+    stage.train()
+    run.planned(stage, (example,))  # what is wrong is said now
+    stage.train(module.training)
+    return stage
 
 
 class StreamedStage(StageModule):
@@ -100,17 +106,18 @@ class StreamedRun:
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
         self._box, self._stored_bytes, self._scale = box, stored_bytes, scale
         self._plans: dict[Any, _Planned | NothingInBoxes] = {}
+        self._records: dict[str, StepRecord] = {}
         self._whole = compiled(nodes, inputs, outputs, {}, "a stage without boxes")
 
     def __call__(self, stage: nn.Module, *values: Any) -> tuple[Any, ...]:
         try:
             plan = self.planned(stage, values)
         except NothingInBoxes:
-            return self._whole(stage, *values)
+            return self._whole(stage, *(whole(value) if isinstance(value, Boxes) else value for value in values))
         leaving = plan.leaving(stage, values, {})
         by_name: dict[str, Any] = {**dict(zip(self._inputs, values, strict=True)), **plan.run.region.constants}
         by_name |= dict(zip(plan.run.region.leaving, leaving, strict=True))
-        return plan.rest(stage, *(by_name[name] for name in plan.rest_inputs))
+        return plan.rest(stage, *(plan.for_rest(name, by_name[name]) for name in plan.rest_inputs))
 
     def sums(self, stage: nn.Module, asked: BoxSums, *values: Any) -> Tensor:
         """Return the sums (n, K) that are asked of the only value given; box by box where it has the targets' rows."""
@@ -132,12 +139,13 @@ class StreamedRun:
             ValueError: as ``read_region``.
         """
         key = tuple(map(_form, values)), tuple(targets)
-        if key not in self._plans:
-            try:
-                self._plans[key] = self._plan(stage, values, targets)
-            except NothingInBoxes as reason:
-                self._plans[key] = reason
-        plan = self._plans[key]
+        try:
+            plan = self._plans.pop(key, None) or self._plan(stage, values, targets)
+        except NothingInBoxes as reason:
+            plan = reason
+        self._plans[key] = plan
+        if len(self._plans) > MOST_PLANS:
+            del self._plans[next(iter(self._plans))]  # the one that was used longest ago
         if isinstance(plan, NothingInBoxes):
             raise plan.with_traceback(None)
         return plan
@@ -145,6 +153,10 @@ class StreamedRun:
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> _Planned:
         entering, given = parted(dict(zip(self._inputs, values, strict=True)))
         region = read_region(stage, self._nodes, entering, given)
+        with READING:
+            self._records = self._records or record(stage, region)
+        tiles = next(iter(entering.values())).shape[0]
+        region = replace(region, steps=with_record(region.steps, self._records, tiles))
         if targets:
             summed = with_sums(region, self._nodes, targets)
             if summed is None:
@@ -168,10 +180,12 @@ class StreamedRun:
             for argument in region.nodes[step.name].all_input_nodes
             if argument.op == "get_attr"
         }
+        filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
         return _Planned(
             RegionRun(region, self._box, self._stored_bytes, self._scale),
             run,
             inputs,
+            frozenset(filled.union(self._outputs)),
             tuple(paths),
             tuple(read),
             bool(targets),
@@ -181,19 +195,19 @@ class StreamedRun:
 
 def _form(value: Any) -> Any:
     """Return what a plan depends on."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.device, value.requires_grad
+    if isinstance(value, Tensor | Boxes):
+        return tuple(value.shape), value.dtype, value.device, isinstance(value, Tensor) and value.requires_grad
     return value if isinstance(value, (int, float, str, type(None))) else None
 
 
-def parted(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor], dict[Any, Any]]:
+def parted(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor | Boxes], dict[Any, Any]]:
     """Return the maps among what enters, and all else: what an earlier stage pooled has no rows."""
     maps = {
         name: value
         for name, value in values.items()
-        if isinstance(value, Tensor)
-        and value.dim() == 4
-        and value.is_floating_point()
+        if isinstance(value, Tensor | Boxes)
+        and len(value.shape) == 4
+        and value.dtype.is_floating_point
         and tuple(value.shape[2:]) != (1, 1)
     }
     return maps, {name: value for name, value in values.items() if name not in maps}
@@ -214,13 +228,22 @@ class _Planned:
         run: RegionRun,
         rest: Run,
         rest_inputs: tuple[str, ...],
+        filled: frozenset[str],
         paths: tuple[str, ...],
         read: tuple[fx.Node, ...],
         sums: bool,
         places: tuple[int, ...],
     ) -> None:
         self.run, self.rest, self.rest_inputs, self.sums, self.places = run, rest, rest_inputs, sums, places
-        self._paths, self._read = paths, read
+        self._filled, self._paths, self._read = filled, paths, read
+
+    def for_rest(self, name: str, value: Any) -> Any:
+        """Return a value as what follows takes it: images by boxes are made whole where more than their shape is."""
+        if not isinstance(value, Boxes):
+            return value
+        if name in self._filled:
+            return whole(value)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def leaving(self, stage: nn.Module, values: Sequence[Any], beside: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Compute the region."""
@@ -237,6 +260,13 @@ class _Planned:
         return list({id(p): p for p in found if p.requires_grad}.values())
 
 
+def _takes_shape(node: fx.Node) -> bool:
+    """A node takes nothing but the shape of its tensor."""
+    if node.op == "call_method":
+        return node.target == "size"
+    return bool(node.target is getattr and node.args[1] == "shape")
+
+
 class _Streamed(torch.autograd.Function):
     """The region as one operation: each parameter has one gradient, given once."""
 
@@ -248,13 +278,14 @@ class _Streamed(torch.autograd.Function):
         beside: Mapping[str, Any],
         count: int,
         wants: bool,
-        *tensors: Tensor,
+        *tensors: Any,
     ) -> Any:
         device = tensors[0].device.type
         ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.run, ctx.stage, ctx.count, ctx.parameters = run, stage, count, tensors[count:]
         ctx.set_materialize_grads(False)
-        region, entering = run.region, [tensor.detach() for tensor in tensors[:count]]
+        region = run.region
+        entering = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
         maps = entering[: len(region.inputs)]
         beside = {**beside, **dict(zip(region.given, entering[len(maps) :], strict=True))}
         with _precision(ctx):

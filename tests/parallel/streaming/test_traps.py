@@ -174,11 +174,18 @@ def test_ties_of_maxima_go_to_the_px_that_torch_takes() -> None:
     assert streaming_error(net, (2, 3, 23, 31), 8) <= EXACT
 
 
-def test_a_mean_over_few_cells_that_overlap_is_refused_by_name() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(7))
+def test_a_maximum_over_the_image_is_refused_by_name() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(1))
     run = in_boxes(net, 8)
     run(net, torch.randn(1, 3, 18, 18))
-    assert planned(run).region.ends_at == ("_1 (1)", "pools 16 x 16 px to 7 x 7 cells, which overlap")
+    reason = "takes the largest of the whole image, which boxes do not add up: use an average pool"
+    assert planned(run).region.ends_at == ("_1 (1)", reason)
+
+
+def test_norms_of_nothing_have_no_gradient() -> None:
+    """That of a root is infinite at zero, and infinity times zero no number."""
+    net = Call(lambda x: x + F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True))
+    assert streaming_error(net, (1, 3, 18, 18), 8) <= EXACT
 
 
 def test_two_backward_passes_are_refused() -> None:
