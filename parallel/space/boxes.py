@@ -26,9 +26,9 @@ class StreamedModel:
     """The region of a model that can be computed box by box, for tiles of one size.
 
     Attributes:
-        side: rows and columns of the tile.
         steps: in the order of the model.
         sides: rows and columns of every map.
+        side: rows and columns of the tile.
         inputs: bytes of the maps that enter, by name.
         leaving: names that are used after the region.
         whole: names of values that cannot be stored.
@@ -37,9 +37,9 @@ class StreamedModel:
         ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
     """
 
-    side: tuple[int, int]
     steps: tuple[Step, ...]
     sides: Mapping[str, tuple[int, int]]
+    side: tuple[int, int]
     inputs: Mapping[str, int]
     leaving: tuple[str, ...]
     whole: frozenset[str] = frozenset()

@@ -80,15 +80,15 @@ class Region:
         Args:
             scale: rows and columns of the tile for each of the largest map that enters.
         """
-        sides = max(self.sides[name] for name in self.inputs)
-        rows, columns = (round(side * each) for side, each in zip(sides, scale, strict=True))
+        entering = max(self.sides[name] for name in self.inputs)
+        rows, columns = (round(side * each) for side, each in zip(entering, scale, strict=True))
         sizes = {name: math.prod(self.forms[name][0]) * self.forms[name][1].itemsize for name in self.inputs}
         whole = frozenset(name for name in self.dims if name not in self.forms)
         tiles = self.forms[self.inputs[0]][0][0]
         return StreamedModel(
-            (rows, columns),
             self.steps,
             self.sides,
+            (rows, columns),
             sizes,
             self.leaving,
             whole,
