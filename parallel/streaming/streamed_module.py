@@ -16,7 +16,7 @@ from parallel.graph.partition import Partition
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
-from parallel.streaming.region import WHOLE_TILE, NothingInBoxes, read_region
+from parallel.streaming.region import READING, WHOLE_TILE, NothingInBoxes, read_region
 from parallel.streaming.region_run import Kept, RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
@@ -113,7 +113,7 @@ class StreamedRun:
         try:
             plan = self.planned(stage, values)
         except NothingInBoxes:
-            return self._whole(stage, *values)
+            return self._whole(stage, *(whole(value) if isinstance(value, Boxes) else value for value in values))
         leaving = plan.leaving(stage, values, {})
         by_name: dict[str, Any] = {**dict(zip(self._inputs, values, strict=True)), **plan.run.region.constants}
         by_name |= dict(zip(plan.run.region.leaving, leaving, strict=True))
@@ -139,12 +139,10 @@ class StreamedRun:
             ValueError: as ``read_region``.
         """
         key = tuple(map(_form, values)), tuple(targets)
-        plan = self._plans.pop(key, None)
-        if plan is None:
-            try:
-                plan = self._plan(stage, values, targets)
-            except NothingInBoxes as reason:
-                plan = reason
+        try:
+            plan = self._plans.pop(key, None) or self._plan(stage, values, targets)
+        except NothingInBoxes as reason:
+            plan = reason
         self._plans[key] = plan
         if len(self._plans) > MOST_PLANS:
             del self._plans[next(iter(self._plans))]  # the one that was used longest ago
@@ -155,7 +153,8 @@ class StreamedRun:
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> _Planned:
         entering, given = parted(dict(zip(self._inputs, values, strict=True)))
         region = read_region(stage, self._nodes, entering, given)
-        self._records = self._records or record(stage, region)
+        with READING:
+            self._records = self._records or record(stage, region)
         tiles = next(iter(entering.values())).shape[0]
         region = replace(region, steps=with_record(region.steps, self._records, tiles))
         if targets:
@@ -186,7 +185,7 @@ class StreamedRun:
             RegionRun(region, self._box, self._stored_bytes, self._scale),
             run,
             inputs,
-            frozenset(filled),
+            frozenset(filled.union(self._outputs)),
             tuple(paths),
             tuple(read),
             bool(targets),
@@ -196,16 +195,21 @@ class StreamedRun:
 
 def _form(value: Any) -> Any:
     """Return what a plan depends on."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.device, value.requires_grad
-    if isinstance(value, Boxes):
-        return tuple(value.shape), value.dtype, value.device, False
+    if isinstance(value, Tensor | Boxes):
+        return tuple(value.shape), value.dtype, value.device, isinstance(value, Tensor) and value.requires_grad
     return value if isinstance(value, (int, float, str, type(None))) else None
 
 
 def parted(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor | Boxes], dict[Any, Any]]:
     """Return the maps among what enters, and all else: what an earlier stage pooled has no rows."""
-    maps = {name: value for name, value in values.items() if _is_map(value)}
+    maps = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor | Boxes)
+        and len(value.shape) == 4
+        and value.dtype.is_floating_point
+        and tuple(value.shape[2:]) != (1, 1)
+    }
     return maps, {name: value for name, value in values.items() if name not in maps}
 
 
@@ -256,12 +260,6 @@ class _Planned:
         return list({id(p): p for p in found if p.requires_grad}.values())
 
 
-def _is_map(value: Any) -> bool:
-    if not isinstance(value, Tensor | Boxes) or len(value.shape) != 4:
-        return False
-    return value.dtype.is_floating_point and tuple(value.shape[2:]) != (1, 1)
-
-
 def _takes_shape(node: fx.Node) -> bool:
     """A node takes nothing but the shape of its tensor."""
     if node.op == "call_method":
@@ -286,7 +284,8 @@ class _Streamed(torch.autograd.Function):
         ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.run, ctx.stage, ctx.count, ctx.parameters = run, stage, count, tensors[count:]
         ctx.set_materialize_grads(False)
-        region, entering = run.region, [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
+        region = run.region
+        entering = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
         maps = entering[: len(region.inputs)]
         beside = {**beside, **dict(zip(region.given, entering[len(maps) :], strict=True))}
         with _precision(ctx):

@@ -45,8 +45,12 @@ def streamed_stages(
     with left_as_it_was(traced.model):
         traced.model.train()
         values = _values(traced, partition, shape)
-        stages, reasons = {}, []
-        for number in range(partition.depth):
+        stages: dict[int, StreamedStage] = {}
+        reasons: list[str] = []
+        others = (number for number in range(partition.depth) if number not in numbers)
+        for number in (*numbers, *others):
+            if len(reasons) < len(stages) and len(stages) >= len(numbers):
+                break  # one can; of the others their ranks say what is wrong
             entering = [values[name] for name in partition.inputs_of(number)]
             stages[number] = _stage(traced, partition, number, box, stored_bytes, _scale(entering, shape))
             run = stages[number]._run_training
