@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel.offload.host_space import HostSpace
 from parallel.space.parts import Tile, divide
 from parallel.space.step import Step, in_phases
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
 from parallel.streaming.region import Region
-from parallel.units import bytes_text
 
 STORED_PER_PX = 32
 """Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
@@ -49,23 +49,26 @@ class RegionRun:
     Args:
         region: as it was read.
         box: side of the boxes, px.
-        stored_bytes: that maps between parts may take on the host; None: 32 for each px of the tile, or what the sums
-            in the model ask for.
+        stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
+            for each px of the tile.
+        host: where they are; None: in memory.
 
     Attributes:
         phases: in order.
 
     Raises:
-        ValueError: the sums in the model ask for more.
+        ValueError: a value of several maps is used on both sides of a sum.
     """
 
-    def __init__(self, region: Region, box: int, stored_bytes: int | None = None) -> None:
+    def __init__(
+        self, region: Region, box: int, stored_bytes: int | None = None, host: HostSpace | None = None
+    ) -> None:
         self.region = region
+        self._host = host or HostSpace()
         (rows, columns) = max(region.sides[name] for name in region.inputs)
         phases = in_phases(region.steps)
         kept = sum(step.kept_bytes for step in region.steps)
         tiles = region.forms[region.inputs[0]][0][0]
-        limit = stored_bytes
         if stored_bytes is None:
             stored_bytes = STORED_PER_PX * rows * columns * tiles
         tile = Tile((rows, columns), box, kept, stored_bytes)
@@ -81,12 +84,6 @@ class RegionRun:
             parts = divide(steps, leaving, region.sides, tile, whole) if steps else []
             plans = [plan_part(region, steps, part, leaving, tile.side) for part in parts]
             self.phases.append(Phase(tuple(plain), tuple(plans)))
-        if limit is not None and self.host_bytes > limit:
-            raise ValueError(
-                f"--stream stores maps of {bytes_text(self.host_bytes)} between the parts of this model, more than "
-                f"--developer offload-host allows, {bytes_text(limit)}: raise it, or use --norm frozen or layer, "
-                "before which nothing has to be stored"
-            )
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
 
@@ -107,7 +104,7 @@ class RegionRun:
             keep: there will be one.
         """
         region, device = self.region, entering[0].device
-        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), {})
+        kept = Kept(Maps(self._shapes, region.dims, device, self._host, frozenset(region.leaving)), {})
         for name, value in zip(region.inputs, entering, strict=True):
             kept.maps.put(name, value)
         with torch.no_grad():
@@ -168,7 +165,10 @@ class RegionRun:
         """
         region, device = self.region, parameters[0].device if parameters else gradients[0].device  # type: ignore[union-attr]
         back = _Back(
-            Maps(self._shapes, region.dims, device, frozenset(asked)), {}, list(parameters), [None] * len(parameters)
+            Maps(self._shapes, region.dims, device, self._host, frozenset(asked)),
+            {},
+            list(parameters),
+            [None] * len(parameters),
         )
         for name, gradient in zip(region.leaving, gradients, strict=True):
             if gradient is None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
+from parallel.offload.host_space import HostSpace
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
 from parallel.streaming.region import read_region
@@ -26,13 +27,14 @@ def streamed(
     shape: tuple[int, ...],
     communicator: Communicator,
     stored_bytes: int | None = None,
+    host: HostSpace | None = None,
 ) -> StageModule:
     """Return ``module`` computed in boxes of ``box`` px, with the names it has.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch; others may follow.
         communicator: all ranks; each calls it.
-        stored_bytes: as for ``RegionRun``.
+        stored_bytes, host: as for ``RegionRun``.
 
     Raises:
         ValueError: the model cannot be traced, or not be computed in boxes to where it has no rows any more; which
@@ -42,8 +44,8 @@ def streamed(
     stage = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), WholeModule)
     ends = stage.inputs, stage.outputs
     training, evaluation = (list(each.graph.nodes) for each in (traced.training, traced.evaluation))
-    run = StreamedRun(training, *ends, box, stored_bytes)
-    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
+    run = StreamedRun(training, *ends, box, stored_bytes, host)
+    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes, host)
     parameter = next(module.parameters())
     example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
     stage.train()
@@ -58,7 +60,7 @@ class StreamedRun:
         nodes: in order.
         inputs, outputs: names of the values that enter and leave.
         box: side of the boxes, px.
-        stored_bytes: as for ``RegionRun``.
+        stored_bytes, host: as for ``RegionRun``.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class StreamedRun:
         outputs: tuple[str, ...],
         box: int,
         stored_bytes: int | None = None,
+        host: HostSpace | None = None,
     ) -> None:
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
-        self._box, self._stored_bytes = box, stored_bytes
+        self._box, self._stored_bytes, self._host = box, stored_bytes, host
         self._plans: dict[Any, _Planned] = {}
 
     def __call__(self, stage: nn.Module, *values: Any) -> tuple[Any, ...]:
@@ -115,7 +118,7 @@ class StreamedRun:
             if argument.op == "get_attr"
         }
         filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
-        region_run = RegionRun(region, self._box, self._stored_bytes)
+        region_run = RegionRun(region, self._box, self._stored_bytes, self._host)
         return _Planned(region_run, run, inputs, frozenset(filled), tuple(paths), tuple(read))
 
 
