@@ -173,6 +173,7 @@ CASES = [
     ("segment", {}),
     ("segment", {"parallel": "gpipe", "ranks": 2}),
     ("segment", {"parallel": "master", "ranks": 2}),
+    ("segment", {"parallel": "ddp", "ranks": 2, "stream": "48"}),
 ]
 
 
