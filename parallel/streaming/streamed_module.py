@@ -20,7 +20,6 @@ from parallel.trace.stage_code import compiled
 from parallel.trace.stage_module import Run, WholeModule
 from parallel.trace.trace_alone import trace_alone
 
-
 MOST_PLANS = 64
 """Kept of shapes that came before, as whole slides are hardly ever of one size; a plan takes seconds, and a few MiB."""
 
