@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -31,12 +32,13 @@ from parallel.offload.copies import Copies
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
-from parallel.schedule.action import Kind
+from parallel.schedule.action import Action, Kind
 from parallel.schedule.microbatch import share_of
 from parallel.schedule.placement import Placement
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
+from parallel.streaming.streamed_stages import streamed_stages
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -83,6 +85,7 @@ def assemble(
         communicator,
         strategy,
         batch=batch,
+        shape=shape,
         device=device,
         autocast=autocast,
         meter=meter,
@@ -99,6 +102,7 @@ def put_to_work(
     strategy: Strategy,
     *,
     batch: int,
+    shape: tuple[int, ...],
     device: torch.device,
     autocast: torch.dtype | None = None,
     meter: ActivationMeter | None = None,
@@ -115,7 +119,16 @@ def put_to_work(
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
     holders = StageGroups(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
-    cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, policy)) for number in numbers}
+    cuts: Mapping[int, StageModule]
+    if policy.stream is None:
+        cuts = {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
+    else:
+        if splits:
+            raise ValueError(
+                "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
+            )
+        limit = policy.host_bytes and policy.host_bytes // _most_in_flight(schedule[rank])
+        cuts = streamed_stages(traced, partition, numbers, policy.stream, shape, limit)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(
@@ -161,6 +174,12 @@ def put_to_work(
         batch=batch,
         m=strategy.m,
     )
+
+
+def _most_in_flight(actions: Sequence[Action]) -> int:
+    """Return the most microbatches of stages that are between their forward and backward passes at a time."""
+    steps = ((action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD) for action in actions)
+    return max(accumulate(steps), default=1)
 
 
 def _stage(

@@ -55,12 +55,18 @@ def _stream_faults(asked: StrategySettings) -> list[str]:
             (f"--recompute {asked.recompute}", asked.recompute != "none"),
             (f"--offload {asked.offload}", asked.offload != "none"),
             ("--developer offload-state=parameters", asked.offload_state == "parameters"),
+            ("--developer norm-statistics deferred", asked.norm_statistics == "deferred"),
+            ("--developer compile", asked.compile),
         )
         if given
     ]
-    if asked.undecided or asked.name not in ("single", "ddp"):
+    if asked.undecided or asked.name in ("fsdp", "zero-bubble"):
+        reasons = {
+            "fsdp": "whose parameters come and go",
+            "zero-bubble": "which splits a backward pass that boxes compute in one",
+        }
         faults.append(
-            f"--stream {asked.stream} is for --parallel single and ddp, which compute the whole model on each rank; "
-            f"got --parallel {asked.parallel}"
+            f"--stream {asked.stream} is not for --parallel {asked.parallel}, "
+            f"{reasons.get(asked.parallel, 'which does not plan boxes yet')}: name another strategy"
         )
     return faults

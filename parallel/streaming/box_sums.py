@@ -86,7 +86,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
         sides=region.sides[source.name],
         sums=True,
         flops=100.0 * size,
-        kept_bytes=KEEPS * size * kind.itemsize,
+        kept_bytes=int(KEEPS * size * kind.itemsize),
         value_bytes=8 * made[0],
     )
     operation = Operation(lambda given: given.prior(BESIDE).of_box(given.patch), sums=True)
@@ -96,6 +96,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
         operations={**region.operations, name: operation},
         nodes={**region.nodes, name: output},
         leaving=(name,),
+        flows=region.flows | ({name} if source.name in region.flows else set()),
     )
 
 

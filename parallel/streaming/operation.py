@@ -106,6 +106,7 @@ class Operation:
         merge: what two boxes give, put together; None adds them.
         again: the value a second time, for its gradients alone: it is at hand, or nobody looks at it. None: as the
             first time.
+        of_sums: its value is made of the sums in ``first`` alone, and has no rows.
         shares: its value may lie in the memory of what it takes.
         first: what has to be known before.
         fresh: the gradient that it gives a map lies in memory that nobody else has.
@@ -118,6 +119,7 @@ class Operation:
     sums: bool = False
     merge: Callable[[Tensor, Tensor], Tensor] | None = None
     again: Compute | None = None
+    of_sums: bool = False
     shares: bool = False
     first: tuple[Prior, ...] = ()
     fresh: bool = False

@@ -244,8 +244,7 @@ def run_plain(module: nn.Module, region: Region, step: Step, known: Mapping[str,
     """Return the value of a step without rows."""
     node = region.nodes[step.name]
     if step.name in region.operations:
-        given = Arguments(
-            module, node, {}, resolver(module, region, known), known=known, template=_template(region, node.name)
-        )
+        template = _template(region, node.name) if node.name in region.forms else None
+        given = Arguments(module, node, {}, resolver(module, region, known), known=known, template=template)
         return region.operations[step.name].compute(given)
     return Arguments(module, node, {}, resolver(module, region, known)).run()
