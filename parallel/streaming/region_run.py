@@ -193,7 +193,7 @@ class RegionRun:
                 if name not in silent:
                     value.requires_grad_()
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known, kept.maps.fetch)
+                values = run_box(module, region, part, place, fetched, known, kept.maps)
             outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
             del values
             if not outputs:
