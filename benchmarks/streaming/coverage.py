@@ -1,6 +1,6 @@
 """Which models can be computed box by box down to their pooling: torchvision's classifiers, and 50 CNNs of timm.
 
-Takes nothing; gives ``bench-data/streaming/coverage.json`` and the tables of the README. Models are built without
+Takes nothing; gives ``results/coverage.json`` beside it and the tables of the README. Models are built without
 numbers, traced, and their region is read at one size: seconds a model. A model counts where all that leaves its region
 is sums, or the fixed number of cells that it is pooled to; of the others the layer and the reason are told.
 
@@ -32,8 +32,7 @@ from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import WholeModule
 from parallel.trace.trace_alone import trace_as_it_runs
 
-ROOT = Path(__file__).parents[2]
-OUT = ROOT / "bench-data" / "streaming"
+OUT = Path(__file__).with_name("results")
 README = Path(__file__).with_name("README.md")
 COMMAND = "python -m benchmarks.streaming.coverage"
 
@@ -123,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     reasons = Counter(row["frozen"].partition(": ")[2][:90] for row in rows if row["frozen"])
     print("\n".join(f"{count:3} {reason}" for reason, count in reasons.most_common()))
     if not asked.only:
-        OUT.mkdir(parents=True, exist_ok=True)
+        OUT.mkdir(exist_ok=True)
         result = {"environment": measured_on(), "tile_px": TILE, "rows": rows}
         (OUT / "coverage.json").write_text(json.dumps(result, indent=1) + "\n")
         write_results(README, results(COMMAND, tables(rows)), "coverage")

@@ -1,12 +1,13 @@
 """Whether models computed box by box give what the plain step gives: loss, every gradient, running statistics.
 
-Takes nothing; gives ``bench-data/streaming/exactness.json`` and the table of the README. A cell is one model, with its
+Takes nothing; gives ``results/exactness.json`` beside it, cell by cell, and the table of the README. A cell is one model, with its
 norms in training or frozen, in one precision, in boxes of one side: a step of ``parallel.streaming.streamed`` beside
 the same step of the plain model, with the same random numbers for dropout and stochastic depth. Tiles are small, and
 odd where the model takes odd ones, so that boxes are uneven. In float32 a tensor's error may be more than 1e-5 where
 rounding alone, tried by moving each px of the tiles by its last bit, does as much (``app/training/exactness.py``).
 Of small maps a single value that rounding moves across the kink of a ReLU is a tenth of a gradient, so the tiles are
-the first of ``DRAWS`` on which the plain model, so moved, comes to the same.
+the first of ``DRAWS`` on which the plain model, so moved, comes to the same; where it does on none, as deep models with
+batch norm do not, a cell is called kinks if it is no further from the plain step than that step is from itself.
 
     python -m benchmarks.streaming.exactness [--only NAME ...] [--again]
 """
@@ -37,14 +38,16 @@ from parallel.comm.local import LocalCommunicator
 from parallel.streaming.streamed_module import StreamedRun, streamed
 from parallel.trace.norm_gradients import mend_norm_gradients
 
-OUT = Path(__file__).parents[2] / "bench-data" / "streaming"
+OUT = Path(__file__).with_name("results")
 README = Path(__file__).with_name("README.md")
 COMMAND = "python -m benchmarks.streaming.exactness"
 
 CLASSES, SEED, TILES = 3, 11, 2
-DRAWS = 8
+DRAWS = 2
 SETTLED = {torch.float64: 1e-9, torch.float32: 3e-5}
 """What rounding may do to a gradient of tiles that are taken."""
+KINKS = 4
+"""Times what rounding does to any gradient of the plain step, that an error may be where no tiles settle."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -67,17 +70,17 @@ class Subject:
 
 SUBJECTS = (
     Subject("resnet18", (131, 101), (96, 64, 40)),
-    Subject("resnet50", (131, 101), (96, 64, 40)),
+    Subject("resnet50", (99, 77), (64, 48, 33)),
     Subject("resnet110_v2", (49, 37), (32, 24, 16)),
     Subject("unet", (96, 80), (64, 48, 32)),
-    Subject("unet(5,16)", (128, 96), (96, 64, 48)),
+    Subject("unet(5,16)", (96, 64), (64, 48, 32)),
     Subject("amoebanet(6,190)", (99, 77), (64, 48, 33)),
     Subject("torchvision:densenet121", (99, 77), (64, 48, 33)),
-    Subject("torchvision:inception_v3", (123, 107), (96, 75, 50)),
+    Subject("torchvision:inception_v3", (107, 91), (75, 60, 48)),
     Subject("torchvision:googlenet", (131, 101), (96, 64, 40)),
-    Subject("torchvision:mobilenet_v3_large", (131, 101), (96, 64, 40)),
-    Subject("torchvision:efficientnet_b0", (131, 101), (96, 64, 40)),
-    Subject("torchvision:convnext_tiny", (131, 101), (96, 64, 40), ("batch",)),
+    Subject("torchvision:mobilenet_v3_large", (99, 77), (64, 48, 33)),
+    Subject("torchvision:efficientnet_b0", (99, 77), (64, 48, 33)),
+    Subject("torchvision:convnext_tiny", (99, 77), (64, 48, 33), ("batch",)),
     Subject("torchvision:deeplabv3_resnet50", (99, 77), (64, 48, 33)),
 )
 """ConvNeXt has layer norms alone."""
@@ -88,7 +91,8 @@ class Row:
     """What became of a cell.
 
     Attributes:
-        status: passed; inexact; refused: before the first step, with the reason.
+        status: passed; kinks: no further from the plain step than rounding takes it from itself, which is far;
+            inexact; refused: before the first step, with the reason.
         loss, gradients, statistics: largest relative errors.
         beyond: tensors above the tolerance that rounding excuses.
         note: why not passed, or where the boxes end before the pooling.
@@ -161,7 +165,8 @@ def measure(subject: Subject, norm: Norm, dtype: str, wanted: Callable[[int], bo
         images = images_of(subject, precision, seed)
         plain = step(copy.deepcopy(fresh), images)
         noise = [step(copy.deepcopy(fresh), images_of(subject, precision, seed, nudge)) for nudge in (1, 2)]
-        if compare(plain, noise, names).largest <= SETTLED[precision]:
+        rounding = max(compare(plain, [run], names).largest for run in noise)
+        if rounding <= SETTLED[precision]:
             break
     for box in boxes:
         start = time.perf_counter()
@@ -174,10 +179,14 @@ def measure(subject: Subject, norm: Norm, dtype: str, wanted: Callable[[int], bo
         errors = compare(plain, [step(ours, images)], names, noise=noise)
         largest = {kind: max(of_kind.values(), default=0.0) for kind, of_kind in errors.of_tensors.items()}
         beyond = sum(e > TOLERANCE[precision] for of_kind in errors.of_tensors.values() for e in of_kind.values())
-        note = _ends(ours) if errors.passed else " ".join(errors.excesses[0]) if errors.excesses else "loss"
+        status, note = "passed", _ends(ours)
+        if not errors.passed and rounding > SETTLED[precision] and errors.largest <= KINKS * rounding:
+            status, note = "kinks", f"rounding alone takes the plain step {rounding:.0e} from itself"
+        elif not errors.passed:
+            status, note = "inexact", " ".join(errors.excesses[0]) if errors.excesses else "loss"
         yield Row(
             *key,
-            "passed" if errors.passed else "inexact",
+            status,
             time.perf_counter() - start,
             errors.loss,
             largest["gradients"],
@@ -210,7 +219,7 @@ def table(rows: list[Row]) -> str:
         tile = "x".join(map(str, subject.side))
         lines.append([model, norm, tile, ", ".join(map(str, subject.boxes)), *cells, notes])
     header = ["model", "norm", "tile px", "boxes px", "float64: loss, gradients, statistics", "float32", "note"]
-    counts = {status: sum(row.status == status for row in rows) for status in ("passed", "refused", "inexact")}
+    counts = {status: sum(row.status == status for row in rows) for status in ("passed", "kinks", "refused", "inexact")}
     excused = sum(row.beyond > 0 and row.status == "passed" for row in rows)
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     text = f"{len(rows)} cells: {summary}. In {excused} of those passed, marked ~, some tensors are further from the"
@@ -241,22 +250,21 @@ def main(argv: list[str] | None = None) -> int:
     rows: dict[tuple[str, str, str, int], Row] = {}
     if path.exists() and not asked.again:
         rows = {row.key: row for row in (Row(**fields) for fields in json.loads(path.read_text())["rows"])}
-    for subject in SUBJECTS:
-        if asked.only and not any(word in subject.model for word in asked.only):
-            continue
-        for norm in subject.norms:
-            for dtype in DTYPES:
-                known = {box for *rest, box in rows if tuple(rest) == (subject.model, norm, dtype)}
-                for row in measure(subject, norm, dtype, lambda box, known=known: box not in known):  # type: ignore[misc]
-                    rows[row.key] = row
-                    print(
-                        f"{row.model:32} {row.norm:7} {row.dtype} {row.box:4} px {row.status:8} {row.loss:8.1e} "
-                        f"{row.gradients:8.1e} {row.statistics:8.1e} {row.seconds:6.1f} s {row.note:.90}",
-                        flush=True,
-                    )
-                    OUT.mkdir(parents=True, exist_ok=True)
-                    result = {"environment": measured_on(), "rows": [asdict(each) for each in rows.values()]}
-                    path.write_text(json.dumps(result, indent=1) + "\n")
+    subjects = [s for s in SUBJECTS if not asked.only or any(word in s.model for word in asked.only)]
+    for dtype, k in [(dtype, k) for dtype in DTYPES for k in range(2)]:
+        for subject in (s for s in subjects if k < len(s.norms)):
+            norm = subject.norms[k]
+            known = {box for *rest, box in rows if tuple(rest) == (subject.model, norm, dtype)}
+            for row in measure(subject, norm, dtype, lambda box, known=known: box not in known):  # type: ignore[misc]
+                rows[row.key] = row
+                print(
+                    f"{row.model:32} {row.norm:7} {row.dtype} {row.box:4} px {row.status:8} {row.loss:8.1e} "
+                    f"{row.gradients:8.1e} {row.statistics:8.1e} {row.seconds:6.1f} s {row.note:.90}",
+                    flush=True,
+                )
+                OUT.mkdir(exist_ok=True)
+                result = {"environment": measured_on(), "rows": [asdict(each) for each in rows.values()]}
+                path.write_text(json.dumps(result, indent=1) + "\n")
     ordered = [row for s in SUBJECTS for row in rows.values() if row.model == s.model]
     print(table(ordered))
     if not asked.only:
