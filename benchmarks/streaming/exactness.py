@@ -1,6 +1,6 @@
 """Whether models computed box by box give what the plain step gives: loss, every gradient, running statistics.
 
-Takes nothing; gives ``results/exactness.json`` beside it, cell by cell, and the table of the README. A cell is one model, with its
+Takes nothing; gives ``results/exactness.json`` beside it and the table of the README. A cell is one model, with its
 norms in training or frozen, in one precision, in boxes of one side: a step of ``parallel.streaming.streamed`` beside
 the same step of the plain model, with the same random numbers for dropout and stochastic depth. Tiles are small, and
 odd where the model takes odd ones, so that boxes are uneven. In float32 a tensor's error may be more than 1e-5 where

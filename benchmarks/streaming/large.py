@@ -2,10 +2,11 @@
 
 Takes a case and where its tissue is from: slides of ``app.synth``, or ``--slide FILE``, whose level 0 is mirrored and
 laid side by side to the size of the tile (the shipped section without a file); gives
-``bench-data/streaming/large/CASE_TISSUE.json`` and a picture of the tile that was trained on; with ``--write`` both
-in ``results/``, and the table of all that are there in the README. ``app.train`` does the work. A few steps at small tiles come first, with batch
-norm in training, whose statistics the large tiles are then normalised by. Labels of laid-out tissue are made up: the
-slide and the same turned by a quarter are the two classes, dark px are the foreground. What is measured is the work.
+``bench-data/streaming/large/large_CASE_TISSUE.json`` and a picture of the tile that was trained on; with ``--write``
+both in ``results/``, and the table of all that are there in the README. ``app.train`` does the work. A few steps at
+small tiles come first, with batch norm in training, whose statistics the large tiles are then normalised by. Labels of
+laid-out tissue are made up: the slide and the same turned by a quarter are the two classes, dark px are the foreground.
+What is measured is the work.
 
     python -m benchmarks.streaming.large --case resnet18-16384 [--slide FILE] [--write]
 """
