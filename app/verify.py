@@ -38,6 +38,8 @@ class VerifyCommand:
     """As for app.train: a name of ours, smp:NAME(ENCODER), torchvision:NAME, timm:NAME or package.module:factory."""
     norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
     """Normalisation."""
+    head: Literal["average", "gem", "attention"] = "average"
+    """What pools the last map of a classifier."""
     classes: int = 3
     """Classes that the model tells apart."""
     tile: int = 64
@@ -221,7 +223,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     from parallel.schedule.microbatch import split_batch
 
     torch.manual_seed(command.seed)
-    model = build_model(command.model, classes=command.classes, norm=command.norm)
+    model = build_model(command.model, classes=command.classes, norm=command.norm, head=command.head)
     sizes = tuple(map(len, split_batch(command.strategy.batch, command.strategy.m)))
     shape = (sizes[0], 3, command.tile, command.tile)
     return ExactnessTrial(
@@ -233,6 +235,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
         command.steps or (3 if command.dtype == "float64" else 1),
         command.seed,
         channels_last=command.strategy.channels_last and takes_channels_last(model, shape),
+        by_boxes=command.strategy.to_strategy(device.type).policy.stream is not None,
     )
 
 

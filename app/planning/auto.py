@@ -111,12 +111,13 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     machine = _machine(config)
     work = Workload(
         config.net.model,
-        config.index.tile,
+        config.index.side,
         classes,
         config.net.norm,
         segments,
         config.optimization.optimizer,
         machine.autocast,
+        config.net.head,
     )
     planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
     costs = planner.cutting.microbatch(1)[1]
@@ -177,6 +178,7 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
     return {
         "model": config.net.model,
         "norm": config.net.norm,
+        "head": config.net.head,
         "classes": classes,
         "task": "segment" if segments else "classify",
         "tile_px": config.index.tile,

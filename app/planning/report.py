@@ -117,6 +117,7 @@ def workload_of(command: PlanCommand, machine: Machine) -> Workload:
         None if command.task == "auto" else command.task == "segment",
         command.optimizer,
         machine.autocast,
+        command.head,
     )
 
 
@@ -207,6 +208,7 @@ def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:
     return {
         "model": command.model,
         "norm": command.norm,
+        "head": command.head,
         "classes": command.classes,
         "tile_px": command.tile,
         "batch": command.tiles,

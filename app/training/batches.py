@@ -8,17 +8,18 @@ where the next batch was not read in time, do the ranks exchange row numbers bef
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, Wants
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device_batch import Part
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.stream import TileStream
 
@@ -88,12 +89,11 @@ class RankReading:
 
 def microbatches_of(feed: DeviceFeed, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:
     """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here."""
-    height, width = batch.images.shape[1:3]
 
-    def made(size: int, part: tuple[Tensor | None, Tensor | None]) -> Microbatch:
-        return Microbatch(*part, (size, 3, height, width))
+    def made(size: int, first: int, part: Part) -> Microbatch:
+        return Microbatch(*part, (size, 3, *batch.sides(first)))
 
-    return map(made, sizes, feed.microbatches(batch, sizes))
+    return map(made, sizes, itertools.accumulate(sizes, initial=0), feed.microbatches(batch, sizes))
 
 
 def sizes_of_part(batch: Batch, largest: int) -> list[int]:

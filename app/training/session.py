@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,11 @@ from pipelines.slides.geometry import Region
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed, allocate_pinned
+from pipelines.stream.device_batch import Maker
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD, OnFault
 from pipelines.stream.stream import TileStream
+from pipelines.stream.tile_boxes import BoxMaker
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +75,8 @@ class Session:
     engine: TrainingEngine
     loss: nn.Module
     stream: TileStream
-    pixels: PixelMaker
-    validation_pixels: PixelMaker
+    pixels: Maker
+    validation_pixels: Maker
     pool: SlidePool
     reading: RankReading
     validation_reading: RankReading
@@ -175,14 +178,15 @@ def build_session(
         ValueError: a model, weights file or batch that does not fit the task or the ranks.
     """
     torch.manual_seed(config.seed)
-    model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm)
+    model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm, head=config.net.head)
     if config.net.weights:
         check_weights(config.net.weights)
-    notes = tuple(load_weights(model, config.net.weights)) if config.net.weights else ()
+    notes = _load_weights(model, config.net.weights) if config.net.weights else ()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ranges = split_batch(config.strategy.batch, strategy.m)
     channels_last = config.strategy.channels_last
-    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, config.index.tile, config.index.tile)):
+    width, height = dataset.tiles.largest
+    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, height, width)):
         channels_last, notes = False, (*notes, LEFT_OUT)
     if channels_last:
         model.to(memory_format=torch.channels_last)
@@ -198,13 +202,18 @@ def build_session(
         functools.partial(build_optimizer, config.optimization),
         placement.communicator,
         batch=config.strategy.batch,
-        tile=config.index.tile,
+        tile=(height, width),
         seed=config.seed,
         device=placement.device,
         autocast=placement.autocast,
         watchdog=watchdog,
     )
-    pixels = functools.partial(PixelMaker, placement.device, seed=config.seed, channels_last=channels_last)
+
+    def pixels(augment: AugmentSettings) -> Maker:
+        """What turns tiles into the model's input, whole or by the boxes that it asks for."""
+        made = PixelMaker(placement.device, augment, config.seed, channels_last=channels_last)
+        return made if strategy.policy.stream is None else BoxMaker(made)
+
     pool = dataset.pool(config.stream.open_slides + 2)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)
     reading = functools.partial(
@@ -232,6 +241,13 @@ def build_session(
         notes,
         failed,
     )
+
+
+def _load_weights(model: nn.Module, path: Path) -> tuple[str, ...]:
+    """Load ``path`` into ``model``; lines that say how much of it, and what is left as it was drawn."""
+    lines = load_weights(model, path)
+    left, wanted = {line.split()[0] for line in lines}, model.state_dict()
+    return (f"--weights {path}: {sum(key not in left for key in wanted)} of {len(wanted)} tensors loaded", *lines)
 
 
 def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs: int | None = None) -> TileStream:
@@ -276,5 +292,6 @@ def _read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace) -> 
     return stream.prefetch(
         config.stream.read_ahead_bytes,
         config.stream.read_threads or rank_cores(),
-        allocate_pinned if placement.device.type == "cuda" else np.empty,
+        # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.
+        allocate_pinned if placement.device.type == "cuda" and stream.tiles.sides is None else np.empty,
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.grad_reducer import completing_backwards, last_backwards
 from parallel.engine.rank_program import RankProgram
-from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, measured
 from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
@@ -28,6 +28,7 @@ from parallel.schedule.microbatch import microbatch_seed
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.stage.stage import LOSS
+from parallel.streaming.box_sums import Sums
 
 
 class EngineFault(RuntimeError):
@@ -116,8 +117,8 @@ class Engine:
     def predicting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def predict(self, microbatch: Microbatch) -> Any:
-        return self._work.prediction.run(microbatch)
+    def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
+        return measured(self._work.prediction.run(microbatch), microbatch, sums)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, by name of the parameter, for the stages this rank

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from parallel.streaming.box_sums import Sums
+from parallel.streaming.images import Boxes, whole
+
 
 class NonFiniteLoss(ArithmeticError):
     """A loss that is NaN or infinite. Parameters and optimizer are as they were before the step.
@@ -39,13 +42,13 @@ class Microbatch(NamedTuple):
     """The tiles that go through a stage at once, as one rank holds them.
 
     Attributes:
-        images: (n, 3, h, w) on the device; None where this rank does not want them.
-        targets: what the loss takes; None where this rank does not want them.
+        images: (n, 3, h, w) on the device, whole or by boxes; None where this rank does not want them.
+        targets: what the loss takes, those of pixels whole or by boxes; None where this rank does not want them.
         shape: (n, 3, h, w) of the images, on every rank alike.
     """
 
-    images: Tensor | None
-    targets: Tensor | None
+    images: Tensor | Boxes | None
+    targets: Tensor | Boxes | None
     shape: tuple[int, ...]
 
 
@@ -60,6 +63,14 @@ class StepResult:
 
     loss: float
     tiles: int
+
+
+def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
+    """Return ``output``, or the ``sums`` of it and the targets."""
+    if sums is None or output is None:
+        return output
+    assert microbatch.targets is not None
+    return sums(output, whole(microbatch.targets))
 
 
 class TrainingEngine(Protocol):
@@ -95,8 +106,12 @@ class TrainingEngine(Protocol):
         """Around the predictions of every rank: all enter and leave it together, each with its own number of them."""
         ...
 
-    def predict(self, microbatch: Microbatch) -> Any:
+    def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
         """Output of the model in evaluation mode, float32, without gradients; every rank of the group takes part.
+
+        Args:
+            sums: (output, targets) -> (n, K), to which boxes of the tile add up: wanted in place of the output, which
+                then need not be held whole.
 
         Returns:
             The output on ranks whose ``predict_wants`` has targets, None on the others.

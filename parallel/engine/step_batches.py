@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from parallel.engine.step import Microbatch
+from parallel.streaming.images import Boxes, whole
 
 
 class StepBatches:
@@ -20,8 +21,8 @@ class StepBatches:
         self._source = iter(microbatches)
         self._numbers = iter(share)
         self._shapes: dict[int, tuple[int, ...]] = {}
-        self._images: dict[int, Tensor | None] = {}
-        self._targets: dict[int, Tensor | None] = {}
+        self._images: dict[int, Tensor | Boxes | None] = {}
+        self._targets: dict[int, Tensor | Boxes | None] = {}
 
     def shape(self, i: int) -> tuple[int, ...]:
         """(n, 3, h, w) of microbatch ``i``."""
@@ -42,11 +43,11 @@ class StepBatches:
         assert images is not None, "this rank wants the images"
         if tuple(images.shape) != shape:
             raise ValueError(f"microbatch {i} was announced as {shape} and holds images {tuple(images.shape)}")
-        return images
+        return whole(images)
 
     def targets(self, i: int) -> Tensor:
         """Return the targets of microbatch ``i``."""
         self.shape(i)
         targets = self._targets.pop(i)
         assert targets is not None, "this rank wants the targets"
-        return targets
+        return whole(targets)

@@ -25,7 +25,7 @@ from parallel.plan.stages import StageCache, slower_link
 from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
-from parallel.strategy import Strategy
+from parallel.strategy import STREAMED, Strategy
 
 GAIN = 4 / 3
 """Times as fast, at most, as with all of it computed again: a forward pass is about a third of both."""
@@ -117,9 +117,31 @@ class Planner:
             if fastest is not None:
                 return fastest
             tried = own + tried
+        if streamed := self._streamed(candidate, savings):
+            if streamed.fits:
+                return self._timed(streamed)
+            tried = [streamed, *tried]
         if not tried:
             return PlanRow(candidate, refused=savings.refusal(candidate))
         return self._timed(min(tried, key=lambda fitting: fitting.over_bytes))
+
+    def _streamed(self, candidate: Strategy, savings: Savings) -> _Fitting | None:
+        """Return ``candidate`` in the largest boxes that fit, or in the smallest; None where that is not open, or the
+        model cannot be computed box by box."""
+        sides = self.cutting.box_sides
+        if not savings.boxes or candidate.name not in STREAMED or not sides:
+            return None
+
+        def fitting(side: int) -> _Fitting:
+            found = self._least(candidate.under(stream=side))
+            assert found is not None
+            return found
+
+        low, high = 0, len(sides)  # the first fits, if any does
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fitting(sides[middle]).fits else (low, middle)
+        return fitting(sides[low])
 
     def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:
         """Return False where moving what is kept takes ``candidate`` longer than ``row``, however the model is cut."""
@@ -210,6 +232,7 @@ class Planner:
             step.bubble,
             fitting.peak_bytes,
             fitting.over_bytes,
+            host_bytes=self.cutting.host_bytes(fitting.strategy, fitting.partition),
         )
 
     def partition_of(self, row: PlanRow) -> Partition:
@@ -267,7 +290,8 @@ class _Fitting:
         """By how much the fullest rank misses the memory, or the host's."""
         cluster = self.cutting.cluster
         over = max(self.peak_bytes) - cluster.usable_bytes
-        if self.strategy.policy.moves and cluster.host_bytes < math.inf:
+        policy = self.strategy.policy
+        if (policy.moves or policy.stream) and cluster.host_bytes < math.inf:
             on_host = self.cutting.host_bytes(self.strategy, self.partition)
             # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
             left = max(0, -over) if cluster.kind == "cpu" else 0

@@ -31,6 +31,7 @@ from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
 from parallel.plan.policy_cost import policy_costs
 from parallel.plan.step_time import schedule_of, weights_of
+from parallel.plan.streamed import StreamedStages
 from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.step_cost import StageCost
@@ -67,6 +68,12 @@ class StageCache:
         self._memories: dict[int, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
         self._moved_s: dict[int, float] = {}
+        self._streamed = None if task.streamed is None else StreamedStages(task.streamed, cluster, task.slots)
+
+    @property
+    def box_sides(self) -> list[int]:
+        """Of boxes that tiles may be computed in, in px; empty where the model cannot be."""
+        return [] if self._streamed is None else self._streamed.sides
 
     @property
     def most_stages(self) -> int:
@@ -198,6 +205,8 @@ class StageCache:
     def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
         """Return the bytes of a rank of the first group; of any where each computes the whole model."""
         memory, policy = self._memory_of(candidate), candidate.policy
+        if policy.stream is not None and self._streamed is not None:
+            return self._streamed.rank_bytes(candidate, self.tiles(candidate), memory)
         if not candidate.splits:
             stage = memory.of_stage(partition, 0, policy)
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
@@ -217,6 +226,8 @@ class StageCache:
 
     def host_bytes(self, candidate: Strategy, partition: Partition) -> int:
         """Return the bytes that the fullest rank of the first group takes on the host."""
+        if candidate.policy.stream is not None and self._streamed is not None:
+            return self._streamed.host_bytes(candidate, self.tiles(candidate))
         if not candidate.policy.moves:
             return 0
         stages = self._memory_of(candidate).host(partition, candidate.policy)
@@ -226,7 +237,10 @@ class StageCache:
 
     def stage_costs(self, candidate: Strategy, partition: Partition) -> list[StageCost]:
         """Return the costs of the stages for the largest microbatch, with what the candidate's policy takes."""
-        _, costs = self.microbatch(self.tiles(candidate))
+        tiles = self.tiles(candidate)
+        graph, costs = self.microbatch(tiles)
+        if candidate.policy.stream is not None and self._streamed is not None:
+            return [self._streamed.stage_cost(candidate, tiles, graph, costs)]
         return policy_costs(
             partition,
             stage_costs(partition, costs),

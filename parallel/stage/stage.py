@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,22 @@ LOSS = "#loss"
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(output of the model, targets) -> scalar: the mean over the tiles of a microbatch, so that losses add up by size."""
+
+
+@runtime_checkable
+class SummedLoss(Protocol):
+    """A ``Loss`` made of sums over the pixels of a tile, which boxes of the tile add up to."""
+
+    def __call__(self, output: Any, targets: Tensor) -> Tensor: ...
+
+    def sums(self, output: Any, targets: Tensor) -> Tensor:
+        """Return what a box adds: (n, K), of the box's part of ``output`` and of ``targets`` (n, h, w)."""
+        ...
+
+    def value(self, sums: Tensor, pixels: int) -> Tensor:
+        """Return the loss of tiles of ``pixels`` px from the sums of all their boxes."""
+        ...
+
 
 Gradients = dict[str, list[Tensor]]
 """Name of a value -> gradients of those of its tensors that need one, in order."""

@@ -31,6 +31,46 @@ def convolve(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, gr
     return F.conv2d(patch.padded(), weight, bias, stride, 0, dilation, groups)
 
 
+def convolve_again(
+    patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int, stored: Tensor | None
+) -> Tensor:
+    """Return ``stored``, the box of a convolution, or numbers that nobody looks at; with the gradients of ``convolve``,
+    for which its value is not needed."""
+    rows, columns = rules
+    strides = ((rows.stride, columns.stride), (rows.dilation, columns.dilation))
+    (top, bottom), (left, right) = patch.pads
+    even = top == bottom and left == right
+    operands = [patch.tensor if even else patch.padded(), weight, bias]
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        operands = [each if each is None else each.to(torch.get_autocast_dtype(device)) for each in operands]
+    pads = (top, left) if even else (0, 0)
+    box = tuple(span.size for span in patch.box)
+    value: Tensor = _AgainConvolved.apply(*operands, stored, box, strides[0], pads, strides[1], groups)
+    return value
+
+
+class _AgainConvolved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stored: Tensor | None, box: Any, *numbers: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.numbers = None if bias is None else list(bias.shape), numbers
+        if stored is not None:
+            return stored.view_as(stored)
+        return x.new_zeros(()).expand(x.shape[0], weight.shape[0], *box)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        stride, pads, dilation, groups = ctx.numbers
+        found = torch.ops.aten.convolution_backward(
+            gradients[0], x, weight, ctx.bias, stride, pads, dilation, False, (0, 0), groups, ctx.needs_input_grad[:3]
+        )
+        return (*found, None, None, None, None, None, None)
+
+
 def convolve_transposed(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
     """Return the box of a transposed convolution; rows that no row of the input reaches are the bias alone."""
     stride, dilation = tuple(r.stride for r in rules), tuple(r.dilation for r in rules)

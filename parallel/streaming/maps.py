@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel.offload.live_bytes import not_counted
+from parallel.streaming.images import Boxes
 from parallel.streaming.patch import Box
 
 Dims = Mapping[str, tuple[int, int]]
@@ -32,12 +33,16 @@ class Maps:
     ) -> None:
         self._shapes, self._dims, self._device, self._here = shapes, dims, device, here
         self._whole: dict[str, Tensor] = {}
+        self._boxes: dict[str, Boxes] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._whole
 
-    def put(self, name: str, whole: Tensor) -> None:
-        self._whole[name] = whole
+    def put(self, name: str, whole: Tensor | Boxes) -> None:
+        if isinstance(whole, Tensor):
+            self._whole[name] = whole
+        else:
+            self._boxes[name] = whole
 
     def take(self, name: str) -> Tensor | None:
         """The whole map, which is let go of here."""
@@ -61,6 +66,8 @@ class Maps:
 
     def fetch(self, name: str, box: Box) -> Tensor:
         """A copy of a box on the device that computes, detached."""
+        if name in self._boxes:
+            return self._boxes[name].box(*box)
         part = self._part(name, box).detach()
         layout = torch.channels_last if _channels_last(self._whole[name]) else torch.contiguous_format
         if part.device != self._device:

@@ -1,8 +1,7 @@
 """Reads norms whose statistics are of the whole image: sums over all boxes, known before any box is normalised.
 
-A norm is three steps: the mean, a sum; the mean of squared differences from it, another sum, which needs the first; and
-the map normalised by both, px by px. So no sums of squares cancel, uneven boxes weigh by their px, and gradients flow
-back through the sums as through any others. Each of the two is a barrier, before which the norm's input is stored.
+A norm is two steps: the moments of all boxes, merged, a barrier before which the norm's input is stored; and the map
+normalised by them, px by px. Gradients flow back through the moments as through any sum.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from parallel.streaming.moments import merged, moments, normalised, share_of_moments
 from parallel.streaming.operation import DIMS, Operation, Prior, Reading, SpansImage
 from parallel.streaming.read_window import bound
 
@@ -22,7 +22,7 @@ ADVICE = (
     "its statistics are of the whole image, and it is of a kind that boxes do not know: use --norm frozen, which keeps "
     "running statistics as they are (start from --weights), or --norm layer"
 )
-MEAN, VARIANCE, RUNNING = "~mean", "~variance", "~running"
+MOMENTS, RUNNING = "~moments", "~running"
 
 
 def batch_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
@@ -153,25 +153,27 @@ class _Norm:
     def operation(self, reading: Reading, source: fx.Node) -> Operation:
         if reading.dims[source.name] != DIMS or len(reading.shape(source)) != 4 or self.count < 2:
             raise SpansImage(ADVICE)
-        sums = (Prior(MEAN, Operation(self._mean, sums=True)), Prior(VARIANCE, Operation(self._variance, sums=True)))
-        return Operation(self._normalise, first=(*sums, *self.running), flops_each=100.0)
+        sums = Operation(self._gather, sums=True, merge=merged, again=self._gather_again)
+        return Operation(self._normalise, first=(Prior(MOMENTS, sums), *self.running), flops_each=100.0)
 
     def _wide(self, given: Any) -> Tensor:
         x: Tensor = given.patch.tensor
         return self.view(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
 
-    def _mean(self, given: Any) -> Tensor:
-        total: Tensor = self._wide(given).sum(self.over, keepdim=True) / self.count
-        return total
+    def _gather(self, given: Any) -> Tensor:
+        return moments(self._wide(given), self.over)
 
-    def _variance(self, given: Any) -> Tensor:
-        total: Tensor = (self._wide(given) - given.prior(MEAN)).square().sum(self.over, keepdim=True) / self.count
-        return total
+    def _gather_again(self, given: Any) -> Tensor:
+        return share_of_moments(self._wide(given), given.prior(MOMENTS))
 
     def _normalise(self, given: Any) -> Tensor:
-        x, scale = self._wide(given), (given.prior(VARIANCE) + self.eps).rsqrt()
-        y = ((x - given.prior(MEAN)) * scale).reshape(given.patch.tensor.shape)
+        x, (count, mean, squares) = self._wide(given), given.prior(MOMENTS)
+        mean, variance = mean.to(x.dtype), (squares / count).to(x.dtype)
         weight, bias = self.affine(given)
+        if self.over == (0, 2, 3) and weight is not None and bias is not None:
+            y = normalised(x, mean.flatten(), variance.flatten(), weight, bias, self.eps)
+            return self.then(y.to(given.patch.tensor.dtype))
+        y = ((x - mean) * (variance + self.eps).rsqrt()).reshape(given.patch.tensor.shape)
         y = y if weight is None else y * weight[:, None, None]
         y = y if bias is None else y + bias[:, None, None]
         return self.then(y.to(given.patch.tensor.dtype))
@@ -187,6 +189,7 @@ def _count_step(module: Any, given: Any, count: int) -> Tensor:
 
 @torch.no_grad()
 def _count(mean: Tensor, variance: Tensor, share: float, given: Any, count: int) -> Tensor:
-    mean.mul_(1 - share).add_(given.prior(MEAN).flatten(), alpha=share)
-    variance.mul_(1 - share).add_(given.prior(VARIANCE).flatten(), alpha=share * count / (count - 1))
+    _, means, squares = (moment.flatten().to(mean.dtype) for moment in given.prior(MOMENTS))
+    mean.mul_(1 - share).add_(means, alpha=share)
+    variance.mul_(1 - share).add_(squares, alpha=share / (count - 1))
     return torch.empty(0)

@@ -15,6 +15,7 @@ from torch import fx, nn
 from parallel.space.rule import Chained, Mirrored, Resample, Rule, Transposed, Window
 from parallel.streaming.local_ops import (
     convolve,
+    convolve_again,
     convolve_mirrored,
     convolve_transposed,
     mirrored,
@@ -71,6 +72,9 @@ def read_convolution(
     return Operation(
         lambda given: convolve(given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups),
         rules,
+        again=lambda given: convolve_again(
+            given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups, given.stored
+        ),
         fresh=True,
         flops_each=each,
     )

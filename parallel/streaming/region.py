@@ -6,6 +6,7 @@ follows the region is computed whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,14 +16,15 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from parallel.space.boxes import StreamedModel
 from parallel.space.step import Step
+from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
 from parallel.streaming.read_node import has_tensors, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
 
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 """Methods that take no more of a map than its type and device."""
-KEEPS_NOTHING = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ class Region:
     inputs: tuple[str, ...]
     ends_at: tuple[str, str] | None = None
 
+    def on_paper(self) -> StreamedModel:
+        """Return what a plan of boxes asks for; what enters is taken for images."""
+        sizes = {name: math.prod(self.forms[name][0]) * self.forms[name][1].itemsize for name in self.inputs}
+        whole = frozenset(name for name in self.dims if name not in self.forms)
+        tiles = self.forms[self.inputs[0]][0][0]
+        return StreamedModel(
+            self.steps, self.sides, sizes, self.leaving, whole, frozenset(self.inputs), tiles, self.ends_at
+        )
+
 
 @dataclass
 class _Found:
@@ -66,13 +77,13 @@ class _Found:
     ends_at: tuple[str, str] | None = None
 
 
-def read_region(model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor]) -> Region:
+def read_region(model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor | Boxes]) -> Region:
     """Return the region of ``nodes``.
 
     Args:
         model: has the modules that they call, in the mode that they run in.
         nodes: in order.
-        entering: tensors that enter, images or maps (n, c, h, w), by name; only shapes and types matter.
+        entering: what enters, images or maps (n, c, h, w), by name; only shapes and types matter.
 
     Raises:
         ValueError: it would be empty, or end at a norm, which is told with what to do.
@@ -80,7 +91,10 @@ def read_region(model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[st
     reading, found = Reading(model), _Found()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
         for name, value in entering.items():
-            reading.values[name] = fake.from_tensor(value.detach())
+            if isinstance(value, Tensor):
+                reading.values[name] = fake.from_tensor(value.detach())
+            else:
+                reading.values[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             reading.dims[name], reading.sides[name] = DIMS, tuple(value.shape[2:])  # type: ignore[assignment]
         for node in nodes:
             if node.op == "output" or node.name in entering or node.op == "get_attr":
@@ -157,12 +171,10 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
         found.operations[node.name] = operation
         found.steps.append(Step(node.name, others=others, plain=True))
         return
-    changed = getattr(module_of(reading.model, node), "inplace", False) and len(maps[0].users) == 1
     if operation.sums:
         found.plain.add(node.name)
-        kept, flops = 0.0, 2.0 * tensors[0].numel() * sides[0] * sides[1]
+        flops = 2.0 * tensors[0].numel() * sides[0] * sides[1]
     else:
-        kept = KEEPS_NOTHING if operation.shares or changed else float(size)
         flops = operation.flops_each * numbers
         wanted = tuple(tensors[0].shape[dim] for dim in operation.dims)
         given = tuple(rule.out(side) for rule, side in zip(operation.rules, sides, strict=True))
@@ -181,14 +193,13 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
             sides,
             operation.sums,
             flops=flops,
-            kept_bytes=kept,
             value_bytes=size,
         )
     )
 
 
 def _finished(
-    model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor], reading: Reading, found: _Found
+    model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor | Boxes], reading: Reading, found: _Found
 ) -> Region:
     """Without what is made of the last sums, which what follows computes."""
     last = max((k for k, step in enumerate(found.steps) if not step.plain), default=-1)

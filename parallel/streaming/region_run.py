@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.space.parts import Tile, divide
-from parallel.space.step import Step, in_phases
+from parallel.space.boxes import plan_boxes
+from parallel.space.step import Step
+from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
 from parallel.streaming.region import Region
 from parallel.units import bytes_text
-
-STORED_PER_PX = 32
-"""Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
 
 
 @dataclass(frozen=True)
@@ -60,51 +58,35 @@ class RegionRun:
 
     def __init__(self, region: Region, box: int, stored_bytes: int | None = None) -> None:
         self.region = region
-        (rows, columns) = max(region.sides[name] for name in region.inputs)
-        phases = in_phases(region.steps)
-        kept = sum(step.kept_bytes for step in region.steps)
-        tiles = region.forms[region.inputs[0]][0][0]
-        limit = stored_bytes
-        if stored_bytes is None:
-            stored_bytes = STORED_PER_PX * rows * columns * tiles
-        tile = Tile((rows, columns), box, kept, stored_bytes)
-        whole = {name for name in region.dims if name not in region.forms}
-        self.phases: list[Phase] = []
-        for k, (plain, steps) in enumerate(phases):
-            later = {name for _, more in phases[k + 1 :] for step in more for name in step.maps}
-            leaving = later.union(region.leaving) | {step.name for step in steps if step.sums}
-            if later & whole:
-                raise ValueError(
-                    f"--stream: {min(later & whole)} is several maps, which are used on both sides of a sum"
-                )
-            parts = divide(steps, leaving, region.sides, tile, whole) if steps else []
-            plans = [plan_part(region, steps, part, leaving, tile.side) for part in parts]
-            self.phases.append(Phase(tuple(plain), tuple(plans)))
-        if limit is not None and self.host_bytes > limit:
+        self.boxes = plan_boxes(region.on_paper(), box, stored_bytes)
+        side = self.boxes.model.side
+        self.phases = [
+            Phase(
+                phase.plain,
+                tuple(plan_part(region, phase.steps, part, phase.leaving, side) for part in phase.parts),
+            )
+            for phase in self.boxes.phases
+        ]
+        if stored_bytes is not None and self.boxes.host_bytes > stored_bytes:
             raise ValueError(
-                f"--stream stores maps of {bytes_text(self.host_bytes)} between the parts of this model, more than "
-                f"--developer offload-host allows, {bytes_text(limit)}: raise it, or use --norm frozen or layer, "
-                "before which nothing has to be stored"
+                f"--stream stores maps of {bytes_text(self.boxes.host_bytes)} between the parts of this model, more "
+                f"than --developer offload-host allows, {bytes_text(stored_bytes)}: raise it, or use --norm frozen or "
+                "layer, before which nothing has to be stored"
             )
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
 
-    @property
-    def host_bytes(self) -> int:
-        """Of the maps that are stored between parts; their gradients come as parts go back, and go as they are used."""
-        given = {step.name: step for phase in self.phases for part in phase.parts for step in part.given}
-        return sum(
-            step.value_bytes for step in given.values() if not step.sums and step.name not in self.region.leaving
-        )
-
-    def forward(self, module: nn.Module, entering: Sequence[Tensor], keep: bool) -> tuple[tuple[Tensor, ...], Kept]:
+    def forward(
+        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, beside: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.
 
         Args:
             keep: there will be one.
+            beside: what else steps are computed with, by name.
         """
         region, device = self.region, entering[0].device
-        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), {})
+        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), dict(beside))
         for name, value in zip(region.inputs, entering, strict=True):
             kept.maps.put(name, value)
         with torch.no_grad():
@@ -136,7 +118,8 @@ class RegionRun:
                 if name in self.region.dims:
                     kept.maps.write(name, part.box(name, *place), value)
                 elif name in kept.known:
-                    kept.known[name] += value
+                    merge = self.region.operations[name].merge
+                    kept.known[name] = merge(kept.known[name], value) if merge else kept.known[name].add_(value)
                 else:
                     kept.known[name] = value
             del fetched
@@ -200,7 +183,7 @@ class RegionRun:
                 if name not in silent:
                     value.requires_grad_()
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known)
+                values = run_box(module, region, part, place, fetched, known, kept.maps.fetch)
             outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
             del values
             if not outputs:

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.stream.batch import Batch
-from pipelines.stream.device_batch import DeviceBatch, DeviceLane
-from pipelines.stream.device_pixels import Part, PixelMaker
+from pipelines.stream.device_batch import DeviceBatch, DeviceLane, Maker, Part
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
@@ -37,7 +36,7 @@ class DeviceFeed:
     Args:
         source: gives batches.
         ready: says whether it gives the next one at once.
-        pixels: makes microbatches, on its device.
+        pixels: makes microbatches, on its device; a ``BoxMaker`` leaves tiles on the host, for boxes of them.
         prefetch: microbatches made ahead of the one that was given last, those of the next batch among them once that
             has been sent. Each takes its float32 images on the device from then on, and as much again while its stains
             are jittered; its numbers are the same as without.
@@ -49,7 +48,7 @@ class DeviceFeed:
         self,
         source: Iterator[Batch],
         ready: Callable[[], bool],
-        pixels: PixelMaker,
+        pixels: Maker,
         *,
         prefetch: int = 0,
         beside: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -91,12 +90,12 @@ class DeviceFeed:
         """Yield the batch in parts, made one at a time, when asked for or ``prefetch`` of them ahead.
 
         Args:
-            batch: may be released once all parts were taken.
+            batch: may be released once all parts were taken and, where they are boxes of it, used.
             sizes: tiles in each part; together the batch.
 
         Yields:
-            images float32 (m, 3, h, w), and targets int64 (m,), or uint8 (m, h, w) with 255 for "ignore"; None for
-            what the batch has of none of the part's tiles.
+            images float32 (m, 3, h, w), and targets int64 (m,), or uint8 (m, h, w) with 255 for "ignore", whole or
+            by boxes; None for what the batch has of none of the part's tiles.
 
         Raises:
             ValueError: ``sizes`` do not add up to the batch.

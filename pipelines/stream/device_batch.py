@@ -16,25 +16,34 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.stream.batch import Batch
-from pipelines.stream.device_pixels import Part, PixelMaker
+from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.target import shaped
+from pipelines.stream.tile_boxes import BoxMaker, MaskBoxes, TileBoxes
+
+Maker = PixelMaker | BoxMaker
+
+Part = tuple[torch.Tensor | TileBoxes | None, torch.Tensor | MaskBoxes | None]
+"""Images and targets of a microbatch; None for what is stored of none of its tiles."""
 
 
 class DeviceLane:
     """What copies batches to a device, and what makes microbatches there.
 
     Args:
-        pixels: makes microbatches, on its device.
+        pixels: makes microbatches, on its device; one that makes boxes takes them from the host, and nothing ahead.
         ahead: they are made beside the computation.
         beside: entered by the thread that makes them on a CPU, around each.
     """
 
-    def __init__(self, pixels: PixelMaker, ahead: bool, beside: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(self, pixels: Maker, ahead: bool, beside: Callable[[], AbstractContextManager[object]]) -> None:
         self.device = pixels.device
         self.copying: torch.cuda.Stream | None = None
         self.making: torch.cuda.Stream | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pixels = pixels
         self._beside = beside
+        if isinstance(pixels, BoxMaker):
+            return
         if self.device.type == "cuda":
             self.copying = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         if ahead and self.copying is None:
@@ -44,7 +53,7 @@ class DeviceLane:
             self.making = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self.making.wait_stream(torch.cuda.current_stream(self.device))  # for the normalisation's numbers
 
-    def submit(self, make: Callable[[PixelMaker], Part]) -> Future[Part]:
+    def submit(self, make: Callable[[Maker], Part]) -> Future[Part]:
         """Return the microbatch that ``make`` gives, made by the thread where there is one, here and now elsewhere."""
         if self._thread is not None:
             return self._thread.submit(self._make_beside, make)
@@ -57,13 +66,13 @@ class DeviceLane:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _make_beside(self, make: Callable[[PixelMaker], Part]) -> Part:
+    def _make_beside(self, make: Callable[[Maker], Part]) -> Part:
         with self._beside():
             return make(self._pixels)
 
 
 class DeviceBatch:
-    """One batch on the device, uint8 still, and its microbatches.
+    """One batch on the device, uint8 still, or on the host for boxes of it, and its microbatches.
 
     Args:
         lane: brings it there.
@@ -75,7 +84,7 @@ class DeviceBatch:
         self._lane = lane
         self._copied: torch.cuda.Event | None = None
         self._images, self._targets = torch.from_numpy(batch.images), torch.from_numpy(batch.targets)
-        if lane.copying is not None:
+        if lane.copying is not None and batch.size_of is None:
             with torch.cuda.stream(lane.copying):
                 self._images = self._images.to(lane.device, non_blocking=True)
                 self._targets = self._targets.to(lane.device, non_blocking=True)
@@ -105,14 +114,14 @@ class DeviceBatch:
             computing = torch.cuda.current_stream(self._lane.device)
             computing.wait_event(made)
             for tensor in microbatch:
-                if tensor is not None:
+                if isinstance(tensor, torch.Tensor):
                     tensor.record_stream(computing)  # made on the other: not to be reused before this one is done
         return microbatch
 
     def held(self) -> Iterator[torch.Tensor]:
         """Yield images and targets made and not taken; those being made are waited for."""
         for future, _ in self._begun:
-            yield from (tensor for tensor in future.result() if tensor is not None)
+            yield from (tensor for tensor in future.result() if isinstance(tensor, torch.Tensor))
 
     def cancel(self) -> None:
         """Give up what is begun; nothing reads the batch for it any more."""
@@ -130,19 +139,36 @@ class DeviceBatch:
             self._wait_on(torch.cuda.current_stream(self._lane.device))
 
     def _begin(self, tiles: slice) -> tuple[Future[Part], torch.cuda.Event | None]:
-        def make(pixels: PixelMaker) -> Part:
-            return pixels.make(
-                _of_part(self._images, self.batch.has_image, tiles),
-                _of_part(self._targets, self.batch.has_target, tiles),
-                self.batch.samples[tiles],
-            )
+        def make(pixels: Maker) -> Part:
+            if self.batch.size_of is not None:
+                stored = self._of_own_size(
+                    tiles, torch.device("cpu") if isinstance(pixels, BoxMaker) else pixels.device
+                )
+            else:
+                stored = (
+                    _of_part(self._images, self.batch.has_image, tiles),
+                    _of_part(self._targets, self.batch.has_target, tiles),
+                )
+            return pixels.make(*stored, self.batch.samples[tiles])
 
         making = self._lane.making
-        if making is None:
+        if making is None or self._copied is None:
             return self._lane.submit(make), None
         self._wait_on(making)
         with torch.cuda.stream(making):
             return self._lane.submit(make), making.record_event()
+
+    def _of_own_size(self, tiles: slice, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What is stored of the one tile of a microbatch, where tiles differ in size, on ``device``."""
+        batch, k = self.batch, tiles.start
+        assert tiles.stop == k + 1, "tiles of different sizes are computed one at a time"
+        images = targets = None
+        if batch.has_image[k]:
+            images = torch.from_numpy(shaped(batch.image(k), (*batch.sides(k), 3)))[None].to(device)
+        if batch.has_target[k]:
+            target = batch.target(k)
+            targets = torch.from_numpy(shaped(target, batch.sides(k)) if target.ndim else target)[None].to(device)
+        return images, targets
 
     def _wait_on(self, stream: torch.cuda.Stream) -> None:
         """Let ``stream`` use what the copying stream has brought."""

@@ -1,0 +1,91 @@
+"""Tiles that stay bytes in host memory, of which a box at a time is turned and made floats on the device.
+
+Takes what is stored of a microbatch's tiles; gives images and masks that a model asks for box by box, with the numbers
+of a crop of what ``PixelMaker`` makes of whole tiles, bit for bit: all that is done to a pixel is done to it alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipelines.stream.augment import Draw
+from pipelines.stream.device_pixels import Extent, Orientation, PixelMaker, orientation, turned_box
+
+
+class BoxMaker:
+    """Makes microbatches of which nothing but labels is on the device.
+
+    Args:
+        pixels: says what is done to a tile, and where.
+    """
+
+    def __init__(self, pixels: PixelMaker) -> None:
+        self.device = pixels.device
+        self._pixels = pixels
+
+    def make(
+        self, images: torch.Tensor | None, targets: torch.Tensor | None, samples: NDArray[np.int64]
+    ) -> tuple[TileBoxes | None, MaskBoxes | torch.Tensor | None]:
+        """Return one microbatch.
+
+        Args:
+            images: uint8 (m, h, w, 3), on the host; read for as long as boxes are asked for.
+            targets: int64 (m,) or, read likewise, uint8 (m, h, w).
+            samples: int64 (m,), global sample numbers.
+        """
+        drawn = self._pixels.drawn(samples)
+        boxes = None if images is None else TileBoxes(self._pixels, images, drawn)
+        if targets is None or targets.ndim == 1:
+            return boxes, None if targets is None else targets.to(self.device, copy=True)
+        return boxes, MaskBoxes(targets, orientation(drawn, len(samples)), self.device)
+
+
+class TileBoxes:
+    """Images float32 (m, 3, h, w), by boxes.
+
+    Args:
+        pixels: makes them of bytes.
+        stored: uint8 (m, h, w, 3), on the host.
+        drawn: what is done to each; None: nothing.
+    """
+
+    def __init__(self, pixels: PixelMaker, stored: torch.Tensor, drawn: Draw | None) -> None:
+        count, height, width, channels = stored.shape
+        self.shape: tuple[int, ...] = (count, channels, height, width)
+        self.dtype = torch.float32
+        self.device = pixels.device
+        self._pixels, self._stored, self._drawn = pixels, stored, drawn
+
+    def box(self, rows: Extent, columns: Extent) -> torch.Tensor:
+        """Return float32 (m, 3, rows, columns) on the device."""
+        orientations = orientation(self._drawn, len(self._stored))
+        return self._pixels.floats(_sent(self._stored, orientations, rows, columns, self.device), self._drawn)
+
+
+class MaskBoxes:
+    """Targets uint8 (m, h, w), by boxes, turned as the images are.
+
+    Args:
+        stored: as they were read, on the host.
+    """
+
+    def __init__(self, stored: torch.Tensor, orientations: Orientation, device: torch.device) -> None:
+        self.shape: tuple[int, ...] = tuple(stored.shape)
+        self.dtype = stored.dtype
+        self.device = device
+        self._stored, self._orientations = stored, orientations
+
+    def box(self, rows: Extent, columns: Extent) -> torch.Tensor:
+        """Return uint8 (m, rows, columns) on the device."""
+        return _sent(self._stored, self._orientations, rows, columns, self.device)
+
+
+def _sent(
+    stored: torch.Tensor, orientations: Orientation, rows: Extent, columns: Extent, device: torch.device
+) -> torch.Tensor:
+    """A box of bytes on the device; nothing else crosses to it."""
+    # torch keeps pinned memory from being reused before the copy is done.
+    cut = turned_box(stored, orientations, rows, columns, pinned=device.type == "cuda")
+    return cut.to(device, non_blocking=True)
