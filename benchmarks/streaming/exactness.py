@@ -29,13 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.training.exactness import TOLERANCE, StepsResult, compare, projected_error
+from app.training.exactness import TOLERANCE, ProjectedError, StepsResult, compare
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.blocks import Norm
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
-from parallel.streaming.streamed_module import StreamedRun, streamed
+from parallel.streaming.box_sums import BoxSums
+from parallel.streaming.streamed_module import StreamedModule, StreamedRun, streamed
 from parallel.trace.norm_gradients import mend_norm_gradients
 
 OUT = Path(__file__).with_name("results")
@@ -144,10 +145,16 @@ def images_of(subject: Subject, dtype: torch.dtype, seed: int = SEED, nudge: int
 
 
 def step(module: nn.Module, images: Tensor) -> StepsResult:
-    """Return loss, gradients and running statistics of one forward and backward pass."""
-    targets = torch.linspace(-1, 1, TILES, dtype=images.dtype)
+    """Return loss, gradients and running statistics of one forward and backward pass; in boxes the loss is summed over
+    them too, where it is of px."""
+    generator, error = torch.Generator().manual_seed(SEED), ProjectedError()
+    targets = torch.randn((TILES, *images.shape[2:]), generator=generator, dtype=torch.float64).to(images.dtype)
     torch.manual_seed(SEED)
-    loss = projected_error(module(images), targets)
+    if isinstance(module, StreamedModule):
+        sums = BoxSums(error.sums, targets)
+        loss = error.value(module(images, sums=sums), sums.pixels)
+    else:
+        loss = error(module(images), targets)
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return StepsResult([float(loss.detach())], gradients, dict(module.named_buffers()))
