@@ -21,7 +21,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -209,18 +209,18 @@ def _ends(module: Any) -> str:
     """Return the layer before the pooling that boxes end at, "" where they get there."""
     run = module._run_training
     assert isinstance(run, StreamedRun)
-    (plan,) = run._plans.values()
+    plan = list(run._plans.values())[-1]
     region = plan.run.region
     whole = [name for name in region.leaving if name in region.dims]
     return f"boxes end at {': '.join(region.ends_at)}" if whole and region.ends_at else ""
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], subjects: Sequence[Subject] = SUBJECTS) -> str:
     """Return a line for each model and norm: largest error of each precision and kind over its boxes."""
     lines = []
     for model, norm in dict.fromkeys((row.model, row.norm) for row in rows):
         of_model = [row for row in rows if (row.model, row.norm) == (model, norm)]
-        subject = next(subject for subject in SUBJECTS if subject.model == model)
+        subject = next(subject for subject in subjects if subject.model == model)
         cells = [_cell([row for row in of_model if row.dtype == dtype]) for dtype in DTYPES]
         notes = "; ".join(dict.fromkeys(row.note for row in of_model if row.note))
         tile = "x".join(map(str, subject.side))
