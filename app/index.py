@@ -26,6 +26,7 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.tiles.index import IndexSettings, build_index
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
+from pipelines.tiles.tile_table import sides_text
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def index(command: IndexCommand) -> None:
         table = build_index(
             specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
         )
+    tiles = "whole slides, " + sides_text(table) if table.sides is not None else f"tiles of {command.index.tile} px"
     print(
-        f"{len(table)} tiles of {command.index.tile} px at {command.index.mpp:g} um/px on {len(table.slides)} slides, "
+        f"{len(table)} {tiles} at {command.index.mpp:g} um/px on {len(table.slides)} slides, "
         f"{time.perf_counter() - started_s:.1f} s\n"
         f"index     {command.out / (part.file_name if part else WHOLE_FILE)}\n"
         f"pictures  {command.out / 'tissue'}{os.sep}"

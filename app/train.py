@@ -213,7 +213,7 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     folder.write_json("env.json", describe_environment())
     with IndexProgress(_say) as progress:
         dataset = prepare(config, folder, progress)
-    if config.strategy.undecided or config.strategy.runs_undecided:
+    if config.strategy.planned:
         plan_run(config, len(dataset.classes), dataset.task == "segment", folder.path, _say)
         folder.keep_microbatches(decided(config.strategy, folder.path, "cpu").m)
     return dataset

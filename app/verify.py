@@ -38,6 +38,8 @@ class VerifyCommand:
     """As for app.train: a name of ours, smp:NAME(ENCODER), torchvision:NAME, timm:NAME or package.module:factory."""
     norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
     """Normalisation."""
+    head: Literal["average", "gem", "attention"] = "average"
+    """What pools the last map of a classifier."""
     classes: int = 3
     """Classes that the model tells apart."""
     tile: int = 64
@@ -77,6 +79,8 @@ class VerifyCommand:
                 "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no "
                 "--developer recompute-runs: name the layers that are computed again, as a plan wrote them"
             )
+        if self.strategy.box_undecided:
+            faults.append("--stream auto is planned for a memory, by app.train: give the side of the boxes in px")
         if self.strategy.precision == "bf16":
             faults.append("--precision bf16 rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
@@ -221,7 +225,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     from parallel.schedule.microbatch import split_batch
 
     torch.manual_seed(command.seed)
-    model = build_model(command.model, classes=command.classes, norm=command.norm)
+    model = build_model(command.model, classes=command.classes, norm=command.norm, head=command.head)
     sizes = tuple(map(len, split_batch(command.strategy.batch, command.strategy.m)))
     shape = (sizes[0], 3, command.tile, command.tile)
     return ExactnessTrial(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -25,6 +26,7 @@ from models.external import (
     freeze_norms,
     replace_norm,
 )
+from models.heads import Head, put_head
 from models.resnet import BLOCKS_BY_DEPTH, ResNet
 from models.resnet_v2 import ResNetV2
 from models.unet import UNet
@@ -50,7 +52,9 @@ def model_names() -> tuple[str, ...]:
     return tuple(name for _, shown in OURS.values() for name in shown)
 
 
-def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> nn.Module:
+def build_model(
+    name: str, *, classes: int, norm: Norm = "batch", head: Head = "average", in_channels: int = 3
+) -> nn.Module:
     """Return the model called ``name`` with random weights, on the current default device.
 
     Args:
@@ -59,6 +63,7 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
         classes: of the logits; 1 gives a single logit.
         norm: in our own models any; in others ``batch`` keeps what they have, ``group`` and ``layer`` replace their
             BatchNorm, and ``frozen`` keeps its running statistics as they are.
+        head: what pools the last map of a classifier.
         in_channels: of the input; 3 for RGB.
 
     Raises:
@@ -66,10 +71,21 @@ def build_model(name: str, *, classes: int, norm: Norm = "batch", in_channels: i
     """
     if classes < 1:
         raise ValueError(f"a model needs at least one class; got classes {classes}")
+    model = _ours(name, classes=classes, norm=norm, in_channels=in_channels)
+    if model is None:
+        model = _foreign(name, classes, norm, in_channels)
+    put_head(model, name, head, in_channels)
+    return model
+
+
+def _ours(name: str, **settings: Any) -> nn.Module | None:
     for pattern, (build, _) in OURS.items():
         if match := re.fullmatch(pattern, name):
-            numbers = [int(number) for number in match.groups()]
-            return build(*numbers, classes=classes, norm=norm, in_channels=in_channels)
+            return build(*(int(number) for number in match.groups()), **settings)
+    return None
+
+
+def _foreign(name: str, classes: int, norm: Norm, in_channels: int) -> nn.Module:
     if ":" not in name:
         matches = difflib.get_close_matches(name, model_names(), n=3)
         hint = f"did you mean {' or '.join(matches)}? " if matches else ""

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from models.heads import pool_path
+
 WRAPPERS = ("model", "state_dict")
 DATA_PARALLEL = "module."
 SHOWN_FAULTS = 20
@@ -21,8 +23,9 @@ SHOWN_FAULTS = 20
 def load_weights(model: nn.Module, path: Path) -> list[str]:
     """Load what fits from ``path`` into ``model``, in place; return a line for each tensor that was not loaded.
 
-    A head with another number of classes, or missing from the file, keeps its random weights; auxiliary heads that
-    the model was built without are passed over. Both are in the result; the rest must match.
+    A head with another number of classes, or missing from the file, keeps its random weights, and so does the pooling
+    of another ``--head``; auxiliary heads and poolings that the model was built without are passed over. All are in
+    the result; the rest must match.
 
     Raises:
         ValueError: the file is not there, cannot be read, holds no tensors, or fits another model (the keys are
@@ -37,6 +40,10 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
 
     fresh = {key: f"{key} (not in the file)" for key in missing if key.startswith(head)}
     fresh |= {key: f"{key} (auxiliary head, not in the model)" for key in extra if key.lower().startswith("aux")}
+    if path_of_pool := pool_path(model):
+        of_pool = f"{path_of_pool}."
+        fresh |= {key: f"{key} (--head, not in the file)" for key in missing if key.startswith(of_pool)}
+        fresh |= {key: f"{key} (another --head, not in the model)" for key in extra if key.startswith(of_pool)}
     if only_classes_differ([(tensors[key], wanted[key]) for key in other_shape]):
         for key in other_shape:
             shapes = f"file {tuple(tensors[key].shape)}, model {tuple(wanted[key].shape)}"

@@ -26,6 +26,9 @@ from parallel.schedule.text import from_csv
 WHOLE = ("single", "ddp", "fsdp")
 """Strategies that do not split the model into stages: each rank computes all of it."""
 
+STREAMED = ("single", "ddp")
+"""Strategies whose tiles may be computed box by box."""
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -96,6 +99,7 @@ class Strategy:
         words = (
             {"none": "", "stage": "+recompute"}.get(recompute, f"+recompute {recompute}"),
             "+offload" * self.policy.moves,
+            "" if self.policy.stream is None else f"+stream {self.policy.stream}",
             "+shard-optimizer" * self.shard_optimizer,
         )
         return " ".join(word for word in words if word)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from tests.helpers import boxes_picture, memory_picture
 from tests.helpers.documents import commands
-from tests.helpers.memory_picture import FILE, picture
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -41,9 +42,10 @@ def test_links_and_pictures_exist(document: Path) -> None:
         assert target.startswith("https://") or (document.parent / target).exists(), target
 
 
-def test_picture_of_memory_is_that_drawn_today() -> None:
-    """``python -m tests.helpers.memory_picture`` draws it anew."""
-    assert FILE.read_text() == picture()
+@pytest.mark.parametrize("drawing", [boxes_picture, memory_picture], ids=lambda module: module.FILE.stem)
+def test_pictures_are_those_drawn_today(drawing: ModuleType) -> None:
+    """``python -m tests.helpers.memory_picture``, and ``boxes_picture``, draw them anew."""
+    assert drawing.FILE.read_text() == drawing.picture()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

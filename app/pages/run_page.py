@@ -7,6 +7,7 @@ overlays, settings, environment, and how to run it again.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ FIGURES = {
     "global_batch": ("Tiles per step", ""),
     "microbatches": ("Microbatches per step", ""),
     "tile_px": ("Tile side", " px"),
+    "slide_sides": ("Whole slides: smallest, median, largest", " px"),
     "mpp": ("Resolution", " µm/px"),
     "images_per_second": ("Speed, data loading included", " images/s"),
     "images_per_second_no_data": ("Speed, fed from memory", " images/s"),
@@ -94,11 +96,17 @@ def _what(files: RunFiles) -> list[str]:
     known = [
         summary.get("model", files.config.get("model")),
         {"classify": "classification", "segment": "segmentation"}.get(summary.get("task", ""), summary.get("task")),
-        f"{summary['tile_px']} px tiles" if summary.get("tile_px") else None,
+        _tiles(summary),
         f"{format_value(summary['mpp'])} µm/px" if summary.get("mpp") else None,
         f"{summary['strategy']} on {ranks} {'rank' if ranks == 1 else 'ranks'}" if summary.get("strategy") else None,
     ]
     return [str(word) for word in known if word]
+
+
+def _tiles(summary: Mapping[str, Any]) -> str | None:
+    if summary.get("tile_px") == "slide":
+        return "whole slides"
+    return f"{summary['tile_px']} px tiles" if summary.get("tile_px") else None
 
 
 def _cards(files: RunFiles) -> list[Card]:
@@ -139,6 +147,9 @@ def figures_of(files: RunFiles) -> list[tuple[str, str]]:
     if known.get("pixels_per_second") is not None:
         known["megapixels_per_second"] = known["pixels_per_second"] / 1e6
     known["bubble_fraction"] = known.get("bubble")
+    if known.get("tile_px") == "slide":
+        del known["tile_px"]
+        known["slide_sides"] = ", ".join(f"{w} x {h}" for w, h in known.get("tile_sides_px") or ()) or None
     return [
         (name, (format_value(value) if _counted(key, value) else format_setting(key, value)) + unit)
         for key, (name, unit) in FIGURES.items()

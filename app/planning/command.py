@@ -25,6 +25,8 @@ class PlanCommand:
     """segment: a class per pixel; auto: what the model gives."""
     norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
     """Normalisation."""
+    head: Literal["average", "gem", "attention"] = "average"
+    """What pools the last map of a classifier."""
     ranks: int = 1
     """Ranks to plan for; they need not be there."""
     batch: int | None = None

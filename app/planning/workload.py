@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,19 +17,32 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from models.blocks import Norm
+from models.heads import Head
 from models.losses import PixelClassLoss, TileClassLoss
 from models.registry import build_model
 from parallel.cost.layer_cost import Costs
 from parallel.engine.sharding_units import sharding_units
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.graph.sides import GraphsBySide
+from parallel.plan.streamed import Streamed
 from parallel.plan.task import Task
 from parallel.stage.split_backward import DeferredWeights
-from parallel.trace.trace import Traced, run_again, trace
+from parallel.streaming.region import read_region
+from parallel.streaming.step_record import StepRecord, record, with_record
+from parallel.trace.trace import Traced, left_as_it_was, run_again, trace
 from parallel.trace.updated_faults import copies_fault
 
 SLOTS = {"sgd": 1, "adamw": 2}
 """Values that an optimizer keeps for each parameter."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the steps of a region take, as recorded on tiles of ``side`` px; ``fitted`` as in ``Streamed``."""
+
+    records: Mapping[str, StepRecord]
+    side: int
+    fitted: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,8 +62,10 @@ class Workload:
     segments: bool | None = None
     optimizer: Literal["sgd", "adamw"] = "adamw"
     autocast: torch.dtype | None = None
+    head: Head = "average"
     _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
     _sides: dict[torch.dtype | None, GraphsBySide] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _recorded: list[Recorded] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def at(self, tile: int) -> Workload:
         """The same on tiles of another side. The model is followed once for all of them, where its path is the same,
@@ -58,6 +73,7 @@ class Workload:
         other = dataclasses.replace(self, tile=tile)
         object.__setattr__(other, "_followed", self._followed)
         object.__setattr__(other, "_sides", self._sides)
+        object.__setattr__(other, "_recorded", self._recorded)
         return other
 
     def build(self) -> nn.Module:
@@ -68,9 +84,9 @@ class Workload:
         """
         try:
             with torch.device("meta"), _Undrawn():
-                return build_model(self.model, classes=self.classes, norm=self.norm)
+                return build_model(self.model, classes=self.classes, norm=self.norm, head=self.head)
         except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
-            return build_model(self.model, classes=self.classes, norm=self.norm)
+            return build_model(self.model, classes=self.classes, norm=self.norm, head=self.head)
 
     def trace(self, autocast: torch.dtype | None = None) -> LayerGraph:
         """The graph of model and loss for one tile.
@@ -127,7 +143,32 @@ class Workload:
             except ValueError as fault:
                 refused[name] = str(fault)
         one_copy = copies_fault(traced.updated)
-        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused, one_copy)
+        streamed, reason = self._streamed(traced, estimate)
+        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused, one_copy, streamed, reason)
+
+    def _streamed(
+        self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]
+    ) -> tuple[Streamed | None, str]:
+        """The model as streaming sees it; or None, and why it cannot be computed box by box."""
+        model, nodes = traced.model, list(traced.training.graph.nodes)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
+        image = torch.empty((), device=device).expand(self._shape)
+        entering = {node.name: image for node in nodes if node.op == "placeholder"}
+        with left_as_it_was(model):
+            model.train()
+            try:
+                region = read_region(model, nodes, entering)
+                known = self._recorded[0] if self._recorded else None
+                if known is None or not all(step.plain or step.name in known.records for step in region.steps):
+                    known = Recorded(record(model, region), self.tile)
+                    self._recorded[:] = [known]
+            except (ValueError, RuntimeError, NotImplementedError) as fault:
+                return None, str(fault)
+        steps = with_record(region.steps, known.records, 1)
+        paper = dataclasses.replace(region, steps=steps).on_paper()
+        return Streamed(
+            paper, {name: each.ops for name, each in known.records.items()}, known.side, estimate, known.fitted
+        ), ""
 
 
 def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:

@@ -116,8 +116,11 @@ class ModelSettings:
     """Normalisation; all but batch do not depend on which tiles are computed together. frozen: batch norm whose running
     statistics stay as --weights has them, while scale and shift are trained; layer: over the channels of each px. With
     these two --stream stores the least."""
+    head: Literal["average", "gem", "attention"] = "average"
+    """What pools the last map of a classifier. attention: weighs positions by gated attention; gem: generalised mean,
+    whose exponent is trained."""
     weights: Path | None = None
-    """Start from the parameters in this file; a head for other classes is left fresh."""
+    """Start from the parameters in this file; a head for other classes, or of another kind, is left fresh."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,27 @@ class RunConfig:
             faults.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
             faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
+        if self.index.tile == "slide":
+            faults += self._whole_slide_faults()
         if self.twin_steps < 0:
             faults.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
+        return faults
+
+    def _whole_slide_faults(self) -> list[str]:
+        """Of tiles that differ in size."""
+        faults, asked = [], self.strategy
+        if asked.name not in ("single", "ddp") or (asked.undecided and asked.world > 1):
+            faults.append(
+                f"--tile slide is for --parallel single and ddp, which compute each slide on one rank; got --parallel "
+                f"{asked.parallel}"
+            )
+        elif asked.m != asked.batch:
+            faults.append(
+                f"--tile slide computes slides one at a time, as they differ in size: --batch {asked.batch} needs "
+                f"--microbatches {asked.batch}; got {asked.m}"
+            )
+        if self.augmentation.augment == "cpu":
+            faults.append(
+                "--augment cpu turns tiles by quarters, which oblong ones of --tile slide cannot be: use device or none"
+            )
         return faults

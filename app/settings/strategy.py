@@ -97,7 +97,9 @@ class StrategySettings:
     """Side in px of boxes, such as 512, that a tile is computed in one after the other, in the forward pass and once
     more in the backward pass: the same numbers, and memory for a box in place of a tile. The tile stays bytes in the
     host's memory, beside maps between parts of the model: few with --norm frozen or layer, one for each norm with
-    others. For --parallel single and ddp."""
+    others. Each stage of a model that is split has boxes of its own; not for --parallel fsdp and zero-bubble. auto,
+    with single and ddp: the largest boxes that fit the memory; on a CPU without --memory of 512 px. none leaves it to
+    the plan with --parallel auto."""
     shard_optimizer: Suppress[Literal["none", "pair"]] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     gradient_buckets: Suppress[str | None] = None
@@ -135,6 +137,16 @@ class StrategySettings:
         return self.recompute == "optimal" and not self.recompute_runs
 
     @property
+    def box_undecided(self) -> bool:
+        """A planner has yet to choose the side of the boxes."""
+        return self.stream == "auto"
+
+    @property
+    def planned(self) -> bool:
+        """A planner has yet to choose something."""
+        return self.undecided or self.runs_undecided or self.box_undecided
+
+    @property
     def memory_bytes(self) -> int | None:
         """``memory`` in bytes."""
         return None if self.memory is None else bytes_of(self.memory)
@@ -146,8 +158,8 @@ class StrategySettings:
 
     @property
     def stream_px(self) -> int | None:
-        """Side of the boxes that tiles are computed in; None: at once."""
-        return None if self.stream == "none" else int(self.stream)
+        """Side of the boxes that tiles are computed in; None: at once, or as yet to be chosen."""
+        return None if self.stream in ("none", "auto") else int(self.stream)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ where the next batch was not read in time, do the ranks exchange row numbers bef
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -88,12 +89,11 @@ class RankReading:
 
 def microbatches_of(feed: DeviceFeed, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:
     """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here."""
-    height, width = batch.images.shape[1:3]
 
-    def made(size: int, part: Part) -> Microbatch:
-        return Microbatch(*part, (size, 3, height, width))
+    def made(size: int, first: int, part: Part) -> Microbatch:
+        return Microbatch(*part, (size, 3, *batch.sides(first)))
 
-    return map(made, sizes, feed.microbatches(batch, sizes))
+    return map(made, sizes, itertools.accumulate(sizes, initial=0), feed.microbatches(batch, sizes))
 
 
 def sizes_of_part(batch: Batch, largest: int) -> list[int]:

@@ -25,6 +25,7 @@ from pipelines.labels.splits import Splits, fixed_splits, make_splits, split_fol
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
+from pipelines.tiles.tile_table import sides_text
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         progress=progress,
         resumed=config.resume and folder.last.exists(),
     )
+    if tiles.sides is not None:
+        progress(f"whole slides as tiles: {sides_text(tiles)} at {config.index.mpp:g} um/px")
     usable = [slide_id for slide_id in tiles.slides if slide_id in known]
     tiles, areas = tiles.of_slides(usable), None
     if task == "classify" and isinstance(truth, SlideAnnotations):
@@ -199,9 +202,11 @@ def _drawn_areas(
 def _class_areas(tiles: TileTable, row: int, truth: SlideAnnotations, pool: SlidePool) -> NDArray[np.int64]:
     """Points of a grid over tile ``row`` that fall on each class, (C,)."""
     tile = tiles.region(row)
-    grid = min(LABEL_GRID, tile.width)
-    coarse = Region(tile.l0_x, tile.l0_y, grid, grid, tile.mpp * tile.width / grid)
-    mask = np.empty((grid, grid), np.uint8)
+    longer = max(tile.width, tile.height)
+    grid = min(LABEL_GRID, longer)
+    width, height = (max(1, side * grid // longer) for side in (tile.width, tile.height))
+    coarse = Region(tile.l0_x, tile.l0_y, width, height, tile.mpp * longer / grid)
+    mask = np.empty((height, width), np.uint8)
     with pool.lease(tiles.slide_id(row)) as slide:
         truth.read_mask(tiles.slide_id(row), slide, coarse, mask)
     return np.bincount(mask.ravel(), minlength=256)[: len(truth.classes)].astype(np.int64)

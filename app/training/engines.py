@@ -41,7 +41,7 @@ def build_engine(
     communicator: Communicator,
     *,
     batch: int,
-    tile: int,
+    tile: int | tuple[int, int],
     seed: int,
     device: torch.device,
     autocast: torch.dtype | None = None,
@@ -54,7 +54,7 @@ def build_engine(
         model: on the CPU, the same on every rank.
         make_optimizer: over the parameters it is given.
         batch: tiles of a usual step over all ranks.
-        tile: px of a usual tile.
+        tile: px of a usual tile, a side, or height and width; where tiles differ in size, of the largest.
         autocast: type for mixed precision; None computes in the model's own.
         watchdog: told of every action.
         host: where maps of tiles lie that are computed box by box; None: in memory.
@@ -62,7 +62,7 @@ def build_engine(
     Raises:
         ValueError: the model cannot be split as asked, or the schedule does not fit.
     """
-    shape = (-(-batch // strategy.m), 3, tile, tile)
+    shape = (-(-batch // strategy.m), 3, *((tile, tile) if isinstance(tile, int) else tile))
     if strategy.name == "fsdp":
         refuse_copies(updated_alone(model, shape, communicator), communicator.world, strategy.name)
         return FullyShardedEngine(
@@ -91,6 +91,7 @@ def build_engine(
         autocast=autocast,
         device=device,
         observer=watchdog,
+        host=host,
     )
     if watchdog:
         watchdog.follow(engine.schedule)

@@ -92,10 +92,10 @@ class ExactnessTrial:
         return in_precision(copy.deepcopy(self.module, computed), self.dtype).to(memory_format=layout)
 
     def microbatch(self, step: int, i: int, wants: Wants) -> Microbatch:
-        """Microbatch ``i`` of ``step``: images (n, 3, tile, tile), targets (n,)."""
+        """Microbatch ``i`` of ``step``: images (n, 3, tile, tile), targets (n, tile, tile)."""
         generator = torch.Generator().manual_seed(microbatch_seed(self.seed, step, i) >> 1)
         shape = (self.sizes[i], 3, self.tile, self.tile)
-        targets = torch.randn(shape[0], generator=generator, dtype=self.dtype).to(self.device)
+        targets = torch.randn((shape[0], *shape[2:]), generator=generator, dtype=self.dtype).to(self.device)
         images = torch.randn(shape, generator=generator, dtype=self.dtype).to(self.device) if wants.images else None
         if images is not None and self.nudge:
             signs = torch.randint(0, 2, shape, generator=generator.manual_seed(self.nudge + 1000 * step + i)) * 2 - 1
@@ -180,22 +180,45 @@ class Errors:
         return groups
 
 
-def projected_error(output: Any, targets: Tensor) -> Tensor:
-    """A loss for any model: each output is projected on fixed random weights, which is then to be the target.
+class ProjectedError:
+    """A loss for any model: its outputs, projected on random weights, are to be a random number.
 
-    Args:
-        output: a tensor (n, ...), or tensors in tuples, lists, dicts and the like.
-        targets: (n,).
+    Of a map of the tile's size, the weight of a value is that of its channel, which is fixed, times that of its px, the
+    target, so that the projection is a sum over boxes of the tile.
     """
-    loss = targets.new_zeros(())
-    for k, leaf in enumerate(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
-        leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-        leaf = leaf if leaf.dim() else leaf.reshape(1, 1)  # a model's own loss, beside the rest
-        generator = torch.Generator().manual_seed(k)
-        weights = torch.randn(leaf.shape[1:], generator=generator, dtype=torch.float64).to(leaf)
-        projection = (leaf * weights).flatten(1).sum(1) / math.sqrt(weights.numel())
-        loss = loss + (projection - targets).square().mean()
-    return loss
+
+    def __call__(self, output: Any, targets: Tensor) -> Tensor:
+        """Return the mean loss ().
+
+        Args:
+            output: a tensor (n, ...), or tensors in tuples, lists, dicts and the like.
+            targets: (n, h, w).
+        """
+        return self.value(self.sums(output, targets), targets.shape[1] * targets.shape[2])
+
+    def sums(self, output: Any, targets: Tensor) -> Tensor:
+        """Return projections (n, outputs), less their targets; of a map (n, c, h, w), what a box adds."""
+        if isinstance(output, Tensor) and output.dim() == 4 and (len(output), *output.shape[2:]) == targets.shape:
+            weights = _weights(0, (output.shape[1], 1, 1), output)
+            return (output * weights * targets[:, None]).flatten(1).sum(1)[:, None].double()
+        rows, columns = targets.shape[1:]
+        errors = []
+        for k, leaf in enumerate(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+            leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            leaf = leaf if leaf.dim() else leaf.reshape(1, 1)  # a model's own loss, beside the rest
+            weights = _weights(k, leaf.shape[1:], leaf)
+            projection = (leaf * weights).flatten(1).sum(1) / math.sqrt(weights.numel())
+            errors.append((projection - targets[:, 0, 0]) * math.sqrt(rows * columns))
+        return torch.stack(errors, 1)
+
+    def value(self, sums: Tensor, pixels: int) -> Tensor:
+        """Return the mean loss () of tiles of ``pixels`` px."""
+        return sums.square().mean(0).sum() / pixels
+
+
+def _weights(seed: int, shape: Sequence[int], like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(like)
 
 
 def run_plain(trial: ExactnessTrial) -> StepsResult:
@@ -212,7 +235,7 @@ def run_plain(trial: ExactnessTrial) -> StepsResult:
             images, targets, _ = trial.microbatch(step, i, Wants(images=True, targets=True))
             assert targets is not None
             torch.manual_seed(microbatch_seed(trial.seed, step, i))
-            loss = projected_error(module(images), whole(targets)) * (size / sum(trial.sizes))
+            loss = ProjectedError()(module(images), whole(targets)) * (size / sum(trial.sizes))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         gradients = gradients or {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
@@ -242,7 +265,7 @@ def settled_steps(
 
 def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Communicator) -> list[StepsResult] | None:
     """The same by a strategy: what every rank has of it, on rank 0; None on the others."""
-    engine = make_engine(trial.fresh_module(), projected_error, trial.make_optimizer, communicator)
+    engine = make_engine(trial.fresh_module(), ProjectedError(), trial.make_optimizer, communicator)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(trial.steps):

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,14 +183,15 @@ def build_session(
         ValueError: a model, weights file or batch that does not fit the task or the ranks.
     """
     torch.manual_seed(config.seed)
-    model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm)
+    model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm, head=config.net.head)
     if config.net.weights:
         check_weights(config.net.weights)
-    notes = tuple(load_weights(model, config.net.weights)) if config.net.weights else ()
+    notes = _load_weights(model, config.net.weights) if config.net.weights else ()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ranges = split_batch(config.strategy.batch, strategy.m)
     channels_last = config.strategy.channels_last
-    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, config.index.tile, config.index.tile)):
+    width, height = dataset.tiles.largest
+    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, height, width)):
         channels_last, notes = False, (*notes, LEFT_OUT)
     if channels_last:
         model.to(memory_format=torch.channels_last)
@@ -206,7 +208,7 @@ def build_session(
         functools.partial(build_optimizer, config.optimization),
         placement.communicator,
         batch=config.strategy.batch,
-        tile=config.index.tile,
+        tile=(height, width),
         seed=config.seed,
         device=placement.device,
         autocast=placement.autocast,
@@ -247,6 +249,13 @@ def build_session(
         failed,
         host,
     )
+
+
+def _load_weights(model: nn.Module, path: Path) -> tuple[str, ...]:
+    """Load ``path`` into ``model``; lines that say how much of it, and what is left as it was drawn."""
+    lines = load_weights(model, path)
+    left, wanted = {line.split()[0] for line in lines}, model.state_dict()
+    return (f"--weights {path}: {sum(key not in left for key in wanted)} of {len(wanted)} tensors loaded", *lines)
 
 
 def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs: int | None = None) -> TileStream:
@@ -302,7 +311,8 @@ def _read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace, hos
         array: NDArray[Any] = host.zeros(shape, torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
         return array
 
-    pinned = allocate_pinned if placement.device.type == "cuda" else np.empty
+    # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.
+    pinned = allocate_pinned if placement.device.type == "cuda" and stream.tiles.sides is None else np.empty
     return stream.prefetch(
         config.stream.read_ahead_bytes,
         config.stream.read_threads or rank_cores(),

@@ -18,6 +18,7 @@ from app.training.run_folder import RunFolder
 from app.training.session import Session
 from app.training.step_timeline import StepRecord, write_step
 from app.training.throughput import peak_resident_bytes
+from pipelines.tiles.tile_table import three_sizes
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class RunSummary:
 
     def _figures(self, status: str, peaks: list[list[int]], error: str | None) -> dict[str, Any]:
         session, outcome = self._session, self._outcome
-        config, strategy = session.config, session.strategy
+        config, strategy, tiles = session.config, session.strategy, session.dataset.tiles
         speed = outcome.throughput.images_per_second
         return {
             "status": status,
@@ -120,6 +121,7 @@ class RunSummary:
             "global_batch": config.strategy.batch,
             "microbatches": len(session.ranges),
             "tile_px": config.index.tile,
+            "tile_sides_px": three_sizes(tiles) if tiles.sides is not None else None,
             "mpp": config.index.mpp,
             "steps": outcome.step,
             "images": outcome.images,
@@ -130,7 +132,7 @@ class RunSummary:
             "images_per_second": speed,
             "images_per_second_sustained": outcome.throughput.images_per_second_sustained,
             "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,
-            "pixels_per_second": None if speed is None else speed * config.index.tile**2,
+            "pixels_per_second": None if speed is None else speed * float(tiles.pixels[session.train_rows].mean()),
             "data_wait_fraction": outcome.throughput.data_wait_fraction,
             "peak_memory_bytes": peaks[0],
             "peak_resident_bytes": peaks[1],

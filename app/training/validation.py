@@ -8,6 +8,7 @@ model, blank, so that all ranks do the same work, and takes no part in any score
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_def
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
-from parallel.stage.stage import Loss
+from parallel.stage.stage import Loss, SummedLoss
 from parallel.streaming.images import whole
 
 
@@ -103,26 +104,31 @@ def evaluate(
     classes = len(dataset.classes)
     losses = torch.zeros(len(rows), dtype=torch.float64)
     width = classes if dataset.task == "classify" else 2 * classes
+    score = _PixelScore(loss, classes) if isinstance(loss, SummedLoss) else None
     sums = torch.zeros((len(rows), width), dtype=torch.float64)
     unread = torch.zeros(len(rows), dtype=torch.int64)
     with engine.predicting(), microbatches() as stream:
         for part in stream:
             unread[part.rows[~part.readable]] = 1
-            output = engine.predict(part.microbatch)
+            output = engine.predict(part.microbatch, score.sums if score else None)
             if output is None:
                 continue  # another rank of the group has it
             assert part.microbatch.targets is not None
             targets = whole(part.microbatch.targets)
             if not part.readable.any():
                 continue
-            kept = torch.from_numpy(part.readable).to(output.device)
-            output, targets, where = output[kept], targets[kept], torch.from_numpy(part.rows[part.readable])
+            where = torch.from_numpy(part.rows[part.readable])
+            kept = torch.from_numpy(part.readable)
             # One tile at a time: the mean over a microbatch cannot be taken apart again.
-            losses[where] = (
-                torch.stack([loss(output[i : i + 1], targets[i : i + 1]) for i in range(len(where))]).double().cpu()
-            )
-            values = output.softmax(1) if dataset.task == "classify" else _overlaps(output, targets, classes)
-            sums[where] = values.double().cpu()
+            if score:
+                output = output.cpu()[kept]
+                losses[where] = score.losses(output, math.prod(targets.shape[1:]))
+                sums[where] = output[:, -width:]
+            else:
+                output, targets = output[kept.to(output.device)], targets[kept.to(output.device)]
+                each = [loss(output[i : i + 1], targets[i : i + 1]) for i in range(len(where))]
+                losses[where] = torch.stack(each).double().cpu()
+                sums[where] = output.softmax(1).double().cpu()
     for gathered in (losses, sums, unread):
         communicator.all_reduce(gathered)
     sums[unread > 0] = 0  # pixels and targets may be read on two ranks: each has said what it could not read
@@ -134,16 +140,28 @@ def evaluate(
     return _segmentation(dataset, slide, readable, sums.numpy(), mean_loss)
 
 
-def _overlaps(output: Tensor, targets: Tensor, classes: int) -> Tensor:
-    """Per tile: intersections (n, C), then summed sizes (n, C), in px."""
-    predicted = output.argmax(1)
-    counted = targets != IGNORE
-    columns = []
-    for c in range(classes):
-        columns.append(((predicted == c) & (targets == c)).sum((1, 2)))
-    for c in range(classes):
-        columns.append(((predicted == c) & counted).sum((1, 2)) + (targets == c).sum((1, 2)))
-    return torch.stack(columns, 1)
+@dataclass(frozen=True)
+class _PixelScore:
+    """What validation asks of each tile's pixels, as sums, which boxes of the tile add up to."""
+
+    loss: SummedLoss
+    classes: int
+
+    def sums(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return float64 (n, K + 2C): those of the loss, intersections and summed sizes of each class in px."""
+        of_loss = self.loss.sums(logits, targets)  # says what is wrong with the model
+        predicted = logits.argmax(1)
+        counted = targets != IGNORE
+        columns = []
+        for c in range(self.classes):
+            columns.append(((predicted == c) & (targets == c)).sum((1, 2)))
+        for c in range(self.classes):
+            columns.append(((predicted == c) & counted).sum((1, 2)) + (targets == c).sum((1, 2)))
+        return torch.cat((of_loss.double(), torch.stack(columns, 1).double()), 1)
+
+    def losses(self, sums: Tensor, pixels: int) -> Tensor:
+        """Return the loss of each tile (n,) of ``pixels`` px."""
+        return torch.stack([self.loss.value(tile[None], pixels) for tile in sums[:, : -2 * self.classes]])
 
 
 def _classification(

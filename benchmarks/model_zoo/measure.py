@@ -22,7 +22,7 @@ from torch import Tensor
 
 from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine
-from app.training.exactness import TOLERANCE, ExactnessTrial, StepsResult, projected_error, run_engine
+from app.training.exactness import TOLERANCE, ExactnessTrial, ProjectedError, StepsResult, run_engine
 from benchmarks.model_zoo.table import WAYS, Row
 from benchmarks.model_zoo.zoo import Entry
 from models.registry import build_model
@@ -140,7 +140,7 @@ def _plain(trial: ExactnessTrial) -> StepsResult:
         images, targets, _ = trial.microbatch(0, i, Wants(images=True, targets=True))
         assert targets is not None
         torch.manual_seed(microbatch_seed(trial.seed, 0, i))
-        loss = projected_error(module(images), targets) * (size / sum(trial.sizes))
+        loss = ProjectedError()(module(images), targets) * (size / sum(trial.sizes))
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

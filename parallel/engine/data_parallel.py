@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from parallel.comm.communicator import Communicator
 from parallel.comm.sent_bytes import sum_bytes
 from parallel.engine.optimizer_step import parameters_and_gradients, state_of
-from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, measured
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
 from parallel.offload.saved_tensors import SavedTensors
@@ -29,8 +29,10 @@ from parallel.schedule.microbatch import microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.recompute_context import recompute_context
 from parallel.stage.rng import drawing
-from parallel.stage.stage import Loss
+from parallel.stage.stage import Loss, SummedLoss
+from parallel.streaming.box_sums import BoxSums, Sums
 from parallel.streaming.images import whole
+from parallel.streaming.streamed_module import StreamedModule
 from parallel.trace.norm_gradients import mend_norm_gradients
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 
@@ -98,7 +100,7 @@ class DataParallelEngine:
         self._learning_rate = 0.0
         self._before_update = nothing
         self._bucket_bytes = bucket_bytes
-        self._replica: Callable[[Any], Any] | None = self._distributed(module)
+        self._replica: Callable[..., Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
         self._saved_tensors = saved_tensors or SavedTensors(ActivationPolicy(), self._device)
         self._updated = UpdatedBuffers(module, updated)
@@ -108,7 +110,7 @@ class DataParallelEngine:
             torch.autocast, self._device.type, self._autocast, enabled=self._autocast is not None
         )
 
-    def _distributed(self, module: nn.Module) -> Callable[[Any], Any]:
+    def _distributed(self, module: nn.Module) -> Callable[..., Any]:
         """What forward passes of training go through."""
         return self._communicator.replicate(module, self._bucket_bytes)
 
@@ -180,6 +182,9 @@ class DataParallelEngine:
             self._saved_tensors.watching(i, self._state()),
             self._in_segments(),
         ):
+            if isinstance(self.module, StreamedModule) and isinstance(self._loss, SummedLoss):
+                asked = BoxSums(self._loss.sums, microbatch.targets)
+                return self._loss.value(self._replica(microbatch.images, sums=asked), asked.pixels)
             loss: Tensor = self._loss(self._replica(microbatch.images), whole(microbatch.targets))
         return loss
 
@@ -210,11 +215,16 @@ class DataParallelEngine:
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def predict(self, microbatch: Microbatch) -> Tensor:
+    def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Tensor:
         self.module.eval()
-        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+        with self._precision():
+            if sums is not None and isinstance(self.module, StreamedModule):
+                assert microbatch.targets is not None
+                summed: Tensor = self.module(microbatch.images, sums=BoxSums(sums, microbatch.targets))
+                return summed
             output: Tensor = self.module(microbatch.images)
-        return output.float()
+        result: Tensor = measured(output.float(), microbatch, sums)
+        return result
 
     def on_device(self) -> Iterator[Tensor]:
         yield from self.module.buffers()

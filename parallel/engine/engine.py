@@ -28,6 +28,9 @@ from parallel.schedule.microbatch import microbatch_seed
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.stage.stage import LOSS
+from parallel.streaming.box_sums import Sums
+from parallel.streaming.images import whole
+from parallel.streaming.streamed_module import StreamedStage
 
 
 class EngineFault(RuntimeError):
@@ -116,8 +119,8 @@ class Engine:
     def predicting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def predict(self, microbatch: Microbatch) -> Any:
-        return self._work.prediction.run(microbatch)
+    def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
+        return self._work.prediction.run(microbatch, sums)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, by name of the parameter, for the stages this rank
@@ -222,7 +225,9 @@ class Engine:
         self._tell(position, waiting=True)
         values = work.transfers.take(action)
         if action.stage == 0:
-            values[work.inputs] = feed.images(i)
+            images = feed.images(i)
+            in_boxes = isinstance(work.stages[0].module, StreamedStage)
+            values[work.inputs] = images if in_boxes else whole(images)
         tiles = feed.shape(i)[0]
         random = values.pop(RANDOM_STATE, None)
         self._shapes = self._described(position, feed.shape(i), "inputs", values)

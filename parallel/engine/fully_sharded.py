@@ -19,9 +19,10 @@ from parallel.comm.sent_bytes import part_bytes
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.sharding_units import sharding_units
-from parallel.engine.step import Microbatch
+from parallel.engine.step import Microbatch, measured
 from parallel.schedule.microbatch import share_of
 from parallel.stage.stage import Loss
+from parallel.streaming.box_sums import Sums
 from parallel.streaming.images import whole
 
 
@@ -100,11 +101,12 @@ class FullyShardedEngine(DataParallelEngine):
         while (shape := self._agreed_shape(None)) is not None:
             self._predict(torch.zeros(shape, dtype=self._dtype, device=self._device))
 
-    def predict(self, microbatch: Microbatch) -> Tensor:
+    def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Tensor:
         """Every rank takes part, within ``predicting`` or by a prediction of its own at the same time."""
         assert microbatch.images is not None
         self._agreed_shape(microbatch.shape)
-        return self._predict(whole(microbatch.images))
+        output: Tensor = measured(self._predict(whole(microbatch.images)), microbatch, sums)
+        return output
 
     @torch.no_grad()
     def _predict(self, images: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from parallel.streaming.images import Boxes
+from parallel.streaming.box_sums import Sums
+from parallel.streaming.images import Boxes, whole
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -64,6 +65,14 @@ class StepResult:
     tiles: int
 
 
+def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
+    """Return ``output``, or the ``sums`` of it and the targets."""
+    if sums is None or output is None:
+        return output
+    assert microbatch.targets is not None
+    return sums(output, whole(microbatch.targets))
+
+
 class TrainingEngine(Protocol):
     """One optimiser step of a model over a fixed group of ranks."""
 
@@ -97,8 +106,12 @@ class TrainingEngine(Protocol):
         """Around the predictions of every rank: all enter and leave it together, each with its own number of them."""
         ...
 
-    def predict(self, microbatch: Microbatch) -> Any:
+    def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
         """Output of the model in evaluation mode, float32, without gradients; every rank of the group takes part.
+
+        Args:
+            sums: (output, targets) -> (n, K), to which boxes of the tile add up: wanted in place of the output, which
+                then need not be held whole.
 
         Returns:
             The output on ranks whose ``predict_wants`` has targets, None on the others.

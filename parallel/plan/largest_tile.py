@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from parallel.plan.plan import PlanRow
-from parallel.plan.savings import PLAIN, RECOMPUTE, Savings
+from parallel.plan.savings import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
 
 STEP = 64
 """Tile sides are multiples of this many px, which every model's strides divide."""
@@ -43,15 +43,15 @@ class LargestTile:
 
 
 def steps_of(savings: Savings) -> list[Savings]:
-    """Return, within ``savings``: nothing, computing again, and moving to the host besides."""
+    """Return, within ``savings``: nothing, computing again, moving to the host besides, and boxes alone."""
     steps: list[Savings] = []
-    for open_to in (PLAIN, Savings(offload=(False,)), Savings()):
+    for open_to in (PLAIN, ON_DEVICE, Savings(stream=False)):
         recompute = tuple(how for how in savings.recompute if how in open_to.recompute or how not in RECOMPUTE)
         offload = tuple(moves for moves in savings.offload if moves in open_to.offload)
-        step = Savings(recompute, offload)
+        step = Savings(recompute, offload, stream=False)
         if recompute and offload and step not in steps:
             steps.append(step)
-    return steps
+    return [*steps, BOXES] if savings.boxes else steps
 
 
 def largest_tiles(names: Iterable[str], steps: Sequence[Savings], least: Least) -> list[LargestTile]:
@@ -88,7 +88,7 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
         return None
     if not smallest:
         return LargestTile(name, savings, 0, None, known[low], known[low])
-    while low < LIMIT and fits(2 * low):
+    while 2 * low <= LIMIT and fits(2 * low):
         low *= 2
     high = min(2 * low, LIMIT)
     while high - low > STEP:

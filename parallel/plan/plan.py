@@ -17,6 +17,8 @@ from parallel.strategy import Strategy
 VERSION = 2
 SIMPLER = 0.01
 """A candidate has to be faster by this fraction to be preferred to one that stands before it."""
+BOXES = 0.1
+"""Likewise of one whose tiles are computed box by box, beside one whose are not."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class PlanRow:
         peak_bytes: per rank of one group, from its first.
         over_bytes: by how much the fullest rank misses the memory, or the host's; 0 where it fits.
         refused: why it cannot run whatever the memory.
+        host_bytes: that the fullest rank takes on the host for what it moves there.
     """
 
     strategy: Strategy
@@ -38,6 +41,7 @@ class PlanRow:
     peak_bytes: tuple[int, ...] = ()
     over_bytes: int = 0
     refused: str = ""
+    host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -65,6 +69,9 @@ class PlanRow:
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.moves,
             "shard_optimizer": strategy.shard_optimizer,
+            "stream_px": strategy.policy.stream,
+            "host_bytes": self.host_bytes,
+            "host_limit_bytes": strategy.policy.host_bytes,
         }
 
     @classmethod
@@ -79,6 +86,8 @@ class PlanRow:
             tuple((first, last) for first, last in row["recomputed"]),
             "overlap" if row["offload"] else "none",
             row["ahead_bytes"],
+            host_bytes=row.get("host_limit_bytes"),
+            stream=row.get("stream_px"),
         )
         ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
         return cls(
@@ -89,6 +98,7 @@ class PlanRow:
             tuple(row["peak_memory_bytes"]),
             row["over_bytes"],
             row["refused"],
+            row.get("host_bytes", 0),
         )
 
 
@@ -148,6 +158,12 @@ def best_of(rows: Iterable[PlanRow]) -> PlanRow | None:
 
 
 def _better(row: PlanRow, best: PlanRow) -> bool:
+    margin = SIMPLER + BOXES * (bool(row.strategy.policy.stream) - bool(best.strategy.policy.stream))
     if row.images_per_second is None and best.images_per_second is None:
-        return len(row.strategy.savings.split("+")) < len(best.strategy.savings.split("+"))
-    return (row.images_per_second or 0) > (1 + SIMPLER) * (best.images_per_second or 0)
+        return _done(row.strategy) < _done(best.strategy)
+    return (row.images_per_second or 0) > (1 + margin) * (best.images_per_second or 0)
+
+
+def _done(strategy: Strategy) -> tuple[bool, int]:
+    """What a strategy does to need less memory, boxes last, to compare."""
+    return strategy.policy.stream is not None, len(strategy.savings.split("+"))

@@ -22,10 +22,17 @@ class Savings:
     Attributes:
         recompute: of ``ActivationPolicy``, the values it may have; "none" where nothing has to be computed again.
         offload: whether what is kept may be moved to the host.
+        stream: tiles may be computed box by box.
     """
 
     recompute: tuple[str, ...] = RECOMPUTE
     offload: tuple[bool, ...] = (False, True)
+    stream: bool = True
+
+    @property
+    def boxes(self) -> bool:
+        """Tiles may be computed box by box, which goes with nothing else."""
+        return self.stream and "none" in self.recompute and False in self.offload
 
     def tiers(self, candidate: Strategy) -> Iterator[list[Strategy]]:
         """``candidate`` first, where nothing else is asked for; then variants of it that need less memory and more
@@ -71,9 +78,11 @@ class Savings:
 
 
 ANY = Savings()
-PLAIN = Savings(("none",), (False,))
-ON_DEVICE = Savings(offload=(False,))
+PLAIN = Savings(("none",), (False,), stream=False)
+ON_DEVICE = Savings(offload=(False,), stream=False)
 """Computing again, but moving nothing."""
+BOXES = Savings(("none",), (False,))
+"""Tiles computed box by box, where they do not fit as they are."""
 
 
 def _can_recompute(candidate: Strategy, how: str) -> bool:

@@ -25,7 +25,7 @@ from parallel.plan.stages import StageCache, slower_link
 from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
-from parallel.strategy import Strategy
+from parallel.strategy import STREAMED, Strategy
 
 GAIN = 4 / 3
 """Times as fast, at most, as with all of it computed again: a forward pass is about a third of both."""
@@ -117,9 +117,43 @@ class Planner:
             if fastest is not None:
                 return fastest
             tried = own + tried
+        if savings.boxes and (streamed := self._in_boxes(candidate)):
+            if streamed.fits:
+                return self._timed(streamed)
+            tried = [streamed, *tried]
         if not tried:
             return PlanRow(candidate, refused=savings.refusal(candidate))
         return self._timed(min(tried, key=lambda fitting: fitting.over_bytes))
+
+    def in_boxes(self, candidate: Strategy) -> PlanRow | None:
+        """Return the row of ``candidate`` in the largest boxes that fit, or in the smallest; None where it cannot be
+        computed box by box."""
+        fitting = self._in_boxes(candidate)
+        return None if fitting is None else self._timed(fitting)
+
+    def _in_boxes(self, candidate: Strategy) -> _Fitting | None:
+        sides = self.cutting.box_sides
+        if candidate.name not in STREAMED or not sides:
+            return None
+
+        def fitting(side: int) -> _Fitting:
+            found = self._least(self.cutting.within_host(candidate.under(stream=side)))
+            assert found is not None
+            return found
+
+        assert self.task.streamed is not None
+        fitted, tiles = self.task.streamed.fitted, self.cutting.tiles(candidate)
+        if fitted.get(tiles) in sides and fitting(fitted[tiles]).fits:
+            return fitting(fitted[tiles])
+        if not (smallest := fitting(sides[0])).fits:
+            return smallest
+        low, high = 0, len(sides)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fitting(sides[middle]).fits else (low, middle)
+        if high < len(sides):
+            fitted[tiles] = sides[low]
+        return fitting(sides[low])
 
     def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:
         """Return False where moving what is kept takes ``candidate`` longer than ``row``, however the model is cut."""
@@ -210,6 +244,7 @@ class Planner:
             step.bubble,
             fitting.peak_bytes,
             fitting.over_bytes,
+            host_bytes=self.cutting.host_bytes(fitting.strategy, fitting.partition),
         )
 
     def partition_of(self, row: PlanRow) -> Partition:
@@ -221,6 +256,8 @@ class Planner:
     def limit(self, row: PlanRow) -> Limit:
         """Return what fills the fullest rank most, or the host where a row misses that by more."""
         strategy, partition = row.strategy, self.partition_of(row)
+        if strategy.policy.stream is not None:
+            return self.cutting.limit_in_boxes(strategy)
         held = [self.cutting.rank_bytes(strategy, partition, rank) for rank in range(strategy.depth)]
         fullest = max(range(len(held)), key=lambda rank: held[rank].total)
         if row.over_bytes > max(0, held[fullest].total - self.cluster.usable_bytes):
@@ -267,7 +304,8 @@ class _Fitting:
         """By how much the fullest rank misses the memory, or the host's."""
         cluster = self.cutting.cluster
         over = max(self.peak_bytes) - cluster.usable_bytes
-        if self.strategy.policy.moves and cluster.host_bytes < math.inf:
+        policy = self.strategy.policy
+        if (policy.moves or policy.stream) and cluster.host_bytes < math.inf:
             on_host = self.cutting.host_bytes(self.strategy, self.partition)
             # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
             left = max(0, -over) if cluster.kind == "cpu" else 0

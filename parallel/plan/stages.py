@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -29,11 +30,14 @@ from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_wh
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
+from parallel.plan.limit import Limit
 from parallel.plan.policy_cost import policy_costs
 from parallel.plan.step_time import schedule_of, weights_of
+from parallel.plan.streamed import StreamedStages
 from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.step_cost import StageCost
+from parallel.space.boxes import STORED_PER_PX
 from parallel.strategy import Strategy
 
 MANY = 400
@@ -67,6 +71,30 @@ class StageCache:
         self._memories: dict[int, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
         self._moved_s: dict[int, float] = {}
+        self._streamed = None if task.streamed is None else StreamedStages(task.streamed, cluster, task.slots)
+
+    @property
+    def box_sides(self) -> list[int]:
+        """Of boxes that tiles may be computed in, in px; empty where the model cannot be."""
+        return [] if self._streamed is None else self._streamed.sides
+
+    def within_host(self, candidate: Strategy) -> Strategy:
+        """Return ``candidate``, computed box by box, with maps between parts kept to the host's memory where it has
+        less than is usual."""
+        host = self.cluster.host_bytes
+        usual = (
+            STORED_PER_PX * self.tiles(candidate) * math.prod(self.task.streamed.model.side)
+            if self.task.streamed
+            else 0
+        )
+        if candidate.policy.host_bytes is not None or not 0 < host < usual:
+            return candidate
+        return candidate.under(host_bytes=int(host))
+
+    def limit_in_boxes(self, candidate: Strategy) -> Limit:
+        """Return what stands in the way of a larger tile, of a candidate that is computed box by box."""
+        assert self._streamed is not None
+        return self._streamed.limit(candidate, self.tiles(candidate), self._memory_of(candidate))
 
     @property
     def most_stages(self) -> int:
@@ -198,6 +226,8 @@ class StageCache:
     def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
         """Return the bytes of a rank of the first group; of any where each computes the whole model."""
         memory, policy = self._memory_of(candidate), candidate.policy
+        if policy.stream is not None and self._streamed is not None:
+            return self._streamed.rank_bytes(candidate, self.tiles(candidate), memory)
         if not candidate.splits:
             stage = memory.of_stage(partition, 0, policy)
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
@@ -217,6 +247,8 @@ class StageCache:
 
     def host_bytes(self, candidate: Strategy, partition: Partition) -> int:
         """Return the bytes that the fullest rank of the first group takes on the host."""
+        if candidate.policy.stream is not None and self._streamed is not None:
+            return self._streamed.host_bytes(candidate, self.tiles(candidate))
         if not candidate.policy.moves:
             return 0
         stages = self._memory_of(candidate).host(partition, candidate.policy)
@@ -226,7 +258,10 @@ class StageCache:
 
     def stage_costs(self, candidate: Strategy, partition: Partition) -> list[StageCost]:
         """Return the costs of the stages for the largest microbatch, with what the candidate's policy takes."""
-        _, costs = self.microbatch(self.tiles(candidate))
+        tiles = self.tiles(candidate)
+        graph, costs = self.microbatch(tiles)
+        if candidate.policy.stream is not None and self._streamed is not None:
+            return [self._streamed.stage_cost(candidate, tiles, graph, costs)]
         return policy_costs(
             partition,
             stage_costs(partition, costs),

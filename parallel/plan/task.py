@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from parallel.cost.layer_cost import Costs
 from parallel.graph.layers import LayerGraph
+from parallel.plan.streamed import Streamed
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Task:
         slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
         refused: strategy -> why the model cannot be trained with it.
         one_copy: why no two ranks may hold a copy of a stage; empty where they may.
+        streamed: the model as streaming sees it; None where it cannot be computed box by box.
+        not_streamed: why it cannot.
     """
 
     graph: LayerGraph
@@ -28,3 +31,5 @@ class Task:
     slots: int
     refused: Mapping[str, str] = field(default_factory=dict)
     one_copy: str = ""
+    streamed: Streamed | None = None
+    not_streamed: str = ""

@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from parallel.space.box_bytes import BoxBytes, Cuts
 from parallel.space.grid import cells, tile_cuts
 from parallel.space.span import Span
-from parallel.space.spans import needed_spans
 from parallel.space.step import Step
 
 MULTIPLES = (1, 2, 4, 8, 16)
@@ -22,8 +22,10 @@ FLOPS_PER_BYTE = 40.0
 """What storing a byte of a map costs, in multiply-adds times two: written, and its gradient made."""
 FETCHED_FLOPS_PER_BYTE = 20.0
 """What a byte costs that a box fetches: read in both passes, and a gradient added."""
-PLACES = 40
+PLACES = 24
 """Places to cut at that are looked at, at most."""
+HOPELESS = 4.0
+"""Times the bytes that a box may take, beyond which no longer part is looked at."""
 PRESSURE = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e6)
 """Further costs of a stored byte, in what the steps compute for each byte they give, tried in turn until the maps that
 are stored fit."""
@@ -45,19 +47,22 @@ class Tile:
     Attributes:
         side: rows and columns of the tile.
         box: side of the boxes that are asked for, px.
-        kept_bytes: of the whole region on the whole tile; a box of the asked side may take its share.
+        box_bytes: that a box may take on the device (``BoxBytes``); boxes of the asked side may take more.
         stored_bytes: that the maps between parts may take.
+        entering: bytes of the maps that enter the region, by name.
+        images: names of those of them that have no gradient.
     """
 
     side: tuple[int, int]
     box: int
-    kept_bytes: float
+    box_bytes: float
     stored_bytes: float
+    entering: Mapping[str, int]
+    images: frozenset[str] = frozenset()
 
-    @property
-    def budget(self) -> float:
-        """Bytes of a box."""
-        return self.kept_bytes * math.prod(min(1.0, self.box / side) for side in self.side)
+    def sizes(self, steps: Sequence[Step]) -> dict[str, int]:
+        """Return the bytes of every map that ``steps`` make, or that enters."""
+        return {**self.entering, **{step.name: step.value_bytes for step in steps}}
 
 
 def divide(
@@ -66,6 +71,7 @@ def divide(
     sides: Mapping[str, tuple[int, int]],
     tile: Tile,
     whole: Collection[str] = (),
+    known: Sequence[Step] = (),
 ) -> list[Part]:
     """Return the parts of the steps of one phase.
 
@@ -73,9 +79,11 @@ def divide(
         leaving: names that later phases, or what follows the region, use.
         sides: of every map.
         whole: names of values that cannot be stored.
+        known: steps of all phases, where there are others.
     """
     ends = [0, *_places(steps, leaving, whole), len(steps)]
-    columns = {stop: _costs(steps, stop, ends, leaving, sides, tile) for stop in ends[1:]}
+    sizes = tile.sizes(known or steps)
+    columns = {stop: _costs(steps, stop, ends, leaving, sides, tile, sizes) for stop in ends[1:]}
     parts: list[Part] = []
     each = sum(step.flops for step in steps) / max(1, sum(step.value_bytes for step in steps))
     for pressure in PRESSURE:
@@ -130,55 +138,45 @@ def _costs(
     leaving: Collection[str],
     sides: Mapping[str, tuple[int, int]],
     tile: Tile,
+    sizes: Mapping[str, int],
 ) -> dict[int, tuple[float, float, int]]:
     """By start of the part that ends at ``stop``: (flops of all boxes, bytes that it stores, side of its boxes)."""
     across = wanted_from(steps, stop, leaving)
-    sizes = dict.fromkeys(sides, 0) | {step.name: step.value_bytes for step in steps}
     stored_names = {step.name for step in across if not step.sums}
-    found: dict[int, tuple[float, float, int]] = {}
+    best: dict[int, tuple[float, float, int]] = {}
     for multiple in MULTIPLES:
         box = multiple * tile.box
         if multiple > 1 and multiple // 2 * tile.box >= max(tile.side):
             break
-        shares = _shares(steps[:stop], across, sides, tile, box)
-        flops = kept = stored = 0.0
-        fetched: set[str] = set()
+        cuts = (tile_cuts(tile.side[0], box), tile_cuts(tile.side[1], box))
+        count = math.prod(len(axis) - 1 for axis in cuts)
+        boxes = [BoxBytes(across, sides, sizes, cuts, place, tile.images) for place in telling_boxes(cuts)]
+        flops = stored = 0.0
         for position in range(stop - 1, -1, -1):
             step = steps[position]
-            if step.name in shares:
-                share, count = shares[step.name]
-                flops += step.flops * share * count
-                kept += step.kept_bytes * share
-                fetched |= set(step.maps)
-            fetched.discard(step.name)
+            share, *_ = [each.begin_with(step) for each in boxes]
+            flops += step.flops * share * count
             stored += step.value_bytes if step.name in stored_names else 0
             if position not in ends:
                 continue
-            # What is fetched is there twice, the second time as its gradient.
-            excess = (kept + 2 * sum(sizes[name] * shares[name][0] for name in fetched)) / tile.budget
-            if excess > 1 and multiple > 1:
-                continue
-            rims = sum(sizes[name] * share * count for name in fetched for share, count in [shares[name]])
-            cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * rims
-            if position not in found or cost < found[position][0]:
-                found[position] = cost, stored, box
-    return found
+            excess = max(each.bytes for each in boxes) / tile.box_bytes
+            if excess <= 1 or multiple == 1:
+                rims = boxes[0].fetched_bytes * count
+                cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * rims
+                if position not in best or cost < best[position][0]:
+                    best[position] = cost, stored, box
+            if excess > HOPELESS:
+                break
+    return best
 
 
-def _shares(
-    steps: Sequence[Step], across: Sequence[Step], sides: Mapping[str, tuple[int, int]], tile: Tile, box: int
-) -> dict[str, tuple[float, int]]:
-    """By name: the share of the whole map that a box in the middle computes, and the number of boxes."""
-    cuts = (tile_cuts(tile.side[0], box), tile_cuts(tile.side[1], box))
-    count = math.prod(len(axis) - 1 for axis in cuts)
-    by_axis = []
-    for axis in (0, 1):
-        middle = (len(cuts[axis]) - 1) // 2
-        wanted = {step.name: owned(step, cuts, axis)[middle] for step in across}
-        wanted = {name: rows for name, rows in wanted.items() if rows.size}
-        by_axis.append(needed_spans(steps, wanted, sides, axis))
-    rows, columns = by_axis
-    whole = {**sides, **{step.name: step.sides for step in across}}
-    return {
-        name: (rows[name].size * columns[name].size / math.prod(whole[name]), count) for name in rows if name in columns
-    }
+def telling_boxes(cuts: Cuts) -> list[tuple[int, int]]:
+    """Return (row, column) of the boxes that take most: one in the middle, and one at an edge, where padding copies
+    what it pads."""
+    rows, columns = (max(range(len(axis) - 1), key=lambda k, axis=axis: _inner(axis, k)) for axis in cuts)  # type: ignore[misc]
+    return list(dict.fromkeys([(rows, columns), (0, columns)]))
+
+
+def _inner(axis: Sequence[int], k: int) -> tuple[int, int]:
+    """(px of box ``k``, how far from the ends it lies), to compare."""
+    return axis[k + 1] - axis[k], min(k, len(axis) - 2 - k)

@@ -1,8 +1,9 @@
 """What an operation does along one axis: how many rows it gives, and which rows a span of them needs.
 
-Three rules are enough. A window moves over its input: convolutions, pools, pads, crops, strides, pixel unshuffle, and
-all that works row by row. A transposed window spreads each row: transposed convolutions and pixel shuffle. Resampling
-looks rows up. Rows outside the map are padded where they are needed, at that operation, and never computed.
+A window moves over its input: convolutions, pools, pads, crops, strides, pixel unshuffle, and all that works row by
+row. A transposed window spreads each row: transposed convolutions and pixel shuffle. Resampling looks rows up, and so
+do pads that mirror or repeat rows of the map. Cells share the map out. Rows outside the map are padded where they are
+needed, at that operation, and never computed.
 """
 
 from __future__ import annotations
@@ -112,6 +113,63 @@ class Resample:
         scale = self.scale(side)
         first, last = rows.start * scale, rows.stop * scale
         return Span(math.floor(first) - 2, math.floor(last) + 3).within(side)
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """A map with ``before`` rows in front of it and ``after`` behind it that are rows of its own; a negative pad crops.
+
+    Attributes:
+        how: "reflect" counts back from the first and last row without repeating it, "replicate" repeats it.
+    """
+
+    before: int
+    after: int
+    how: Literal["reflect", "replicate"]
+
+    def out(self, side: int) -> int:
+        return side + self.before + self.after
+
+    def source(self, row: int, side: int) -> int:
+        """Return the row of the input, which has ``side``, that ``row`` of the output is."""
+        place = row - self.before
+        if self.how == "reflect":
+            place = abs(place)
+            place = min(place, 2 * (side - 1) - place)
+        return min(max(place, 0), side - 1)
+
+    def need(self, rows: Span, side: int) -> Span:
+        turns = (self.before, self.before + side - 1)
+        ends = [rows.start, rows.stop - 1, *(row for row in turns if rows.start < row < rows.stop - 1)]
+        sources = [self.source(row, side) for row in ends]
+        return Span(min(sources), max(sources) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Adaptive pooling: ``size`` cells, which overlap where they do not divide the rows."""
+
+    size: int
+
+    def out(self, side: int) -> int:
+        return self.size
+
+    def need(self, rows: Span, side: int) -> Span:
+        return Span(rows.start * side // self.size, -(-rows.stop * side // self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Chained:
+    """One operation after another in one."""
+
+    first: Rule
+    then: Rule
+
+    def out(self, side: int) -> int:
+        return self.then.out(self.first.out(side))
+
+    def need(self, rows: Span, side: int) -> Span:
+        return self.first.need(self.then.need(rows, self.first.out(side)), side)
 
 
 SAME = Window()

@@ -24,9 +24,15 @@ class Step:
         sides: rows and columns of its value; of a sum, those of the map that is summed.
         sums: its value is a sum over all rows and columns.
         plain: neither: no map takes part.
-        flops: of its forward pass on the whole tile.
-        kept_bytes: of what backward needs of it, on the whole tile.
-        value_bytes: of its value, of the whole tile.
+        flops: of its forward pass on the whole tile; bytes are of the whole tile, too.
+        value_bytes: of its value.
+        saves: maps that backward needs, of those it takes and its own value.
+        kept_bytes: that backward needs besides, as the places of maxima.
+        work_bytes: that live only while its backward pass runs, besides gradients of maps and parameters.
+        param_bytes: of the parameters it uses.
+        lies_in: map in whose memory its value lies; "" where it has its own.
+        hands_on: its backward pass gives the gradient of its value on as it is.
+        copies_pads: where a box is padded on one side alone, what it takes is copied, and the copy kept.
     """
 
     name: str
@@ -37,8 +43,14 @@ class Step:
     sums: bool = False
     plain: bool = False
     flops: float = 0.0
-    kept_bytes: float = 0.0
     value_bytes: int = 0
+    saves: tuple[str, ...] = ()
+    kept_bytes: int = 0
+    work_bytes: int = 0
+    param_bytes: int = 0
+    lies_in: str = ""
+    hands_on: bool = False
+    copies_pads: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:

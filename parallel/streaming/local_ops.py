@@ -7,13 +7,14 @@ whole image, at this very operation: zeros, or minus infinity for maxima.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.rule import Resample, Window
+from parallel.space.rule import Cells, Chained, Mirrored, Resample, Window
 from parallel.space.span import Span
 from parallel.streaming.patch import Patch
 
@@ -28,6 +29,46 @@ def convolve(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, gr
     if top == bottom and left == right:  # without a padded copy
         return F.conv2d(patch.tensor, weight, bias, stride, (top, left), dilation, groups)
     return F.conv2d(patch.padded(), weight, bias, stride, 0, dilation, groups)
+
+
+def convolve_again(
+    patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int, stored: Tensor | None
+) -> Tensor:
+    """Return ``stored``, the box of a convolution, or numbers that nobody looks at; with the gradients of ``convolve``,
+    for which its value is not needed."""
+    rows, columns = rules
+    strides = ((rows.stride, columns.stride), (rows.dilation, columns.dilation))
+    (top, bottom), (left, right) = patch.pads
+    even = top == bottom and left == right
+    operands = [patch.tensor if even else patch.padded(), weight, bias]
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        operands = [each if each is None else each.to(torch.get_autocast_dtype(device)) for each in operands]
+    pads = (top, left) if even else (0, 0)
+    box = tuple(span.size for span in patch.box)
+    value: Tensor = _AgainConvolved.apply(*operands, stored, box, strides[0], pads, strides[1], groups)
+    return value
+
+
+class _AgainConvolved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stored: Tensor | None, box: Any, *numbers: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.numbers = None if bias is None else list(bias.shape), numbers
+        if stored is not None:
+            return stored.view_as(stored)
+        return x.new_zeros(()).expand(x.shape[0], weight.shape[0], *box)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        stride, pads, dilation, groups = ctx.numbers
+        found = torch.ops.aten.convolution_backward(
+            gradients[0], x, weight, ctx.bias, stride, pads, dilation, False, (0, 0), groups, ctx.needs_input_grad[:3]
+        )
+        return (*found, None, None, None, None, None, None)
 
 
 def convolve_transposed(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -119,6 +160,35 @@ def _looked_up(value: Tensor, patch: Patch, rule: Resample, axis: int) -> Tensor
     return below + (value.index_select(2 + axis, (low + 1).clamp(max=side - 1) - first) - below) * weight
 
 
-def total(patch: Patch, divisor: int) -> Tensor:
-    """Return what a box adds to a mean over all rows and columns, which stay as dims of 1."""
-    return patch.tensor.sum(patch.dims, keepdim=True) / divisor
+def mirrored(patch: Patch, rules: tuple[Mirrored, Mirrored]) -> Tensor:
+    """Return the box of a map padded by rows and columns of its own."""
+    value = patch.tensor
+    for axis, rule in enumerate(rules):
+        rows = [rule.source(row, patch.sides[axis]) - patch.have[axis].start for row in range(*patch.box[axis])]
+        if rows != list(range(value.shape[2 + axis])):
+            value = value.index_select(2 + axis, torch.tensor(rows, device=value.device))
+    return value
+
+
+def convolve_mirrored(
+    patch: Patch, rules: tuple[Chained, Chained], weight: Tensor, bias: Tensor | None, groups: int
+) -> Tensor:
+    """Return the box of a convolution of a map padded by rows and columns of its own."""
+    pads: Any = tuple(rule.first for rule in rules)
+    windows: Any = tuple(rule.then for rule in rules)
+    inner = tuple(windows[axis].need(patch.box[axis], pads[axis].out(patch.sides[axis])) for axis in (0, 1))
+    wide = mirrored(replace(patch, box=(inner[0], inner[1])), pads)
+    stride, dilation = tuple(rule.stride for rule in windows), tuple(rule.dilation for rule in windows)
+    return F.conv2d(wide, weight, bias, stride, 0, dilation, groups)
+
+
+def pool_cells(patch: Patch, rules: tuple[Cells, Cells]) -> Tensor:
+    """Return the box of an average pool to cells, which may overlap."""
+    value = patch.tensor
+    for axis, rule in enumerate(rules):
+        cells = [rule.need(Span(cell, cell + 1), patch.sides[axis]) for cell in range(*patch.box[axis])]
+        means = [
+            value.narrow(2 + axis, rows.start - patch.have[axis].start, rows.size).mean(2 + axis) for rows in cells
+        ]
+        value = torch.stack(means, 2 + axis)
+    return value

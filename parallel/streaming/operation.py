@@ -32,6 +32,7 @@ class Arguments:
         may_change: nobody else uses the memory of the map it takes.
         known: values without rows, by name of the step.
         template: nothing, in the type and on the device of the value.
+        stored: the value, where it is at hand.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Arguments:
         may_change: bool = False,
         known: Mapping[str, Any] = MappingProxyType({}),
         template: Tensor | None = None,
+        stored: Tensor | None = None,
     ) -> None:
         self.patches = patches
+        self.stored = stored
         self.may_change = may_change
         self._model = model
         self._known = known
@@ -64,10 +67,9 @@ class Arguments:
         assert self._template is not None
         return self._template
 
-    def prior(self, suffix: str) -> Tensor:
+    def prior(self, suffix: str) -> Any:
         """What the node's own step before it gave, for all boxes alike."""
-        value: Tensor = self._known[self._node.name + suffix]
-        return value
+        return self._known[self._node.name + suffix]
 
     def value(self, argument: Any) -> Any:
         """``argument`` of the node with values in place of nodes."""
@@ -101,6 +103,10 @@ class Operation:
         rules: (rows, columns).
         dims: of rows and columns in its value.
         sums: it adds up to a sum over all boxes.
+        merge: what two boxes give, put together; None adds them.
+        again: the value a second time, for its gradients alone: it is at hand, or nobody looks at it. None: as the
+            first time.
+        of_sums: its value is made of the sums in ``first`` alone, and has no rows.
         shares: its value may lie in the memory of what it takes.
         first: what has to be known before.
         fresh: the gradient that it gives a map lies in memory that nobody else has.
@@ -111,6 +117,9 @@ class Operation:
     rules: tuple[Rule, Rule] = (SAME, SAME)
     dims: tuple[int, int] = DIMS
     sums: bool = False
+    merge: Callable[[Tensor, Tensor], Tensor] | None = None
+    again: Compute | None = None
+    of_sums: bool = False
     shares: bool = False
     first: tuple[Prior, ...] = ()
     fresh: bool = False

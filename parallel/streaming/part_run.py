@@ -120,6 +120,7 @@ def run_box(
     place: tuple[int, int],
     fetched: Mapping[str, Tensor],
     known: Mapping[str, Any],
+    stored: Callable[[str, Box], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return what a box gives, by name.
 
@@ -127,6 +128,7 @@ def run_box(
         module: has the modules and parameters.
         fetched: what it needs of each map that enters the part.
         known: values without rows, and random masks.
+        stored: gives a box of a map that the part gave before, when it is computed for its gradients alone.
     """
     run = _BoxRun(region, part, place, {step.name for step in part.giving(*place)})
     for name, value in fetched.items():
@@ -140,8 +142,13 @@ def run_box(
             del run.values[name]
             run.parts.pop(name, None)
         whole = step.name in part.alone and all(patch.have == run.box(name) for name, patch in patches.items())
-        given = Arguments(module, region.nodes[step.name], patches, resolve, whole, known)
-        run.put(step.name, region.operations[step.name].compute(given))
+        operation = region.operations[step.name]
+        again = operation.again if stored is not None and step.name in run.giving else None
+        at_hand = None
+        if again is not None and stored is not None and not step.sums and run.users(step.name):
+            at_hand = stored(step.name, run.box(step.name))
+        given = Arguments(module, region.nodes[step.name], patches, resolve, whole, known, stored=at_hand)
+        run.put(step.name, (again or operation.compute)(given))
     return run.results()
 
 
@@ -149,7 +156,7 @@ class _BoxRun:
     """The values of one box as they come and go."""
 
     def __init__(self, region: Region, part: PartPlan, place: tuple[int, int], giving: set[str]) -> None:
-        self._region, self._part, self._place, self._giving = region, part, place, giving
+        self._region, self._part, self._place, self.giving = region, part, place, giving
         self._rows, self._columns = part.rows[place[0]], part.columns[place[1]]
         self.values: dict[str, Any] = {}
         self.parts: dict[str, dict[Box, Any]] = {}
@@ -161,18 +168,22 @@ class _BoxRun:
     def box(self, name: str) -> Box:
         return self._rows[name], self._columns[name]
 
+    def users(self, name: str) -> list[Step]:
+        """Return the steps of the box that use a map."""
+        return [step for step in self._part.users.get(name, ()) if self.has(step.name)]
+
     def put(self, name: str, value: Any) -> None:
         """A value, which is handed on in parts where some need less of it than others, and a gradient will return."""
         self.values[name] = value
         if name not in self._region.dims or not isinstance(value, Tensor) or not value.requires_grad:
             return
         has, sides = self.box(name), self._region.sides[name]
-        users = [step for step in self._part.users.get(name, ()) if self.has(step.name)]
+        users = self.users(name)
         wanted = {step.name: had(self._need(step, sides), has, sides) for step in users}
         smaller = [have for have in wanted.values() if have != has]
-        if name in self._giving and self._own(name) != has:
+        if name in self.giving and self._own(name) != has:
             smaller.append(self._own(name))
-        elif name in self._giving:
+        elif name in self.giving:
             return
         if smaller and all(self._region.operations[s.name].fresh for s in users if wanted[s.name] == has):
             boxes = list(dict.fromkeys(smaller))
@@ -200,7 +211,7 @@ class _BoxRun:
     def results(self) -> dict[str, Tensor]:
         """What the box gives, by name."""
         found = {}
-        for name in self._giving:
+        for name in self.giving:
             value = self.values[name]
             if name in self._region.dims:
                 own, has = self._own(name), self.box(name)
@@ -233,8 +244,7 @@ def run_plain(module: nn.Module, region: Region, step: Step, known: Mapping[str,
     """Return the value of a step without rows."""
     node = region.nodes[step.name]
     if step.name in region.operations:
-        given = Arguments(
-            module, node, {}, resolver(module, region, known), known=known, template=_template(region, node.name)
-        )
+        template = _template(region, node.name) if node.name in region.forms else None
+        given = Arguments(module, node, {}, resolver(module, region, known), known=known, template=template)
         return region.operations[step.name].compute(given)
     return Arguments(module, node, {}, resolver(module, region, known)).run()

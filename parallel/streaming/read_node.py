@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from parallel.streaming import read_pointwise, read_window
+from parallel.streaming import read_pointwise, read_reduction, read_window
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+ADVICE = "use layers of torch.nn and torch.nn.functional, which docs/memory.md lists"
+UNKNOWN = f"of a kind that boxes do not know: {ADVICE}"
+
+ALONE = read_pointwise.MODULES
+"""Layers whose maps may have rows and columns as any dims."""
+TURNED = read_window.MODULES | read_reduction.MODULES
+"""Layers that take rows and columns as the last two of four dims."""
+CALLS = read_pointwise.CALLS | read_reduction.REDUCTIONS
+"""Functions, and names of methods, likewise."""
+TURNED_CALLS = read_window.FUNCTIONS | read_reduction.POOLS
 
 
 def read_node(reading: Reading, node: fx.Node) -> Operation:
@@ -18,26 +31,43 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
     _refuse_changed(reading, node)
     if node.op == "call_module":
         module = reading.model.get_submodule(str(node.target))
+        _refuse_run_by_box(module)
         for kind in type(module).__mro__:
-            if kind in read_window.MODULES:
+            if kind in ALONE or kind in TURNED:
+                _refuse_other_forward(type(module), kind)
+                if kind in ALONE:
+                    return ALONE[kind](module, reading, node)
                 _refuse_turned(reading, node)
-                return read_window.MODULES[kind](module, reading, node)
-            if kind in read_pointwise.MODULES:
-                return read_pointwise.MODULES[kind](module, reading, node)
-        raise SpansImage("is of a kind that boxes do not know")
+                return TURNED[kind](module, reading, node)
+        raise SpansImage(f"is a {type(module).__name__}, {UNKNOWN}")
     target = node.target
     if getattr(target, "__name__", "") == "stochastic_depth":
         return read_pointwise.dropped_paths(reading, node)
-    if target in read_window.FUNCTIONS:
-        if target not in read_window.REDUCTIONS:
-            _refuse_turned(reading, node)
-        return read_window.FUNCTIONS[target](reading, node)
-    if target in read_pointwise.CALLS:
-        return read_pointwise.CALLS[target](reading, node)
+    if target in CALLS:
+        return CALLS[target](reading, node)
+    if target in TURNED_CALLS:
+        _refuse_turned(reading, node)
+        return TURNED_CALLS[target](reading, node)
     maps = reading.maps(node)
     if node.op == "call_function" and len(maps) == 1 and reading.of(node) is reading.of(maps[0]):
         return read_pointwise.identity(reading, node)  # it looked at the whole image's size, and passes it on
-    raise SpansImage("is of a kind that boxes do not know")
+    raise SpansImage(UNKNOWN)
+
+
+def _refuse_run_by_box(module: nn.Module) -> None:
+    """Hooks, and parameters that count how often they are asked for, as those of a spectral norm."""
+    if any(getattr(module, hooks) for hooks in HOOKS):
+        raise SpansImage("has hooks, which would run for each box: remove them")
+    kinds = getattr(module, "parametrizations", {})
+    if any(True for name in kinds for _ in kinds[name].buffers()):
+        raise SpansImage("has a parameter that changes each time it is computed: take the parametrization away")
+
+
+def _refuse_other_forward(kind: type[nn.Module], known: type[nn.Module]) -> None:
+    """A layer that is derived from a known one may compute something else."""
+    for name in ("forward", "_conv_forward"):
+        if getattr(kind, name, None) is not getattr(known, name, None) and known is not _BatchNorm:
+            raise SpansImage(f"is a {kind.__name__}, which computes other than {known.__name__}: {ADVICE}")
 
 
 def changes_in_place(reading: Reading, node: fx.Node) -> bool:

@@ -1,39 +1,82 @@
 """Reads norms whose statistics are of the whole image: sums over all boxes, known before any box is normalised.
 
-A norm is three steps: the mean, a sum; the mean of squared differences from it, another sum, which needs the first; and
-the map normalised by both, px by px. So no sums of squares cancel, uneven boxes weigh by their px, and gradients flow
-back through the sums as through any others. Each of the two is a barrier, before which the norm's input is stored.
+A norm is two steps: the moments of all boxes, merged, a barrier before which the norm's input is stored; and the map
+normalised by them, px by px. Gradients flow back through the moments as through any sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from parallel.streaming.moments import merged, moments, normalised, share_of_moments
 from parallel.streaming.operation import DIMS, Operation, Prior, Reading, SpansImage
+from parallel.streaming.read_window import bound
 
 ADVICE = (
     "its statistics are of the whole image, and it is of a kind that boxes do not know: use --norm frozen, which keeps "
     "running statistics as they are (start from --weights), or --norm layer"
 )
-MEAN, VARIANCE, RUNNING = "~mean", "~variance", "~running"
+MOMENTS, RUNNING = "~moments", "~running"
 
 
 def batch_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
     """Batch norm: by running statistics where they are used, else by those of the microbatch."""
     (source,) = reading.maps(node)
+    joined = _joined_with_activation(module)
+    if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and not joined:
+        raise SpansImage(ADVICE)
     if not module.training and module.track_running_stats:
         return Operation(lambda given: given.run(), dims=reading.dims[source.name])
-    if type(module) is not nn.BatchNorm2d:
+    if type(module) is not nn.BatchNorm2d and not joined:
         raise SpansImage(ADVICE)
-    count = reading.shape(source)[0] * reading.sides[source.name][0] * reading.sides[source.name][1]
+    count = _px(reading, source)
     running: tuple[Prior, ...] = ()
     if module.training and module.track_running_stats:
-        running = (Prior(RUNNING, Operation(lambda given: _count(module, given, count)), once=True),)
-    return _normalised(module, reading, source, count, lambda x: x, (0, 2, 3), running)
+        running = (Prior(RUNNING, Operation(lambda given: _count_step(module, given, count)), once=True),)
+    norm = _Norm(count, (0, 2, 3), module.eps, lambda _: (module.weight, module.bias), running=running)
+    if joined:
+        if type(module.drop) is not nn.Identity:
+            raise SpansImage(
+                f"drops by {type(module.drop).__name__} inside a norm, which boxes do not do: leave it out"
+            )
+        norm = replace(norm, then=module.act)
+    return norm.operation(reading, source)
+
+
+def _joined_with_activation(module: nn.Module) -> bool:
+    """Whether it is timm's batch norm with an activation behind it, or one of a kind made of it."""
+    kinds = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
+    known = ("timm.layers.norm_act", "BatchNormAct2d")
+    if known not in kinds:
+        return False
+    return type(module).forward is type(module).__mro__[kinds.index(known)].forward  # type: ignore[attr-defined]
+
+
+def functional_batch_norm(reading: Reading, node: fx.Node) -> Operation:
+    """``F.batch_norm``."""
+    numbers = bound(node, ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"))
+    (source,) = reading.maps(node)
+    statistics = numbers.get("running_mean"), numbers.get("running_var")
+    if not reading.value(numbers.get("training", False)):
+        return Operation(lambda given: given.run(), dims=reading.dims[source.name])
+    count, share = _px(reading, source), reading.value(numbers.get("momentum", 0.1))
+    running: tuple[Prior, ...] = ()
+    if statistics[0] is not None:
+
+        def update(given: Any) -> Tensor:
+            mean, variance = given.value(statistics)
+            return _count(mean, variance, share, given, count)
+
+        running = (Prior(RUNNING, Operation(update), once=True),)
+    affine = numbers.get("weight"), numbers.get("bias")
+    eps = reading.value(numbers.get("eps", 1e-5))
+    return _Norm(count, (0, 2, 3), eps, lambda given: given.value(affine), running=running).operation(reading, source)
 
 
 def group_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
@@ -41,58 +84,112 @@ def group_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
     (source,) = reading.maps(node)
     if type(module) not in (nn.GroupNorm, nn.InstanceNorm2d) or getattr(module, "track_running_stats", False):
         raise SpansImage(ADVICE)
-    channels = reading.shape(source)[1]
-    groups = module.num_groups if isinstance(module, nn.GroupNorm) else channels
-    count = channels // groups * reading.sides[source.name][0] * reading.sides[source.name][1]
+    groups = module.num_groups if isinstance(module, nn.GroupNorm) else reading.shape(source)[1]
+    return _in_groups(reading, source, groups, module.eps, lambda _: (module.weight, module.bias))
+
+
+def functional_group_norm(reading: Reading, node: fx.Node) -> Operation:
+    """``F.group_norm``."""
+    numbers = bound(node, ("input", "num_groups", "weight", "bias", "eps"))
+    (source,) = reading.maps(node)
+    affine = numbers.get("weight"), numbers.get("bias")
+    groups, eps = reading.value((numbers["num_groups"], numbers.get("eps", 1e-5)))
+    return _in_groups(reading, source, groups, eps, lambda given: given.value(affine))
+
+
+def functional_instance_norm(reading: Reading, node: fx.Node) -> Operation:
+    """``F.instance_norm``."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+    numbers = bound(node, names)
+    if numbers.get("running_mean") is not None or not reading.value(numbers.get("use_input_stats", True)):
+        raise SpansImage(ADVICE)
+    (source,) = reading.maps(node)
+    affine = numbers.get("weight"), numbers.get("bias")
+    eps = reading.value(numbers.get("eps", 1e-5))
+    return _in_groups(reading, source, reading.shape(source)[1], eps, lambda given: given.value(affine))
+
+
+def _in_groups(
+    reading: Reading, source: fx.Node, groups: int, eps: float, affine: Callable[[Any], tuple[Any, Any]]
+) -> Operation:
+    """Statistics of each tile and group of channels."""
+    tiles, channels = reading.shape(source)[:2]
 
     def grouped(x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], groups, channels // groups, *x.shape[2:])
 
-    return _normalised(module, reading, source, count, grouped, (2, 3, 4), ())
+    count = _px(reading, source) // tiles * (channels // groups)
+    return _Norm(count, (2, 3, 4), eps, affine, grouped).operation(reading, source)
 
 
-def _normalised(
-    module: Any,
-    reading: Reading,
-    source: fx.Node,
-    count: int,
-    view: Callable[[Tensor], Tensor],
-    over: tuple[int, ...],
-    running: tuple[Prior, ...],
-) -> Operation:
-    """The map normalised over ``over``, dims of its ``view``, which hold ``count`` numbers each time."""
-    if reading.dims[source.name] != DIMS or len(reading.shape(source)) != 4 or count < 2:
-        raise SpansImage(ADVICE)
+def _px(reading: Reading, source: fx.Node) -> int:
+    """Of all tiles."""
+    rows, columns = reading.sides[source.name]
+    return reading.shape(source)[0] * rows * columns
 
-    def wide(given: Any) -> Tensor:
+
+@dataclass(frozen=True)
+class _Norm:
+    """A map normalised.
+
+    Attributes:
+        count: numbers that go into each mean.
+        over: dims of its ``view`` that they lie in.
+        eps: added to the variance.
+        affine: scale and shift, (channels,) or None.
+        view: of the map.
+        running: what counts the statistics, once.
+        then: an activation.
+    """
+
+    count: int
+    over: tuple[int, ...]
+    eps: float
+    affine: Callable[[Any], tuple[Any, Any]]
+    view: Callable[[Tensor], Tensor] = lambda x: x
+    running: tuple[Prior, ...] = ()
+    then: Callable[[Tensor], Tensor] = lambda x: x
+
+    def operation(self, reading: Reading, source: fx.Node) -> Operation:
+        if reading.dims[source.name] != DIMS or len(reading.shape(source)) != 4 or self.count < 2:
+            raise SpansImage(ADVICE)
+        sums = Operation(self._gather, sums=True, merge=merged, again=self._gather_again)
+        return Operation(self._normalise, first=(Prior(MOMENTS, sums), *self.running), flops_each=100.0)
+
+    def _wide(self, given: Any) -> Tensor:
         x: Tensor = given.patch.tensor
-        return view(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
+        return self.view(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
 
-    def mean(given: Any) -> Tensor:
-        total: Tensor = wide(given).sum(over, keepdim=True) / count
-        return total
+    def _gather(self, given: Any) -> Tensor:
+        return moments(self._wide(given), self.over)
 
-    def variance(given: Any) -> Tensor:
-        total: Tensor = (wide(given) - given.prior(MEAN)).square().sum(over, keepdim=True) / count
-        return total
+    def _gather_again(self, given: Any) -> Tensor:
+        return share_of_moments(self._wide(given), given.prior(MOMENTS))
 
-    def normalise(given: Any) -> Tensor:
-        x, scale = wide(given), (given.prior(VARIANCE) + module.eps).rsqrt()
-        y = ((x - given.prior(MEAN)) * scale).reshape(given.patch.tensor.shape)
-        if module.weight is not None:
-            y = y * module.weight[:, None, None] + module.bias[:, None, None]
-        value: Tensor = y.to(given.patch.tensor.dtype)
-        return value
+    def _normalise(self, given: Any) -> Tensor:
+        x, (count, mean, squares) = self._wide(given), given.prior(MOMENTS)
+        mean, variance = mean.to(x.dtype), (squares / count).to(x.dtype)
+        weight, bias = self.affine(given)
+        if self.over == (0, 2, 3) and weight is not None and bias is not None:
+            y = normalised(x, mean.flatten(), variance.flatten(), weight, bias, self.eps)
+            return self.then(y.to(given.patch.tensor.dtype))
+        y = ((x - mean) * (variance + self.eps).rsqrt()).reshape(given.patch.tensor.shape)
+        y = y if weight is None else y * weight[:, None, None]
+        y = y if bias is None else y + bias[:, None, None]
+        return self.then(y.to(given.patch.tensor.dtype))
 
-    sums = (Prior(MEAN, Operation(mean, sums=True)), Prior(VARIANCE, Operation(variance, sums=True)))
-    return Operation(normalise, first=(*sums, *running), flops_each=100.0)
+
+def _count_step(module: Any, given: Any, count: int) -> Tensor:
+    """Update running statistics, as the layer does."""
+    with torch.no_grad():
+        module.num_batches_tracked.add_(1)
+    share = 1 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    return _count(module.running_mean, module.running_var, share, given, count)
 
 
 @torch.no_grad()
-def _count(module: Any, given: Any, count: int) -> Tensor:
-    """Update running statistics, as the layer does."""
-    module.num_batches_tracked.add_(1)
-    share = 1 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-    module.running_mean.mul_(1 - share).add_(given.prior(MEAN).flatten(), alpha=share)
-    module.running_var.mul_(1 - share).add_(given.prior(VARIANCE).flatten(), alpha=share * count / (count - 1))
+def _count(mean: Tensor, variance: Tensor, share: float, given: Any, count: int) -> Tensor:
+    _, means, squares = (moment.flatten().to(mean.dtype) for moment in given.prior(MOMENTS))
+    mean.mul_(1 - share).add_(means, alpha=share)
+    variance.mul_(1 - share).add_(squares, alpha=share / (count - 1))
     return torch.empty(0)

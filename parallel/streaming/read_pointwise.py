@@ -12,8 +12,14 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.space.rule import SAME, Window
-from parallel.streaming.operation import Operation, Prior, Reading, SpansImage
-from parallel.streaming.read_norm import ADVICE, batch_norm, group_norm
+from parallel.streaming.operation import DIMS, Operation, Prior, Reading, SpansImage
+from parallel.streaming.read_norm import (
+    batch_norm,
+    functional_batch_norm,
+    functional_group_norm,
+    functional_instance_norm,
+    group_norm,
+)
 from parallel.streaming.read_window import bound
 
 ACTIVATIONS = (
@@ -25,13 +31,15 @@ FUNCTIONS = frozenset({
     F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.hardtanh,
     F.sigmoid, F.tanh, F.softplus, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.log, torch.abs, torch.sqrt,
     torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.neg, torch.clamp, torch.maximum, torch.minimum,
-    torch.square, torch.rsqrt, operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow,
-    operator.iadd, operator.imul, operator.isub, operator.itruediv,
+    torch.square, torch.rsqrt, torch.addcmul,
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.iadd,
+    operator.imul, operator.isub, operator.itruediv,
 })  # fmt: skip
 
 METHODS = frozenset({
     "add", "sub", "mul", "div", "neg", "pow", "sqrt", "exp", "log", "abs", "relu", "sigmoid", "tanh", "clamp", "square",
     "add_", "mul_", "sub_", "div_", "relu_", "float", "to", "type_as", "contiguous", "clone", "sigmoid_", "clamp_",
+    "expand_as",
 })  # fmt: skip
 
 IN_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
@@ -92,14 +100,6 @@ def activation(module: Any, reading: Reading, node: fx.Node) -> Operation:
     return Operation(compute, dims=reading.dims[source.name])
 
 
-def functional_norm(reading: Reading, node: fx.Node) -> Operation:
-    given = bound(node, ("input", "running_mean", "running_var", "weight", "bias", "training"))
-    if reading.value(given.get("training", False)) or given.get("running_mean") is None:
-        raise SpansImage(ADVICE)
-    (source,) = reading.maps(node)
-    return Operation(lambda given: given.run(), dims=reading.dims[source.name])
-
-
 def over_last(reading: Reading, node: fx.Node, count: int) -> Operation:
     """What works on the last ``count`` dims of each px, such as a linear layer or a layer norm over channels."""
     (source,) = reading.maps(node)
@@ -121,6 +121,19 @@ def joined(reading: Reading, node: fx.Node) -> Operation:
     if len({(reading.dims[m.name], reading.sides[m.name]) for m in maps}) > 1:
         raise SpansImage("joins maps of different sizes")
     return Operation(lambda given: given.run(), dims=dims)
+
+
+def stacked(reading: Reading, node: fx.Node) -> Operation:
+    """``torch.stack`` of maps along a new dim before rows and columns, or behind them."""
+    given = bound(node, ("tensors", "dim"))
+    (first, *others) = reading.maps(node)
+    dims, count = reading.dims[first.name], len(reading.shape(first)) + 1
+    if len(others) + 1 != len(set(node.all_input_nodes)):
+        raise SpansImage("joins a map with something that has no rows")
+    if any((reading.dims[m.name], reading.sides[m.name]) != (dims, reading.sides[first.name]) for m in others):
+        raise SpansImage("joins maps of different sizes")
+    at = reading.value(given.get("dim", 0)) % count
+    return Operation(lambda given: given.run(), dims=(dims[0] + (at <= dims[0]), dims[1] + (at <= dims[1])))
 
 
 def along(reading: Reading, node: fx.Node, names: tuple[str, ...], usual: int, shares: bool = False) -> Operation:
@@ -205,6 +218,16 @@ def dropout(module: Any, reading: Reading, node: fx.Node) -> Operation:
     )
 
 
+def dropped_channels(module: Any, reading: Reading, node: fx.Node) -> Operation:
+    """Dropout of whole channels: a number for each tile and channel, drawn as the layer draws them."""
+    (source,) = reading.maps(node)
+    if not module.training or module.p == 0:
+        return identity(reading, node)
+    if len(reading.shape(source)) != 4 or reading.dims[source.name] != DIMS:
+        raise SpansImage("takes rows and columns as other dims than the last two of four")
+    return _masked(reading, source, (*reading.shape(source)[:2], 1, 1), module.p)
+
+
 def dropped_paths(reading: Reading, node: fx.Node) -> Operation:
     """torchvision's stochastic depth: one number for each tile, or for all, whatever its size."""
     given = bound(node, ("input", "p", "mode", "training"))
@@ -213,7 +236,11 @@ def dropped_paths(reading: Reading, node: fx.Node) -> Operation:
         return identity(reading, node)
     (source,) = reading.maps(node)
     value = reading.of(source)
-    shape = [value.shape[0] if mode == "row" else 1] + [1] * (value.dim() - 1)
+    return _masked(reading, source, (value.shape[0] if mode == "row" else 1, *[1] * (value.dim() - 1)), p)
+
+
+def _masked(reading: Reading, source: fx.Node, shape: tuple[int, ...], p: float) -> Operation:
+    """A map times numbers without rows, which are drawn once; zero with probability ``p``."""
 
     def draw(given: Any) -> Tensor:
         noise: Tensor = given.template.new_empty(shape).bernoulli_(1.0 - p)
@@ -234,7 +261,7 @@ MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
     **dict.fromkeys(ACTIVATIONS, activation),
     nn.Identity: lambda module, reading, node: identity(reading, node),
     nn.Dropout: dropout,
-    nn.Dropout2d: dropout,
+    nn.Dropout2d: dropped_channels,
     nn.AlphaDropout: dropout,
     nn.FeatureAlphaDropout: dropout,
     _BatchNorm: batch_norm,
@@ -247,13 +274,16 @@ MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
 
 CALLS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
     **dict.fromkeys(FUNCTIONS | METHODS, pointwise),
-    F.batch_norm: functional_norm,
+    F.batch_norm: functional_batch_norm,
+    F.group_norm: functional_group_norm,
+    F.instance_norm: functional_instance_norm,
     F.layer_norm: lambda reading, node: over_last(
         reading, node, len(reading.value(bound(node, ("input", "normalized_shape"))["normalized_shape"]))
     ),
     F.linear: lambda reading, node: over_last(reading, node, 1),
     torch.cat: joined,
     torch.concat: joined,
+    torch.stack: stacked,
     torch.softmax: lambda reading, node: along(reading, node, ("input", "dim"), 0),
     F.softmax: lambda reading, node: along(reading, node, ("input", "dim"), 0),
     torch.chunk: lambda reading, node: along(reading, node, ("input", "chunks", "dim"), 0, shares=True),

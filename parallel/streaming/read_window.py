@@ -4,22 +4,25 @@ a box of them."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from parallel.space.rule import Resample, Rule, Transposed, Window
+from parallel.space.rule import Chained, Mirrored, Resample, Rule, Transposed, Window
 from parallel.streaming.local_ops import (
     convolve,
+    convolve_again,
+    convolve_mirrored,
     convolve_transposed,
+    mirrored,
     pool_max,
     pool_mean,
     resample,
     shuffle,
-    total,
 )
 from parallel.streaming.operation import Operation, Reading, SpansImage
 
@@ -50,16 +53,39 @@ def windows(kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool = 
     return rows, columns
 
 
-def read_convolution(weight: Any, bias: Any, weight_shape: torch.Size, groups: int, **numbers: Any) -> Operation:
+def read_convolution(
+    weight: Any, bias: Any, weight_shape: torch.Size, groups: int, mode: str = "zeros", **numbers: Any
+) -> Operation:
     """Args: ``weight`` and ``bias`` as ``Arguments.value`` takes them, or callables that give them."""
     rules = windows(weight_shape[2:], **numbers)
     each = 2.0 * weight_shape[1:].numel()
+    if mode != "zeros":
+        pads = mirrors(mode, [rule.before for rule in rules], [rule.after for rule in rules])
+        inner = [replace(rule, before=0, after=0) for rule in rules]
+        chained = Chained(pads[0], inner[0]), Chained(pads[1], inner[1])
+        return Operation(
+            lambda given: convolve_mirrored(given.patch, chained, _tensor(given, weight), _tensor(given, bias), groups),
+            chained,
+            fresh=True,
+            flops_each=each,
+        )
     return Operation(
         lambda given: convolve(given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups),
         rules,
+        again=lambda given: convolve_again(
+            given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups, given.stored
+        ),
         fresh=True,
         flops_each=each,
     )
+
+
+def mirrors(mode: Any, before: Sequence[int], after: Sequence[int]) -> tuple[Mirrored, Mirrored]:
+    """The rule of each axis of a pad by rows and columns of the map itself."""
+    if mode not in ("reflect", "replicate"):
+        raise SpansImage(f"pads by {mode}, from the other end of the image: use zeros, reflect or replicate")
+    rows, columns = (Mirrored(before[axis], after[axis], mode) for axis in (0, 1))
+    return rows, columns
 
 
 def read_transposed(weight: Any, bias: Any, weight_shape: torch.Size, **numbers: Any) -> Operation:
@@ -89,13 +115,11 @@ def _tensor(given: Any, source: Any) -> Any:
 
 
 def module_convolution(module: Any, reading: Reading, node: fx.Node) -> Operation:
-    if module.padding_mode != "zeros":
-        raise SpansImage(f"pads by {module.padding_mode}, which boxes do not do yet: use zeros")
     state = {"weight": lambda: module.weight, "bias": lambda: module.bias, "weight_shape": module.weight.shape}
     numbers = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
     if isinstance(module, nn.ConvTranspose2d):
         return read_transposed(**state, **numbers, output_padding=module.output_padding)
-    return read_convolution(**state, **numbers)
+    return read_convolution(**state, **numbers, mode=module.padding_mode)
 
 
 def function_convolution(reading: Reading, node: fx.Node, transposed: bool = False) -> Operation:
@@ -137,57 +161,14 @@ def mean_pool(numbers: Mapping[str, Any]) -> Operation:
     return Operation(lambda given: pool_mean(given.patch, rules, counts_pads, divisor), rules, fresh=True)
 
 
-def adaptive_mean(reading: Reading, node: fx.Node, output_size: Any) -> Operation:
-    """A pool to one cell is a mean over the image; to a number of cells that divides it, a pool."""
-    sides = reading.sides[reading.maps(node)[0].name]
-    wanted = output_size if isinstance(output_size, (tuple, list)) else (output_size, output_size)
-    size = [sides[axis] if wanted[axis] is None else int(wanted[axis]) for axis in (0, 1)]
-    if size == [1, 1]:
-        return mean_of_all(reading, node, keep=True)
-    if any(sides[axis] % size[axis] for axis in (0, 1)):
-        raise SpansImage(f"pools {sides[0]} x {sides[1]} px to {size[0]} x {size[1]} cells, which overlap")
-    kernel = [sides[axis] // size[axis] for axis in (0, 1)]
-    return mean_pool({"kernel_size": kernel})
-
-
-def mean_of_all(reading: Reading, node: fx.Node, *, keep: bool, mean: bool = True) -> Operation:
-    """The sum or mean over rows and columns."""
-    (source,) = reading.maps(node)
-    dims, (rows, columns) = reading.dims[source.name], reading.sides[source.name]
-    divisor = rows * columns if mean else 1
-
-    def compute(given: Any) -> Any:
-        value = total(given.patch, divisor)
-        return value if keep else value.squeeze(dims)
-
-    return Operation(compute, sums=True, dims=dims)
-
-
-def reduction(reading: Reading, node: fx.Node, mean: bool) -> Operation:
-    """``mean`` or ``sum`` of a map."""
-    given = bound(node, ("input", "dim", "keepdim"))
-    (source,) = reading.maps(node)
-    count, dims = len(reading.shape(source)), reading.dims[source.name]
-    asked = reading.value(given.get("dim", given.get("axis")))
-    over = {d % count for d in ([asked] if isinstance(asked, int) else asked)} if asked is not None else set()
-    keep = bool(given.get("keepdim", False))
-    if over == set(dims):
-        return mean_of_all(reading, node, keep=keep, mean=mean)
-    if over and not over & set(dims):
-        if not keep and max(over) > min(dims):
-            raise SpansImage("takes dims away before rows and columns")
-        shift = 0 if keep else len(over)
-        return Operation(lambda given: given.run(), dims=(dims[0] - shift, dims[1] - shift))
-    raise SpansImage("adds up rows or columns alone")
-
-
 def pad(reading: Reading, amounts: Any, mode: str, value: float | None) -> Operation:
     amounts = [int(amount) for amount in reading.value(amounts)]
-    if mode != "constant":
-        raise SpansImage(f"pads by {mode}, which boxes do not do yet: use zeros")
     if any(amounts[4:]):
         raise SpansImage("pads channels or tiles")
     left, right, top, bottom = (*amounts[:4], 0, 0, 0, 0)[:4]
+    if mode != "constant":
+        mirroring = mirrors(mode, (top, left), (bottom, right))
+        return Operation(lambda given: mirrored(given.patch, mirroring), mirroring)
     rules = (Window(before=top, after=bottom), Window(before=left, after=right))
     return Operation(lambda given: given.patch.padded(value or 0.0), rules, shares=True)
 
@@ -244,14 +225,14 @@ MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
     nn.Conv2d: module_convolution,
     nn.ConvTranspose2d: module_convolution,
     nn.MaxPool2d: of_module(max_pool),
-    nn.AvgPool2d: of_module(mean_pool),
-    nn.AdaptiveAvgPool2d: lambda module, reading, node: adaptive_mean(reading, node, module.output_size),
     nn.Upsample: lambda module, reading, node: upsample(reading, node, vars(module)),
     nn.UpsamplingBilinear2d: lambda module, reading, node: upsample(reading, node, vars(module)),
     nn.UpsamplingNearest2d: lambda module, reading, node: upsample(reading, node, vars(module)),
     nn.PixelShuffle: lambda module, reading, node: shuffled(module.upscale_factor),
     nn.PixelUnshuffle: lambda module, reading, node: unshuffled(module.downscale_factor),
     nn.ZeroPad2d: lambda module, reading, node: pad(reading, module.padding, "constant", 0.0),
+    nn.ReflectionPad2d: lambda module, reading, node: pad(reading, module.padding, "reflect", None),
+    nn.ReplicationPad2d: lambda module, reading, node: pad(reading, module.padding, "replicate", None),
     nn.ConstantPad2d: lambda module, reading, node: pad(reading, module.padding, "constant", module.value),
 }
 
@@ -260,10 +241,6 @@ FUNCTIONS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
     F.conv_transpose2d: functools.partial(function_convolution, transposed=True),
     F.max_pool2d: of_call(MAX_POOL, max_pool),
     torch.max_pool2d: of_call(MAX_POOL, max_pool),
-    F.avg_pool2d: of_call(MEAN_POOL, mean_pool),
-    F.adaptive_avg_pool2d: lambda reading, node: adaptive_mean(
-        reading, node, reading.value(bound(node, ("input", "output_size"))["output_size"])
-    ),
     F.interpolate: _upsample_call,
     F.pad: lambda reading, node: pad(
         reading,
@@ -273,12 +250,5 @@ FUNCTIONS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
     ),
     F.pixel_shuffle: lambda reading, node: shuffled(reading.value(node.args[1])),
     F.pixel_unshuffle: lambda reading, node: unshuffled(reading.value(node.args[1])),
-    torch.mean: functools.partial(reduction, mean=True),
-    torch.sum: functools.partial(reduction, mean=False),
-    "mean": functools.partial(reduction, mean=True),
-    "sum": functools.partial(reduction, mean=False),
 }
 """By function, or name of a method."""
-
-REDUCTIONS = (torch.mean, torch.sum, "mean", "sum")
-"""Of these, what takes maps whose rows and columns are any dims."""

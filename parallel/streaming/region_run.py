@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel.offload.host_space import HostSpace
-from parallel.space.parts import Tile, divide
-from parallel.space.step import Step, in_phases
+from parallel.space.boxes import plan_boxes
+from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
-from parallel.streaming.region import Region
-
-STORED_PER_PX = 32
-"""Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
+from parallel.streaming.region import WHOLE_TILE, Region
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,8 @@ class RegionRun:
         box: side of the boxes, px.
         stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
             for each px of the tile.
-        host: where they are; None: in memory.
+        scale: rows and columns of the tile for each of the largest map that enters.
+        host: where maps are; None: in memory.
 
     Attributes:
         phases: in order.
@@ -61,50 +60,38 @@ class RegionRun:
     """
 
     def __init__(
-        self, region: Region, box: int, stored_bytes: int | None = None, host: HostSpace | None = None
+        self,
+        region: Region,
+        box: int,
+        stored_bytes: int | None = None,
+        scale: tuple[Fraction, Fraction] = WHOLE_TILE,
+        host: HostSpace | None = None,
     ) -> None:
         self.region = region
         self._host = host or HostSpace()
-        (rows, columns) = max(region.sides[name] for name in region.inputs)
-        phases = in_phases(region.steps)
-        kept = sum(step.kept_bytes for step in region.steps)
-        tiles = region.forms[region.inputs[0]][0][0]
-        if stored_bytes is None:
-            stored_bytes = STORED_PER_PX * rows * columns * tiles
-        tile = Tile((rows, columns), box, kept, stored_bytes)
-        whole = {name for name in region.dims if name not in region.forms}
-        self.phases: list[Phase] = []
-        for k, (plain, steps) in enumerate(phases):
-            later = {name for _, more in phases[k + 1 :] for step in more for name in step.maps}
-            leaving = later.union(region.leaving) | {step.name for step in steps if step.sums}
-            if later & whole:
-                raise ValueError(
-                    f"--stream: {min(later & whole)} is several maps, which are used on both sides of a sum"
-                )
-            parts = divide(steps, leaving, region.sides, tile, whole) if steps else []
-            plans = [plan_part(region, steps, part, leaving, tile.side) for part in parts]
-            self.phases.append(Phase(tuple(plain), tuple(plans)))
+        self.boxes = plan_boxes(region.on_paper(scale), box, stored_bytes)
+        side = self.boxes.model.side
+        self.phases = [
+            Phase(
+                phase.plain,
+                tuple(plan_part(region, phase.steps, part, phase.leaving, side) for part in phase.parts),
+            )
+            for phase in self.boxes.phases
+        ]
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
 
-    @property
-    def host_bytes(self) -> int:
-        """Of the maps that are stored between parts; their gradients come as parts go back, and go as they are used."""
-        given = {step.name: step for phase in self.phases for part in phase.parts for step in part.given}
-        return sum(
-            step.value_bytes for step in given.values() if not step.sums and step.name not in self.region.leaving
-        )
-
     def forward(
-        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool
+        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, beside: Mapping[str, Any]
     ) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.
 
         Args:
             keep: there will be one.
+            beside: what else enters, and steps are computed with, by name.
         """
         region, device = self.region, entering[0].device
-        kept = Kept(Maps(self._shapes, region.dims, device, self._host, frozenset(region.leaving)), {})
+        kept = Kept(Maps(self._shapes, region.dims, device, self._host, frozenset(region.leaving)), dict(beside))
         for name, value in zip(region.inputs, entering, strict=True):
             kept.maps.put(name, value)
         with torch.no_grad():
@@ -136,7 +123,8 @@ class RegionRun:
                 if name in self.region.dims:
                     kept.maps.write(name, part.box(name, *place), value)
                 elif name in kept.known:
-                    kept.known[name] += value
+                    merge = self.region.operations[name].merge
+                    kept.known[name] = merge(kept.known[name], value) if merge else kept.known[name].add_(value)
                 else:
                     kept.known[name] = value
             del fetched
@@ -163,7 +151,8 @@ class RegionRun:
             gradients: of what leaves, in order.
             asked: names of what enters that a gradient is asked of.
         """
-        region, device = self.region, parameters[0].device if parameters else gradients[0].device  # type: ignore[union-attr]
+        region = self.region
+        device = next(tensor.device for tensor in (*parameters, *gradients) if tensor is not None)
         back = _Back(
             Maps(self._shapes, region.dims, device, self._host, frozenset(asked)),
             {},
@@ -185,7 +174,8 @@ class RegionRun:
                     kept.maps.take(step.name)
                     back.maps.take(step.name)
             self._plain_backward(module, phase, kept, back)
-        return {name: back.maps.take(name) for name in asked}, back.sums
+        found = {name: back.maps.take(name) if name in region.dims else back.known.get(name) for name in asked}
+        return found, back.sums
 
     def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: _Back, silent: set[str]) -> None:
         region = self.region
@@ -203,7 +193,7 @@ class RegionRun:
                 if name not in silent:
                     value.requires_grad_()
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known)
+                values = run_box(module, region, part, place, fetched, known, kept.maps.fetch)
             outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
             del values
             if not outputs:

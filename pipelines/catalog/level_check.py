@@ -31,15 +31,20 @@ MOST_DAMAGED = 0.5
 
 
 def damaged_tiles(
-    slide: Slide, l0_x: NDArray[np.int64], l0_y: NDArray[np.int64], tile: int, mpp: float, l0_tile: int
+    slide: Slide,
+    l0_x: NDArray[np.int64],
+    l0_y: NDArray[np.int64],
+    size: tuple[int, int],
+    mpp: float,
+    l0_size: tuple[int, int],
 ) -> tuple[NDArray[np.bool_], str]:
     """Return which tiles cannot be read, bool (n,), and the first fault; empty where all can.
 
     Args:
         slide: open.
         l0_x, l0_y: (n,), top left of each tile in level-0 px.
-        tile, mpp: side of a tile in px at ``mpp`` um/px.
-        l0_tile: the same side in level-0 px.
+        size, mpp: width and height of a tile in px at ``mpp`` um/px.
+        l0_size: the same in level-0 px.
 
     Raises:
         TileReadError: more than ``MOST_DAMAGED`` of the tiles, or of those looked at.
@@ -48,19 +53,19 @@ def damaged_tiles(
     damaged = np.zeros(len(l0_x), np.bool_)
     fault = ""
     if slide.backend == "tiled":
-        damaged = _in_table(slide.path, level.index, level.downsample, l0_x, l0_y, l0_tile)
+        damaged = _in_table(slide.path, level.index, level.downsample, l0_x, l0_y, l0_size)
         if damaged.any():
             fault = f"{slide.path}: level {level.index}: compressed tiles without data, or past the end of the file"
     looked_at = np.flatnonzero(~damaged)
     if len(looked_at) > LOOKED_AT:
         random = np.random.default_rng(zlib.crc32(slide.path.name.encode("utf-8", "replace")))
         looked_at = np.sort(random.choice(looked_at, LOOKED_AT, replace=False))
-    side = min(PIECE_PX, tile)
-    inset = (l0_tile - round(l0_tile * side / tile)) // 2
+    piece = [min(PIECE_PX, side) for side in size]
+    insets = [(l0 - round(l0 * px / side)) // 2 for l0, px, side in zip(l0_size, piece, size, strict=True)]
     failed = 0
     for i in looked_at:
         try:
-            slide.read(Region(int(l0_x[i]) + inset, int(l0_y[i]) + inset, side, side, mpp))
+            slide.read(Region(int(l0_x[i]) + insets[0], int(l0_y[i]) + insets[1], piece[0], piece[1], mpp))
         except TileReadError as error:
             damaged[i] = True
             failed += 1
@@ -71,7 +76,12 @@ def damaged_tiles(
 
 
 def _in_table(
-    path: Path, level: int, downsample: float, l0_x: NDArray[np.int64], l0_y: NDArray[np.int64], l0_tile: int
+    path: Path,
+    level: int,
+    downsample: float,
+    l0_x: NDArray[np.int64],
+    l0_y: NDArray[np.int64],
+    l0_size: tuple[int, int],
 ) -> NDArray[np.bool_]:
     """Tiles that meet a compressed tile which the file cannot hold, bool (n,)."""
     tiff = read_tiff(path)
@@ -81,15 +91,17 @@ def _in_table(
         return np.zeros(len(l0_x), np.bool_)
     counts = cv2.integral(bad.view(np.uint8))
 
-    def cells(l0_starts: NDArray[np.int64], tag: Tag, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def cells(
+        l0_starts: NDArray[np.int64], l0_side: int, tag: Tag, most: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First compressed tile that each tile meets, and one past the last."""
         px = page.number(tag, 1)
         first = np.array([l_from_l0(float(x), downsample) // px for x in l0_starts], np.int64)
-        past = np.array([(l_from_l0(float(x + l0_tile), downsample) - 1) // px + 1 for x in l0_starts], np.int64)
+        past = np.array([(l_from_l0(float(x + l0_side), downsample) - 1) // px + 1 for x in l0_starts], np.int64)
         return first.clip(0, most), past.clip(0, most)
 
-    left, right = cells(l0_x, Tag.TILE_WIDTH, bad.shape[1])
-    top, bottom = cells(l0_y, Tag.TILE_HEIGHT, bad.shape[0])
+    left, right = cells(l0_x, l0_size[0], Tag.TILE_WIDTH, bad.shape[1])
+    top, bottom = cells(l0_y, l0_size[1], Tag.TILE_HEIGHT, bad.shape[0])
     met: NDArray[np.bool_] = counts[bottom, right] - counts[top, right] - counts[bottom, left] + counts[top, left] > 0
     return met
 

@@ -21,14 +21,19 @@ from pipelines.stream.target import Targets
 Allocate = Callable[[tuple[int, ...], type[np.generic]], NDArray[Any]]
 """(shape, dtype) -> array; ``pipelines.stream.device.allocate_pinned`` is another one than numpy's."""
 
+SizeOf = Callable[[int], tuple[int, int]]
+"""Row of the table -> width and height of its tile in px."""
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """This rank's part of one global batch; n may be less than its share at the end of a finite stream, even 0.
 
     Attributes:
-        images: uint8 (a, h, w, 3), RGB: those of the tiles whose pixels are read here, in order; usually all n.
-        targets: int64 (b,), or uint8 (b, h, w) with 255 for "ignore": those that are read here, in order.
+        images: uint8 (a, h, w, 3), RGB: those of the tiles whose pixels are read here, in order; usually all n. Of
+            tiles that differ in size: uint8 (a, bytes of the largest), each a line that is ``shaped``.
+        targets: int64 (b,), or uint8 (b, h, w) with 255 for "ignore": those that are read here, in order; masks of
+            tiles that differ in size are lines, too.
         rows: int64 (n,), rows of the ``TileTable`` that were read, replacements included, ``UNREAD`` where there is
             none; where no pixels are read here, the rows that were to be read.
         samples: int64 (n,), global sample numbers; all randomness of a sample follows from its number.
@@ -36,6 +41,7 @@ class Batch:
         release: gives the arrays back; call it once their contents are no longer needed, more calls do nothing.
         has_image, has_target: bool (n,), which tiles have a place in ``images`` and ``targets``.
         wanted: int64 (n,), rows of the table that were to be read.
+        size_of: of the tiles, where they differ in size.
     """
 
     images: Pixels
@@ -47,6 +53,7 @@ class Batch:
     has_image: NDArray[np.bool_]
     has_target: NDArray[np.bool_]
     wanted: Rows
+    size_of: SizeOf | None = None
 
     @property
     def replaced(self) -> int:
@@ -57,6 +64,15 @@ class Batch:
     def as_wanted(self) -> bool:
         """Whether all that was to be read here was: no tile is replaced or left out."""
         return bool((self.rows == self.wanted).all())
+
+    def sides(self, position: int) -> tuple[int, int]:
+        """Return height and width of tile ``position``, of the one that was read in its place if it was replaced."""
+        if self.size_of is None:
+            height, width = self.images.shape[1:3]
+            return height, width
+        row = int(self.rows[position])
+        width, height = self.size_of(row if row >= 0 else int(self.wanted[position]))
+        return height, width
 
     def image(self, position: int) -> Pixels:
         """Return where the pixels of tile ``position`` are written."""
@@ -88,6 +104,7 @@ class BufferPool:
         image_shape, target_shape, target_dtype: of one buffer.
         max_bytes: of all buffers together; one buffer is always allowed.
         allocate: makes the arrays.
+        size_of: of the tiles, where they differ in size.
         made: buffers so far.
     """
 
@@ -96,6 +113,7 @@ class BufferPool:
     target_dtype: type[np.generic]
     max_bytes: int
     allocate: Allocate
+    size_of: SizeOf | None = None
     made: int = 0
     _free: list[Buffer] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)

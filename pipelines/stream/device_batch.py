@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipelines.stream.batch import Batch
 from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.target import shaped
 from pipelines.stream.tile_boxes import BoxMaker, MaskBoxes, TileBoxes
 
 Maker = PixelMaker | BoxMaker
@@ -83,7 +84,7 @@ class DeviceBatch:
         self._lane = lane
         self._copied: torch.cuda.Event | None = None
         self._images, self._targets = torch.from_numpy(batch.images), torch.from_numpy(batch.targets)
-        if lane.copying is not None:
+        if lane.copying is not None and batch.size_of is None:
             with torch.cuda.stream(lane.copying):
                 self._images = self._images.to(lane.device, non_blocking=True)
                 self._targets = self._targets.to(lane.device, non_blocking=True)
@@ -139,18 +140,35 @@ class DeviceBatch:
 
     def _begin(self, tiles: slice) -> tuple[Future[Part], torch.cuda.Event | None]:
         def make(pixels: Maker) -> Part:
-            return pixels.make(
-                _of_part(self._images, self.batch.has_image, tiles),
-                _of_part(self._targets, self.batch.has_target, tiles),
-                self.batch.samples[tiles],
-            )
+            if self.batch.size_of is not None:
+                stored = self._of_own_size(
+                    tiles, torch.device("cpu") if isinstance(pixels, BoxMaker) else pixels.device
+                )
+            else:
+                stored = (
+                    _of_part(self._images, self.batch.has_image, tiles),
+                    _of_part(self._targets, self.batch.has_target, tiles),
+                )
+            return pixels.make(*stored, self.batch.samples[tiles])
 
         making = self._lane.making
-        if making is None:
+        if making is None or self._copied is None:
             return self._lane.submit(make), None
         self._wait_on(making)
         with torch.cuda.stream(making):
             return self._lane.submit(make), making.record_event()
+
+    def _of_own_size(self, tiles: slice, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What is stored of the one tile of a microbatch, where tiles differ in size, on ``device``."""
+        batch, k = self.batch, tiles.start
+        assert tiles.stop == k + 1, "tiles of different sizes are computed one at a time"
+        images = targets = None
+        if batch.has_image[k]:
+            images = torch.from_numpy(shaped(batch.image(k), (*batch.sides(k), 3)))[None].to(device)
+        if batch.has_target[k]:
+            target = batch.target(k)
+            targets = torch.from_numpy(shaped(target, batch.sides(k)) if target.ndim else target)[None].to(device)
+        return images, targets
 
     def _wait_on(self, stream: torch.cuda.Stream) -> None:
         """Let ``stream`` use what the copying stream has brought."""

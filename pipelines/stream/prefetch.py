@@ -136,6 +136,7 @@ class Readahead:
                 request.image,
                 request.target,
                 request.rows,
+                self._pool.size_of,
             )
             read = np.flatnonzero(request.image | request.target).tolist()
             job = _Job(batch, buffer, len(read))

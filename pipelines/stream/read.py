@@ -21,7 +21,7 @@ from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, SlideError, TileReadError
 from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.order import Rows
-from pipelines.stream.target import Target
+from pipelines.stream.target import Target, shaped
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -88,10 +88,11 @@ class Read:
         for rows in self._slides_from(row):
             for used in islice(rows, MAX_FAULTS_PER_SLIDE):
                 slide_id, region, opened = self.tiles.slide_id(used), self.tiles.region(used), False
+                pixels = shaped(image, (region.height, region.width, 3))
                 try:
                     with self.pool.lease(slide_id) as slide:
                         opened = True
-                        slide.read(region, out=image)
+                        slide.read(region, out=pixels)
                         if out is None:
                             target.check(slide_id, slide)
                         else:
@@ -102,7 +103,9 @@ class Read:
                     self.pool.discard(slide_id)
                     report(slide_id, region if opened else None, error)
                     if not self.replaces:
-                        image[...] = 0
+                        pixels[...] = 0
+                        if out is not None:
+                            out[...] = 0  # a class that there is: it is counted out, not looked up
                         return UNREAD
                     faults.append(f"{slide_id}, {region if opened else 'does not open'}: {error}")
                     if len(faults) == MAX_FAULTS:
@@ -172,6 +175,7 @@ class SampleReader:
             except (SlideError, OSError) as error:
                 if not self.reading.replaces:
                     self.faults(self.reading.tiles.slide_id(row), self.reading.tiles.region(row), error)
+                out[...] = 0
                 return UNREAD
         with self._naming(sample, row):
             used = self.reading.fill(row, self.target, image, out, self.faults)

@@ -183,13 +183,15 @@ class TileStream:
             raise ValueError("the stream reads from no slides: add .read(pool) to it")
         target: Target = self.target or Labels(np.broadcast_to(np.int64(-1), len(self.tiles)))
         augment = CpuAugment(self.augmentation, self.seed) if self.augmentation.augment == "cpu" else None
-        tile = self.tiles.settings.tile
+        width, height = self.tiles.largest
+        differ = self.tiles.sides is not None
         buffers = BufferPool(
-            (len(self.image_rows), tile, tile, 3),
-            (len(self.target_rows), *target.shape(tile)),
+            (len(self.image_rows), *((3 * width * height,) if differ else (height, width, 3))),
+            (len(self.target_rows), *target.shape((width * height,) if differ else (height, width))),
             target.dtype,
             self.max_bytes,
             self.allocate,
+            self.tiles.size if differ else None,
         )
         reader = SampleReader(self.reading, target, augment, FaultLog(self.reading.on_fault))
         return TileIterator(self.source, reader, buffers, self.threads, lambda: self.fingerprint)
@@ -208,6 +210,7 @@ class TileStream:
                 self.tiles.slide,
                 self.tiles.l0_x,
                 self.tiles.l0_y,
+                *(() if self.tiles.sides is None else (self.tiles.sides,)),
             ),
             "seed": self.seed,
             "epochs": self.epochs or "endless",

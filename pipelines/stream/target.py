@@ -5,6 +5,7 @@ Takes the row that was read, its open slide and region; writes the target into t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,14 +24,19 @@ Targets = NDArray[np.int64] | NDArray[np.uint8]
 """int64 (n,) class per tile, or uint8 (n, h, w) class per pixel with 255 for "ignore"."""
 
 
+def shaped(stored: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return what is stored of one tile in its own shape: the first numbers of a line that the largest tile fills."""
+    return stored if stored.shape == shape else stored[: math.prod(shape)].reshape(shape)
+
+
 class Target(Protocol):
     """Fills one tile's target."""
 
     @property
     def dtype(self) -> type[np.generic]: ...
 
-    def shape(self, tile: int) -> tuple[int, ...]:
-        """Shape of one target, for a tile of ``tile`` px."""
+    def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of one target, for a tile of ``size``: height and width in px, or px in a line."""
         ...
 
     def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
@@ -65,7 +71,7 @@ class Labels:
     by_row: NDArray[np.int64]
     dtype: type[np.generic] = np.int64
 
-    def shape(self, tile: int) -> tuple[int, ...]:
+    def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
         return ()
 
     def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
@@ -88,11 +94,11 @@ class Masks:
     annotations: SlideAnnotations
     dtype: type[np.generic] = np.uint8
 
-    def shape(self, tile: int) -> tuple[int, ...]:
-        return (tile, tile)
+    def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        return size
 
     def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
-        self.annotations.read_mask(slide_id, slide, region, out)
+        self.annotations.read_mask(slide_id, slide, region, shaped(out, (region.height, region.width)))
 
     def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
         with pool.lease(slide_id) as slide:

@@ -198,7 +198,8 @@ def _index_slides(
                     spec.slide_id, "tiles", f"{count} tiles with tissue cannot be read and are left out: {first}"
                 )
             is_fault = isinstance(result.found, SlideFault)
-            told = SlideDone(done, len(specs), spec.slide_id, _told(result.found), is_fault)
+            what = _told(result.found, table.settings.tile == "slide")
+            told = SlideDone(done, len(specs), spec.slide_id, what, is_fault)
             log.info("%s", told)
             progress(told)
             if time.monotonic() - saved_s > SAVE_EVERY_S:
@@ -237,15 +238,20 @@ def _one_slide(settings: IndexSettings, result: SlideTiles | SlideFault) -> Tile
         return replace(TileTable.joined(settings, []), faults=(result,))
     slide = np.zeros(len(result.l0_x), np.int32)
     source = result.source
-    return TileTable((source.slide_id,), slide, result.l0_x, result.l0_y, result.tissue, settings, (source,))
+    sides = np.tile(np.array(result.size, np.int32), (len(slide), 1)) if settings.tile == "slide" else None
+    return TileTable(
+        (source.slide_id,), slide, result.l0_x, result.l0_y, result.tissue, settings, (source,), sides=sides
+    )
 
 
-def _told(result: SlideTiles | SlideFault) -> str:
+def _told(result: SlideTiles | SlideFault, whole: bool) -> str:
     if isinstance(result, SlideFault):
         return f"failed at {result.step}: {_first_line(result.error)}"
     source = result.source
+    width, height = result.size
+    tiles = f"{width} x {height} px of tissue" if whole else f"{len(result.l0_x)} tiles"
     return (
-        f"{len(result.l0_x)} tiles, {result.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
+        f"{tiles}, {result.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
         f"{source.mpp:.4g} um/px, {source.backend}, {result.seconds:.1f} s"
         + (f", {result.unreadable_share:.1%} damaged" if result.unreadable_share else "")
     )

@@ -1,7 +1,7 @@
 """The picture that shows which tiles of a slide are used.
 
-Takes a thumbnail, the tissue mask and the kept tiles; gives a PNG: outline of the tissue, each tile as a square whose
-tint is stronger the more tissue it holds, a caption and a scale bar.
+Takes a thumbnail, the tissue mask and the kept tiles; gives a PNG: outline of the tissue, each tile as a rectangle
+whose tint is stronger the more tissue it holds, a caption and a scale bar.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def draw_overlay(
     l0_x: NDArray[np.int64],
     l0_y: NDArray[np.int64],
     fractions: NDArray[np.float32],
-    l0_tile: int,
+    l0_size: tuple[int, int],
     caption: str,
 ) -> bytes:
     """Return a PNG of the slide with its tissue and tiles.
@@ -41,7 +41,7 @@ def draw_overlay(
         tissue: outlined.
         l0_x, l0_y: int64 (n,), top left of the tiles in level-0 px.
         fractions: float32 (n,), the part of each tile that is tissue.
-        l0_tile: side of a tile in level-0 px.
+        l0_size: width and height of a tile in level-0 px.
         caption: one line below the picture.
     """
     picture, downsample = _shrunk(thumbnail)
@@ -51,8 +51,8 @@ def draw_overlay(
         for edge, start in [
             (l0_x, thumbnail.l0_x),
             (l0_y, thumbnail.l0_y),
-            (l0_x + l0_tile, thumbnail.l0_x),
-            (l0_y + l0_tile, thumbnail.l0_y),
+            (l0_x + l0_size[0], thumbnail.l0_x),
+            (l0_y + l0_size[1], thumbnail.l0_y),
         ]
     )
     colour, opacity = ON_DARK if is_fluorescence(picture) else ON_GLASS

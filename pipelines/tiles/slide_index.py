@@ -19,11 +19,13 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.level_check import damaged_tiles
 from pipelines.catalog.processes import Limits
 from pipelines.catalog.slide_state import SlideState
+from pipelines.slides.geometry import l0_from_t
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import LONGER_SIDE_PX, draw_overlay
-from pipelines.tiles.tile_table import IndexedSlide, IndexSettings, SlideFault
-from pipelines.tiles.tiling import tile_grid, tissue_fractions
+from pipelines.tiles.tile_table import WHOLE_SLIDE_MULTIPLE, IndexedSlide, IndexSettings, SlideFault
+from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_fractions
 from pipelines.tiles.tissue import Overview, TissueMask, find_tissue, read_overview
+from pipelines.tiles.tissue_box import tissue_box
 
 SLIDE_SECONDS = 900.0
 """As long may one slide take: ten times what 100,000 x 100,000 px of a single level take on one core."""
@@ -40,6 +42,7 @@ class SlideTiles:
         source: the slide.
         l0_x, l0_y: int64 (n,), top left in level-0 px, row by row.
         tissue: float32 (n,), the part of each that is tissue.
+        size: width and height of each in px.
         tissue_share: the part of the slide that is tissue.
         seconds: that it took.
         unreadable_share: the part of the slide that is damaged; tiles there are left out.
@@ -50,6 +53,7 @@ class SlideTiles:
     l0_x: NDArray[np.int64]
     l0_y: NDArray[np.int64]
     tissue: NDArray[np.float32]
+    size: tuple[int, int]
     tissue_share: float
     seconds: float
     unreadable_share: float
@@ -118,28 +122,35 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
     with spec.open() as slide:
         state = SlideState.of(spec.path)  # before anything is read: what changes meanwhile is another slide
         progress.step = "tiles"
-        stride = settings.stride or settings.tile
-        grid = tile_grid(slide.levels, slide.bounds, settings.tile, settings.mpp, stride)
+        grid = None if settings.tile == "slide" else _grid(slide, settings.tile, settings)
         progress.step = "tissue"
         overview = read_overview(slide, settings.tissue_mpp, threads)
         tissue = find_tissue(overview)
         progress.step = "tiles"
+        if grid is None:
+            grid = _whole(slide, tissue, settings)
         fractions = tissue_fractions(tissue, grid)
         damage = TissueMask(overview.unreadable, tissue.l0_x, tissue.l0_y, tissue.downsample, tissue.mpp)
         intact = tissue_fractions(damage, grid) == 0
-        rows, columns = np.nonzero((fractions >= settings.min_tissue) & intact)
+        least = settings.min_tissue
+        enough = fractions >= least if settings.tile != "slide" or not least else fractions > 0
+        rows, columns = np.nonzero(enough & intact)
         l0_x, l0_y, kept = grid.l0_x[columns], grid.l0_y[rows], fractions[rows, columns]
         progress.step = "overlay"
-        caption = (
-            f"{spec.slide_id}: {len(kept)} of {fractions.size} tiles of {settings.tile} px at {settings.mpp:g} "
-            f"um/px with {settings.min_tissue:.0%} tissue or more; {tissue.share:.0%} of the slide is tissue"
+        width, height = grid.size
+        cut = (
+            f"its tissue as one tile of {width} x {height} px at {settings.mpp:g} um/px"
+            if settings.tile == "slide"
+            else f"{len(kept)} of {fractions.size} tiles of {settings.tile} px at {settings.mpp:g} um/px with "
+            f"{least:.0%} tissue or more"
         )
+        caption = f"{spec.slide_id}: {cut}; {tissue.share:.0%} of the slide is tissue"
         thumbnail = _thumbnail(slide, overview, threads)
-        progress.overlay_png = draw_overlay(thumbnail, tissue, l0_x, l0_y, kept, grid.l0_tile, caption)
+        progress.overlay_png = draw_overlay(thumbnail, tissue, l0_x, l0_y, kept, grid.l0_size, caption)
         progress.step = "tiles"
         if not len(kept):
             raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
-        bad, fault = damaged_tiles(slide, l0_x, l0_y, settings.tile, settings.mpp, grid.l0_tile)
+        bad, fault = damaged_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size)
         l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
         level = slide.levels[0]
         source = IndexedSlide(
@@ -148,7 +159,19 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
             state.digest,
         )
     seconds = time.perf_counter() - started_s
-    return SlideTiles(source, l0_x, l0_y, kept, tissue.share, seconds, damage.share, (int(bad.sum()), fault))
+    return SlideTiles(source, l0_x, l0_y, kept, grid.size, tissue.share, seconds, damage.share, (int(bad.sum()), fault))
+
+
+def _grid(slide: Slide, tile: int, settings: IndexSettings) -> TileGrid:
+    """Tiles of ``tile`` px everywhere."""
+    return tile_grid(slide.levels, slide.bounds, tile, settings.mpp, settings.stride or tile)
+
+
+def _whole(slide: Slide, tissue: TissueMask, settings: IndexSettings) -> TileGrid:
+    """One tile, around all tissue."""
+    box = tissue_box(slide.levels, tissue, settings.mpp, settings.stride or WHOLE_SLIDE_MULTIPLE)
+    l0_size = tuple(l0_from_t(side, box.mpp, slide.mpp) for side in (box.width, box.height))
+    return TileGrid(np.array([box.l0_x]), np.array([box.l0_y]), (l0_size[0], l0_size[1]), (box.width, box.height))
 
 
 def default_threads(workers: int) -> int:
@@ -165,8 +188,9 @@ def _thumbnail(slide: Slide, overview: Overview, threads: int) -> Overview:
 
 
 def _why_none(tissue: TissueMask, damage: TissueMask, most: float, settings: IndexSettings) -> str:
-    if damage.mask.any():
-        return f"no tile is left: {damage.share:.1%} of the slide is damaged and every tile of tissue touches it"
+    if damage.mask.any() and (settings.tile != "slide" or tissue.mask.any()):
+        touched = "every tile of tissue touches it" if settings.tile != "slide" else "its tissue is not whole"
+        return f"no tile is left: {damage.share:.1%} of the slide is damaged and {touched}"
     if not tissue.mask.any():
         return (
             "no tissue: nothing on the slide is stained. If its picture in tissue/ shows tissue all the "

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -27,19 +27,25 @@ FORMAT = 1
 
 _METADATA_KEY = b"megatile"
 
+WHOLE_SLIDE_MULTIPLE = 32
+"""px that the sides of a whole slide are multiples of: models halve them five times."""
+
 
 @dataclass(frozen=True)
 class IndexSettings:
     """Which tiles are cut. Two indexes are interchangeable when these agree."""
 
-    tile: int = 1024
-    """Side of the square tiles, in px at --mpp."""
+    tile: int | Literal["slide"] = 1024
+    """Side of the square tiles, in px at --mpp. slide: one tile for each slide, the rectangle around its tissue, of
+    whatever size that has."""
     mpp: float = 0.5
     """Resolution the tiles are read at, in um/px."""
     stride: int | None = None
-    """Step from tile to tile, in px at --mpp; the tile's side by default, less makes tiles overlap."""
+    """Step from tile to tile, in px at --mpp; the tile's side by default, less makes tiles overlap. With --tile slide:
+    sides are multiples of it, 32 by default."""
     min_tissue: float = 0.25
-    """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile."""
+    """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile. With --tile slide any tissue is enough, and 0
+    keeps a slide without any, as a whole."""
     tissue_mpp: Suppress[float] = 8.0
     """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
 
@@ -48,24 +54,37 @@ class IndexSettings:
         """um/px that a picture without any may be taken to have: ``mpp`` where nothing but the default is asked."""
         return self.mpp if self.mpp == IndexSettings.mpp else None
 
+    @property
+    def side(self) -> int:
+        """Side of the tiles in px, where they are squares of one size."""
+        assert self.tile != "slide"
+        return self.tile
+
     def validate(self) -> list[str]:
         """Return every fault of these settings, each with its rule and the value received."""
         faults = []
-        if self.tile < 1:
-            faults.append(f"--tile is at least 1 px; got {self.tile}")
+        if self.tile == "slide":
+            if self.stride is not None and self.stride < 1:
+                faults.append(f"--stride is at least 1 px with --tile slide; got {self.stride}")
+        else:
+            faults += self._side_faults(self.tile)
         if not MPP_MIN <= self.mpp <= MPP_MAX:
             faults.append(f"--mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.mpp:g}")
-        if self.stride is not None and not 1 <= self.stride <= self.tile:
-            faults.append(f"--stride is 1 to --tile ({self.tile}) px, or tiles leave gaps; got {self.stride}")
         if not 0 <= self.min_tissue <= 1:
             faults.append(f"--min-tissue is a part of a tile, 0 to 1; got {self.min_tissue:g}")
         if not MPP_MIN <= self.tissue_mpp <= MPP_MAX:
             faults.append(f"--developer tissue-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.tissue_mpp:g}")
-        elif not faults and self.tile * self.mpp < self.tissue_mpp:
+        elif not faults and self.tile != "slide" and self.tile * self.mpp < self.tissue_mpp:
             faults.append(
                 f"a tile ({self.tile} px at {self.mpp:g} um/px) is smaller than one px of the tissue mask "
                 f"({self.tissue_mpp:g} um); ask for a larger --tile or a finer --developer tissue-mpp"
             )
+        return faults
+
+    def _side_faults(self, tile: int) -> list[str]:
+        faults = [] if tile >= 1 else [f"--tile is at least 1 px, or slide; got {tile}"]
+        if self.stride is not None and not 1 <= self.stride <= tile:
+            faults.append(f"--stride is 1 to --tile ({tile}) px, or tiles leave gaps; got {self.stride}")
         return faults
 
 
@@ -112,6 +131,7 @@ class TileTable:
         settings: what the tiles were cut with.
         sources: one per slide, in the order of ``slides``; empty for a table that was not made from files.
         faults: slides that were tried and have no tiles.
+        sides: int32 (n, 2), width and height in px of each tile; None where all have the side of the settings.
     """
 
     slides: tuple[str, ...]
@@ -122,6 +142,7 @@ class TileTable:
     settings: IndexSettings
     sources: tuple[IndexedSlide, ...] = ()
     faults: tuple[SlideFault, ...] = ()
+    sides: NDArray[np.int32] | None = None
 
     @classmethod
     def joined(cls, settings: IndexSettings, tables: Sequence[TileTable]) -> Self:
@@ -137,6 +158,9 @@ class TileTable:
             settings,
             tuple(source for table in tables for source in table.sources),
             tuple(fault for table in tables for fault in table.faults),
+            np.concatenate([np.empty((0, 2), np.int32), *(table.sides for table in tables if table.sides is not None)])
+            if settings.tile == "slide"
+            else None,
         )
 
     def __len__(self) -> int:
@@ -144,8 +168,26 @@ class TileTable:
 
     def region(self, i: int) -> Region:
         """Return what to read for tile ``i``."""
-        size = self.settings.tile
-        return Region(int(self.l0_x[i]), int(self.l0_y[i]), size, size, self.settings.mpp)
+        return Region(int(self.l0_x[i]), int(self.l0_y[i]), *self.size(i), self.settings.mpp)
+
+    def size(self, i: int) -> tuple[int, int]:
+        """Return width and height of tile ``i``, in px."""
+        if self.sides is None:
+            return self.settings.side, self.settings.side
+        return int(self.sides[i, 0]), int(self.sides[i, 1])
+
+    @property
+    def pixels(self) -> NDArray[np.int64]:
+        """px of each tile, int64 (n,)."""
+        if self.sides is None:
+            return np.full(len(self), self.settings.side**2, np.int64)
+        counts: NDArray[np.int64] = self.sides.astype(np.int64).prod(1)
+        return counts
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Width and height of the tile with the most px."""
+        return self.size(int(self.pixels.argmax()))
 
     def slide_id(self, i: int) -> str:
         return self.slides[int(self.slide[i])]
@@ -153,7 +195,12 @@ class TileTable:
     def select(self, rows: NDArray[np.int64]) -> Self:
         """Return the tiles at ``rows``, in that order; ``slides`` stay as they are."""
         return replace(
-            self, slide=self.slide[rows], l0_x=self.l0_x[rows], l0_y=self.l0_y[rows], tissue=self.tissue[rows]
+            self,
+            slide=self.slide[rows],
+            l0_x=self.l0_x[rows],
+            l0_y=self.l0_y[rows],
+            tissue=self.tissue[rows],
+            sides=None if self.sides is None else self.sides[rows],
         )
 
     def of_slides(self, ids: Iterable[str]) -> Self:
@@ -176,7 +223,8 @@ class TileTable:
         )
 
     def save(self, path: Path) -> None:
-        """Write Parquet, atomically: columns slide, l0_x, l0_y, tissue; the rest as JSON in the schema's metadata."""
+        """Write Parquet, atomically: columns slide, l0_x, l0_y, tissue, and width and height where they differ; the
+        rest as JSON in the schema's metadata."""
         about = {
             "format": FORMAT,
             "settings": asdict(self.settings),
@@ -190,6 +238,8 @@ class TileTable:
             "l0_y": pa.array(self.l0_y),
             "tissue": pa.array(self.tissue),
         }
+        if self.sides is not None:
+            columns |= {"width": pa.array(self.sides[:, 0]), "height": pa.array(self.sides[:, 1])}
         table = pa.table(columns).replace_schema_metadata({_METADATA_KEY: json.dumps(about).encode()})
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
@@ -232,6 +282,9 @@ class TileTable:
             IndexSettings(**about["settings"]),
             tuple(IndexedSlide(**source) for source in about["sources"]),
             tuple(SlideFault(**fault) for fault in about["faults"]),
+            np.stack([table.column(name).to_numpy() for name in ("width", "height")], 1)
+            if "width" in table.column_names
+            else None,
         )
 
 
@@ -251,3 +304,15 @@ def check_settings(made_with: IndexSettings, asked: IndexSettings, where: Path) 
             f"{where} was made with other settings: {'; '.join(differing)}. "
             "Give another --out, or the same settings as before"
         )
+
+
+def three_sizes(table: TileTable) -> list[tuple[int, int]]:
+    """Return width and height of the smallest, the median and the largest tile, by px."""
+    order = np.argsort(table.pixels, kind="stable")
+    return [table.size(int(row)) for row in order[[0, len(order) // 2, -1]]]
+
+
+def sides_text(table: TileTable) -> str:
+    """Return the sizes of tiles that differ, for a line of a log."""
+    smallest, median, largest = (f"{width} x {height}" for width, height in three_sizes(table))
+    return f"{smallest} (smallest), {median} (median) and {largest} px (largest)"

@@ -29,12 +29,14 @@ class TileGrid:
     Attributes:
         l0_x: int64 (columns,), ascending, left edges in level-0 px.
         l0_y: int64 (rows,), ascending, top edges in level-0 px.
-        l0_tile: side of a tile in level-0 px.
+        l0_size: width and height of a tile in level-0 px.
+        size: the same in px at the mpp that it is read at.
     """
 
     l0_x: NDArray[np.int64]
     l0_y: NDArray[np.int64]
-    l0_tile: int
+    l0_size: tuple[int, int]
+    size: tuple[int, int]
 
 
 def tile_grid(levels: Sequence[Level], bounds: Bounds, tile: int, mpp: float, stride: int) -> TileGrid:
@@ -68,7 +70,8 @@ def tile_grid(levels: Sequence[Level], bounds: Bounds, tile: int, mpp: float, st
         strides = (l0_from_t(i * stride, mpp, l0_mpp) for i in itertools.count())
         return l0_start + np.array([*itertools.takewhile(lambda l0: l0 < last, strides), last], np.int64)
 
-    return TileGrid(origins(bounds.l0_x, bounds.width), origins(bounds.l0_y, bounds.height), l0_tile)
+    l0_x, l0_y = origins(bounds.l0_x, bounds.width), origins(bounds.l0_y, bounds.height)
+    return TileGrid(l0_x, l0_y, (l0_tile, l0_tile), (tile, tile))
 
 
 def tissue_fractions(tissue: TissueMask, grid: TileGrid) -> NDArray[np.float32]:
@@ -78,8 +81,8 @@ def tissue_fractions(tissue: TissueMask, grid: TileGrid) -> NDArray[np.float32]:
     makes that four look-ups whatever the tile's size.
     """
     integral = cv2.integral(tissue.mask.view(np.uint8)).astype(np.int64, copy=False)
-    left, right = _edges(grid.l0_x - tissue.l0_x, grid.l0_tile, tissue.downsample, tissue.mask.shape[1])
-    top, bottom = _edges(grid.l0_y - tissue.l0_y, grid.l0_tile, tissue.downsample, tissue.mask.shape[0])
+    left, right = _edges(grid.l0_x - tissue.l0_x, grid.l0_size[0], tissue.downsample, tissue.mask.shape[1])
+    top, bottom = _edges(grid.l0_y - tissue.l0_y, grid.l0_size[1], tissue.downsample, tissue.mask.shape[0])
     counts = (
         integral[np.ix_(bottom, right)]
         - integral[np.ix_(top, right)]

@@ -57,7 +57,8 @@ def test_faults_of_the_settings_are_told_at_once(slides, tmp_path, capsys):
     assert main(["--slides", str(slides), "--tile", "0", "--slide-mpp", "500", "--workers", "-1"]) == 2
     said = capsys.readouterr().err
     assert all(
-        text in said for text in ("--tile is at least 1 px; got 0", "got 500", "--workers is at least 0; got -1")
+        text in said
+        for text in ("--tile is at least 1 px, or slide; got 0", "got 500", "--workers is at least 0; got -1")
     )
 
 

@@ -207,6 +207,20 @@ def test_segmentation_end_to_end(segment_slides: Path, train: Train, tmp_path: P
     assert summary["metrics"]["dice"] == summary["metrics"]["dice_gland"]
 
 
+def test_segmentation_in_boxes_has_the_loss_and_scores_of_whole_tiles(
+    segment_slides: Path, train: Train, tmp_path: Path
+) -> None:
+    model = ("--model", "tests.helpers.tiny_models:segmenter", "--steps", "1", "--parallel", "single", "--lr", "1e-6")
+    summaries = []
+    for stream in ("none", "96"):
+        done = train("--slides", segment_slides, *QUICK, *model, "--stream", stream, "--out", tmp_path / stream)
+        assert done.returncode == 0, done.stderr
+        summaries.append(summary_of(tmp_path / stream))
+    whole, boxes = summaries
+    assert boxes["final_loss"] == pytest.approx(whole["final_loss"], rel=1e-4)
+    assert boxes["metrics"] == pytest.approx(whole["metrics"], rel=1e-3)
+
+
 def test_tile_labels_from_annotations(segment_slides: Path, train: Train, tmp_path: Path) -> None:
     out = tmp_path / "run"
     tiles = ("--task", "classify", "--tile", "64", "--developer", "validation-tiles=100")

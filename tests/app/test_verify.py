@@ -40,10 +40,14 @@ def test_named_runs_of_layers_are_computed_again() -> None:
     assert result.passed, result
 
 
-@pytest.mark.parametrize(("ranks", "norm"), [(1, "frozen"), (2, "frozen"), (1, "batch"), (2, "batch")])
-def test_tiles_in_boxes_are_exact(ranks: int, norm: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "norm", "head"),
+    [(1, "frozen", "average"), (2, "frozen", "attention"), (1, "batch", "gem"), (2, "batch", "average")],
+)
+def test_tiles_in_boxes_are_exact(ranks: int, norm: Any, head: Any) -> None:
     asked = StrategySettings(parallel="single" if ranks == 1 else "ddp", ranks=ranks, batch=4, stream="40")
-    result = verify(VerifyCommand(asked, model="tests.helpers.tiny_models:classifier", norm=norm, tile=97, steps=2))
+    model = "tests.helpers.tiny_models:classifier"
+    result = verify(VerifyCommand(asked, model=model, norm=norm, head=head, tile=97, steps=2))
     assert result is not None
     assert result.passed, result
 
@@ -61,14 +65,14 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_wrong_gradient_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def biased(output: Tensor, targets: Tensor) -> Tensor:
-        return 1.001 * right(output, targets)
+    def biased(loss: exactness.ProjectedError, sums: Tensor, pixels: int) -> Tensor:
+        return 1.001 * right(loss, sums, pixels)
 
-    right, run_engine = exactness.projected_error, exactness.run_engine
+    right, run_engine = exactness.ProjectedError.value, exactness.run_engine
 
     def run_wrong(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exactness, "projected_error", biased)
+            patch.setattr(exactness.ProjectedError, "value", biased)
             return run_engine(*arguments)
 
     monkeypatch.setattr(exactness, "run_engine", run_wrong)

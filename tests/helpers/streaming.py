@@ -13,7 +13,7 @@ from parallel.streaming.streamed_module import StreamedRun
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return super().is_leaf_module(m, module_qualified_name) or isinstance(m, nn.BatchNorm2d)
+        return super().is_leaf_module(m, module_qualified_name) or isinstance(m, (nn.BatchNorm2d, nn.Conv2d))
 
 
 def in_boxes(module: nn.Module, box: int) -> StreamedRun:

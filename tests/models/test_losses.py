@@ -23,6 +23,16 @@ def test_microbatch_losses_weighted_by_size_add_up_to_the_batch(kind: str, weigh
     assert parts.item() == pytest.approx(whole.item(), rel=1e-6)
 
 
+def test_boxes_of_pixels_add_up_to_the_tile() -> None:
+    torch.manual_seed(0)
+    loss, logits = PixelClassLoss(torch.tensor([0.5, 2.0, 1.0])), torch.randn(2, 3, 6, 5)
+    target = torch.randint(0, 3, (2, 6, 5)).to(torch.uint8)
+    target[0, :4] = IGNORE
+    boxes = [(rows, columns) for rows in (slice(0, 4), slice(4, 6)) for columns in (slice(0, 2), slice(2, 5))]
+    sums = torch.stack([loss.sums(logits[:, :, r, c], target[:, r, c]) for r, c in boxes]).sum(0)
+    assert loss.value(sums, 30).item() == pytest.approx(loss(logits, target).item(), rel=1e-6)
+
+
 def test_unweighted_tile_loss_is_cross_entropy() -> None:
     logits, labels = torch.randn(4, 2), torch.tensor([0, 1, 1, 0])
     assert torch.equal(TileClassLoss()(logits, labels), F.cross_entropy(logits, labels))

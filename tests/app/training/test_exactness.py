@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from app.training.exactness import ExactnessTrial, StepsResult, compare, projected_error, run_engine, run_plain
+from app.training.exactness import ExactnessTrial, ProjectedError, StepsResult, compare, run_engine, run_plain
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from tests.helpers.small_nets import FourierNet
@@ -95,9 +95,9 @@ def test_what_is_rounding_only_is_held_against_the_largest_of_its_kind(
 
 def test_every_output_and_every_target_counts() -> None:
     output = {"out": torch.randn(2, 3), "aux": (torch.randn(2, 4, 5),)}
-    targets = torch.zeros(2)
+    targets, projected_error = torch.zeros(2, 6, 5), ProjectedError()
     loss = projected_error(output, targets)
-    assert projected_error(output, targets + torch.tensor([0.0, 1.0])) != loss
+    assert projected_error(output, targets + torch.tensor([0.0, 1.0])[:, None, None]) != loss
     assert projected_error({**output, "aux": (output["aux"][0] * 2,)}, targets) != loss
     halves = [
         projected_error({"out": output["out"][k], "aux": (output["aux"][0][k],)}, targets[k])
@@ -106,6 +106,19 @@ def test_every_output_and_every_target_counts() -> None:
     assert sum(halves) / 2 == pytest.approx(float(loss))
     own = {**output, "own loss": torch.tensor(3.0)}
     assert projected_error(own, targets) > loss
+
+
+def test_boxes_of_a_map_add_up_and_every_px_of_it_counts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    output, targets = (torch.randn(shape, generator=generator).double() for shape in ((2, 3, 6, 5), (2, 6, 5)))
+    loss = ProjectedError()
+    parts = [(slice(None), slice(0, 4)), (slice(0, 5), slice(4, 5)), (slice(5, 6), slice(4, 5))]
+    sums = sum(loss.sums(output[:, :, rows, columns], targets[:, rows, columns]) for rows, columns in parts)
+    assert isinstance(sums, torch.Tensor)
+    assert float(loss.value(sums, 30)) == pytest.approx(float(loss(output, targets)), rel=1e-12)
+    output.requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(output, targets), output)
+    assert len(gradient.unique()) == output.numel()
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")

@@ -18,6 +18,7 @@ from parallel.offload.live_bytes import LiveBytes
 from parallel.space.span import Span
 from parallel.streaming.images import Boxes
 from parallel.streaming.streamed_module import StreamedRun, streamed
+from tests.helpers.streaming import in_boxes, planned
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -180,6 +181,19 @@ def test_tile_shapes_change_between_steps() -> None:
         torch.testing.assert_close(ours(images), plain(images), rtol=1e-11, atol=1e-11)
 
 
+def test_plans_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.streaming.streamed_module.MOST_PLANS", 2)
+    net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    ours = streamed(net, 16, (1, 3, 24, 24), LocalCommunicator())
+    assert isinstance(ours._run_training, StreamedRun)
+    first = ours._run_training.planned(ours, (torch.empty(1, 3, 24, 24),))
+    for width in (32, 24, 40):
+        ours(torch.randn(1, 3, 24, width)).sum().backward()
+    kept = ours._run_training._plans
+    assert [form[0][0][3] for form, _ in kept] == [24, 40]
+    assert next(iter(kept.values())) is first
+
+
 def test_hooks_fire_once_per_parameter_and_step() -> None:
     model = model_of("resnet18").double()
     ours = streamed(model, 32, (1, 3, 64, 64), LocalCommunicator())
@@ -202,7 +216,7 @@ def test_channels_last_stays() -> None:
                 lambda _, given, __: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
             )
     ours(images).sum().backward()
-    assert len(seen) > 60
+    assert len(seen) > 30
     assert all(seen)
 
 
@@ -232,11 +246,33 @@ def test_memory_is_that_of_boxes() -> None:
     assert peaks[1] < 1.02 * peaks[0]
 
 
+class _Doubled(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def test_norms_of_unknown_kinds_are_refused_by_name() -> None:
-    """timm's, which joins batch norm with the activation."""
-    model = build_model("timm:efficientnet_lite0", classes=2).train()
-    with pytest.raises(ValueError, match=r"cannot pass bn1: .* use --norm frozen"):
-        streamed(model, 32, (1, 3, 64, 64), LocalCommunicator())
+    with pytest.raises(ValueError, match=r"cannot pass _1 .* use --norm frozen"):
+        streamed(nn.Sequential(nn.Conv2d(3, 4, 3), _Doubled(4)), 32, (1, 3, 64, 64), LocalCommunicator())
+
+
+def test_layers_that_compute_other_than_their_kind_end_the_region() -> None:
+    """Of kinds that are known by what they are derived from, the sides would be right and the numbers wrong."""
+
+    class Doubled(nn.Conv2d):
+        def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return 2 * super()._conv_forward(x, weight, bias)
+
+    for layer, reason in (
+        (Doubled(4, 4, 1), "is a Doubled, which computes other than Conv2d: use layers"),
+        (nn.utils.spectral_norm(nn.Conv2d(4, 4, 1)), "has hooks, which would run for each box"),
+    ):
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), layer)
+        run = in_boxes(net, 8)
+        run(net, torch.randn(1, 3, 16, 16))
+        ends = planned(run).region.ends_at
+        assert ends is not None
+        assert reason in ends[1]
 
 
 def test_maps_beyond_the_budget_of_the_host_lie_in_files(tmp_path: Path) -> None:
@@ -249,7 +285,7 @@ def test_maps_beyond_the_budget_of_the_host_lie_in_files(tmp_path: Path) -> None
         results.append(step(ours, images))
         assert isinstance(ours._run_training, StreamedRun)
         (plan,) = ours._run_training._plans.values()
-        assert host.peak_memory_bytes + host.peak_file_bytes > plan.run.host_bytes > 1 << 19
+        assert host.peak_memory_bytes + host.peak_file_bytes > plan.run.boxes.host_bytes > 1 << 19
         assert (host.peak_file_bytes > 1 << 18) == (budget is not None)
     (expected, gradients), (found, found_gradients) = results
     assert torch.equal(expected, found)

@@ -9,6 +9,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from timm.layers import (
+    BatchNormAct2d,
+    BlurPool2d,
+    Conv2dSame,
+    DropPath,
+    EcaModule,
+    ScaledStdConv2d,
+)
+from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torchvision.ops import SqueezeExcitation, StochasticDepth
 
@@ -103,6 +112,21 @@ def test_pads_and_crops(h: int, w: int, box: int, before: int, after: int) -> No
     exact(Call(lambda x: F.pad(x, (before, after, after, before), value=0.5)), h, w, box)
 
 
+@given(sides, sides, boxes, numbers(-2, 6), numbers(-2, 6), st.sampled_from(["reflect", "replicate"]))
+def test_pads_by_rows_of_the_map(h: int, w: int, box: int, before: int, after: int, mode: str) -> None:
+    exact(Call(lambda x: F.pad(x, (before, after, after, before), mode=mode)), h, w, box)
+
+
+@given(sides, sides, boxes, numbers(1, 4), numbers(1, 3), numbers(0, 4), st.sampled_from(["reflect", "replicate"]))
+def test_convolution_padded_by_rows_of_the_map(h: int, w: int, box: int, k: int, s: int, p: int, mode: str) -> None:
+    exact(nn.Conv2d(4, 4, (k, 3), (s, 1), (p, 1), padding_mode=mode), h, w, box)
+
+
+@given(sides, sides, boxes, numbers(2, 9), numbers(2, 9))
+def test_adaptive_pool_to_cells_that_overlap(h: int, w: int, box: int, rows: int, columns: int) -> None:
+    exact(nn.AdaptiveAvgPool2d((rows, columns)), h, w, box)
+
+
 @given(sides, sides, boxes, numbers(0, 3), numbers(1, 3), numbers(1, 3))
 def test_slices(h: int, w: int, box: int, start: int, less: int, step: int) -> None:
     exact(Call(lambda x: x[:, :, start:-less:step, 1:]), h, w, box)
@@ -144,6 +168,23 @@ KINDS: dict[str, tuple[nn.Module, int]] = {
     "mean": (Call(lambda x: x * x.mean((2, 3), keepdim=True)), 4),
     "sum": (Call(lambda x: x - 0.01 * x.sum(dim=[2, 3])[:, :, None, None]), 4),
     "channel mean": (Call(lambda x: x * x.mean(1, keepdim=True)), 4),
+    "batch norm with activation": (BatchNormAct2d(4, act_layer=nn.SiLU), 4),
+    "functional batch norm": (Call(lambda x: F.batch_norm(x, None, None, training=True)), 4),
+    "functional group norm": (Call(lambda x: F.group_norm(x, 2)), 4),
+    "functional instance norm": (Call(F.instance_norm), 4),
+    "global response norm": (GlobalResponseNorm(4, channels_last=False), 4),
+    "variance": (Call(lambda x: x / x.var((2, 3), keepdim=True)), 4),
+    "deviation of tiles": (Call(lambda x: x / x.std(dim=(1, 2, 3), unbiased=False, keepdim=True)), 4),
+    "mean of tiles": (Call(lambda x: x - x.mean((1, 2, 3), keepdim=True)), 4),
+    "generalised mean": (Call(lambda x: x * F.avg_pool2d(x.clamp(min=0.1) ** 3, x.shape[2:]) ** (1 / 3)), 4),
+    "largest channel": (Call(lambda x: x * x.amax(1, keepdim=True)), 4),
+    "stack": (Call(lambda x: torch.stack([x, x * x, -x], 1).sum(1)), 4),
+    "weights standardised": (ScaledStdConv2d(4, 4, 3, padding=1), 4),
+    "channel attention by a convolution": (EcaModule(4), 4),
+    "blurred pool": (BlurPool2d(4, filt_size=4), 4),
+    "padding by the size": (Conv2dSame(4, 4, 3, stride=2), 4),
+    "dropout of channels": (nn.Dropout2d(0.5), 4),
+    "dropped paths": (DropPath(0.5), 4),
     "stochastic depth": (StochasticDepth(0.5, "row"), 4),
     "dropout of nothing": (nn.Dropout(0.0), 4),
     "identity": (nn.Identity(), 4),

@@ -159,7 +159,7 @@ def test_all_bad_is_an_error_that_lists_them(tmp_path):
 def test_no_slides_and_bad_settings_are_refused(tmp_path):
     with pytest.raises(ValueError, match="got none"):
         build_index([], SETTINGS, tmp_path)
-    with pytest.raises(ValueError, match="--tile is at least 1 px; got 0; --min-tissue"):
+    with pytest.raises(ValueError, match="--tile is at least 1 px, or slide; got 0; --min-tissue"):
         build_index(specs_of(svs=SVS), replace(SETTINGS, tile=0, min_tissue=2), tmp_path)
 
 

@@ -15,7 +15,7 @@ def draw(width, height, tiles, fractions, l0_tile, background=255):
         origins[:, 0],
         origins[:, 1],
         np.array(fractions, np.float32),
-        l0_tile,
+        (l0_tile, l0_tile),
         "a caption",
     )
     picture = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR)

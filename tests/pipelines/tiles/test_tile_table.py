@@ -115,7 +115,7 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (IndexSettings(tile=0), "--tile is at least 1 px; got 0"),
+        (IndexSettings(tile=0), "--tile is at least 1 px, or slide; got 0"),
         (IndexSettings(mpp=0.0), "--mpp is 0.05 to 100 um/px; got 0"),
         (IndexSettings(mpp=float("nan")), "--mpp is 0.05 to 100 um/px; got nan"),
         (IndexSettings(stride=2000), r"--stride is 1 to --tile \(1024\) px, or tiles leave gaps; got 2000"),

@@ -37,9 +37,9 @@ def test_tiles_lie_within_the_bounds_and_cover_them(case):
     ):
         assert origins.dtype == np.int64
         assert origins[0] == start
-        assert origins[-1] + grid.l0_tile == start + length
+        assert origins[-1] + grid.l0_size[0] == start + length
         assert (np.diff(origins) > 0).all()
-        assert (np.diff(origins) <= grid.l0_tile + 1).all(), "a rounded stride leaves a gap of more than a px"
+        assert (np.diff(origins) <= grid.l0_size[0] + 1).all(), "a rounded stride leaves a gap of more than a px"
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -68,7 +68,7 @@ def test_fraction_equals_brute_force(case, downsample, seed):
         edges = []
         for origin, px in ((grid.l0_y[row] - bounds.l0_y, shape[0]), (grid.l0_x[column] - bounds.l0_x, shape[1])):
             first = min(int(np.floor(origin / downsample + 0.5)), px - 1)
-            edges += [first, max(first + 1, min(int(np.floor((origin + grid.l0_tile) / downsample + 0.5)), px))]
+            edges += [first, max(first + 1, min(int(np.floor((origin + grid.l0_size[0]) / downsample + 0.5)), px))]
         assert fractions[row, column] == pytest.approx(mask[edges[0] : edges[1], edges[2] : edges[3]].mean(), abs=1e-6)
 
 
@@ -80,7 +80,7 @@ def test_a_size_that_cannot_be_true_is_refused_at_once():
 
 def test_a_slide_of_one_tile_has_one():
     grid = tile_grid(levels_from_sizes([(1024, 1024)], 0.5), Bounds(0, 0, 1024, 1024), 1024, 0.5, 1024)
-    assert (grid.l0_x.tolist(), grid.l0_y.tolist(), grid.l0_tile) == ([0], [0], 1024)
+    assert (grid.l0_x.tolist(), grid.l0_y.tolist(), grid.l0_size[0]) == ([0], [0], 1024)
 
 
 def test_the_last_column_is_shifted_inwards():
@@ -95,7 +95,7 @@ def test_a_tile_larger_than_the_slide_names_the_largest_that_fits():
         ValueError, match=r"2048 px at 0.5 um/px .*\(3000 x 2001 px at 0.25 .* --tile 1000 at --mpp 0.5"
     ):
         tile_grid(levels, bounds, 2048, 0.5, 2048)
-    assert tile_grid(levels, bounds, 1000, 0.5, 1000).l0_tile == 2000
+    assert tile_grid(levels, bounds, 1000, 0.5, 1000).l0_size == (2000, 2000)
 
 
 def test_an_mpp_that_no_level_can_give_is_refused():

@@ -1,0 +1,268 @@
+"""Whether models computed box by box give what the plain step gives: loss, every gradient, running statistics.
+
+Takes nothing; gives ``bench-data/streaming/exactness.json`` and the table of the README. A cell is one model, with its
+norms in training or frozen, in one precision, in boxes of one side: a step of ``parallel.streaming.streamed`` beside
+the same step of the plain model, with the same random numbers for dropout and stochastic depth. Tiles are small, and
+odd where the model takes odd ones, so that boxes are uneven. In float32 a tensor's error may be more than 1e-5 where
+rounding alone, tried by moving each px of the tiles by its last bit, does as much (``app/training/exactness.py``).
+Of small maps a single value that rounding moves across the kink of a ReLU is a tenth of a gradient, so the tiles are
+the first of ``DRAWS`` on which the plain model, so moved, comes to the same.
+
+    python -m benchmarks.streaming.exactness [--only NAME ...] [--again]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.training.exactness import TOLERANCE, StepsResult, compare, projected_error
+from benchmarks.machine import measured_on
+from benchmarks.results import markdown_table, results, write_results
+from models.blocks import Norm
+from models.registry import build_model
+from parallel.comm.local import LocalCommunicator
+from parallel.streaming.streamed_module import StreamedRun, streamed
+from parallel.trace.norm_gradients import mend_norm_gradients
+
+OUT = Path(__file__).parents[2] / "bench-data" / "streaming"
+README = Path(__file__).with_name("README.md")
+COMMAND = "python -m benchmarks.streaming.exactness"
+
+CLASSES, SEED, TILES = 3, 11, 2
+DRAWS = 8
+SETTLED = {torch.float64: 1e-9, torch.float32: 3e-5}
+"""What rounding may do to a gradient of tiles that are taken."""
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of the table.
+
+    Attributes:
+        model: as for ``--model``.
+        side: (rows, columns) of its tiles, px.
+        boxes: their sides, px.
+        norms: as for ``--norm``.
+    """
+
+    model: str
+    side: tuple[int, int]
+    boxes: tuple[int, int, int]
+    norms: tuple[Norm, ...] = ("frozen", "batch")
+
+
+SUBJECTS = (
+    Subject("resnet18", (131, 101), (96, 64, 40)),
+    Subject("resnet50", (131, 101), (96, 64, 40)),
+    Subject("resnet110_v2", (49, 37), (32, 24, 16)),
+    Subject("unet", (96, 80), (64, 48, 32)),
+    Subject("unet(5,16)", (128, 96), (96, 64, 48)),
+    Subject("amoebanet(6,190)", (99, 77), (64, 48, 33)),
+    Subject("torchvision:densenet121", (99, 77), (64, 48, 33)),
+    Subject("torchvision:inception_v3", (123, 107), (96, 75, 50)),
+    Subject("torchvision:googlenet", (131, 101), (96, 64, 40)),
+    Subject("torchvision:mobilenet_v3_large", (131, 101), (96, 64, 40)),
+    Subject("torchvision:efficientnet_b0", (131, 101), (96, 64, 40)),
+    Subject("torchvision:convnext_tiny", (131, 101), (96, 64, 40), ("batch",)),
+    Subject("torchvision:deeplabv3_resnet50", (99, 77), (64, 48, 33)),
+)
+"""ConvNeXt has layer norms alone."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a cell.
+
+    Attributes:
+        status: passed; inexact; refused: before the first step, with the reason.
+        loss, gradients, statistics: largest relative errors.
+        beyond: tensors above the tolerance that rounding excuses.
+        note: why not passed, or where the boxes end before the pooling.
+    """
+
+    model: str
+    norm: str
+    dtype: str
+    box: int
+    status: str
+    seconds: float
+    loss: float = 0.0
+    gradients: float = 0.0
+    statistics: float = 0.0
+    beyond: int = 0
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.model, self.norm, self.dtype, self.box
+
+
+def build(subject: Subject, norm: Norm, dtype: torch.dtype) -> nn.Module:
+    """Return the model in training; norms have the statistics of its tiles, a tenth off, as trained ones would."""
+    torch.manual_seed(SEED)
+    learning = build_model(subject.model, classes=CLASSES).double().train()
+    for part in learning.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.momentum = 1.0
+    with torch.no_grad():
+        learning(images_of(subject, torch.float64))
+        for name, buffer in learning.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.mul_(1 + 0.1 * torch.rand_like(buffer))
+    model = build_model(subject.model, classes=CLASSES, norm=norm)
+    model.load_state_dict(learning.state_dict())
+    return model.to(dtype).train()
+
+
+def images_of(subject: Subject, dtype: torch.dtype, seed: int = SEED, nudge: int = 0) -> Tensor:
+    """Return random tiles; with ``nudge`` each value is one rounding off."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (TILES, 3, *subject.side)
+    images = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    if nudge:
+        signs = torch.randint(0, 2, shape, generator=generator.manual_seed(nudge)) * 2 - 1
+        images = images * (1 + torch.finfo(dtype).eps * signs.to(dtype))
+    return images
+
+
+def step(module: nn.Module, images: Tensor) -> StepsResult:
+    """Return loss, gradients and running statistics of one forward and backward pass."""
+    targets = torch.linspace(-1, 1, TILES, dtype=images.dtype)
+    torch.manual_seed(SEED)
+    loss = projected_error(module(images), targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return StepsResult([float(loss.detach())], gradients, dict(module.named_buffers()))
+
+
+def measure(subject: Subject, norm: Norm, dtype: str, wanted: Callable[[int], bool]) -> Iterator[Row]:
+    """Yield a row for each box side that is wanted; the plain step is computed once for all."""
+    boxes = [box for box in subject.boxes if wanted(box)]
+    if not boxes:
+        return
+    precision = DTYPES[dtype]
+    fresh = build(subject, norm, precision)
+    names = [name for name, _ in fresh.named_parameters()]
+    for seed in range(SEED, SEED + DRAWS):
+        images = images_of(subject, precision, seed)
+        plain = step(copy.deepcopy(fresh), images)
+        noise = [step(copy.deepcopy(fresh), images_of(subject, precision, seed, nudge)) for nudge in (1, 2)]
+        if compare(plain, noise, names).largest <= SETTLED[precision]:
+            break
+    for box in boxes:
+        start = time.perf_counter()
+        key = subject.model, norm, dtype, box
+        try:
+            ours = streamed(copy.deepcopy(fresh), box, tuple(images.shape), LocalCommunicator())
+        except ValueError as fault:
+            yield Row(*key, "refused", time.perf_counter() - start, note=str(fault))
+            continue
+        errors = compare(plain, [step(ours, images)], names, noise=noise)
+        largest = {kind: max(of_kind.values(), default=0.0) for kind, of_kind in errors.of_tensors.items()}
+        beyond = sum(e > TOLERANCE[precision] for of_kind in errors.of_tensors.values() for e in of_kind.values())
+        note = _ends(ours) if errors.passed else " ".join(errors.excesses[0]) if errors.excesses else "loss"
+        yield Row(
+            *key,
+            "passed" if errors.passed else "inexact",
+            time.perf_counter() - start,
+            errors.loss,
+            largest["gradients"],
+            largest["statistics"],
+            beyond,
+            note,
+        )
+        del ours
+        gc.collect()
+
+
+def _ends(module: Any) -> str:
+    """Return the layer before the pooling that boxes end at, "" where they get there."""
+    run = module._run_training
+    assert isinstance(run, StreamedRun)
+    (plan,) = run._plans.values()
+    region = plan.run.region
+    whole = [name for name in region.leaving if name in region.dims]
+    return f"boxes end at {': '.join(region.ends_at)}" if whole and region.ends_at else ""
+
+
+def table(rows: list[Row]) -> str:
+    """Return a line for each model and norm: largest error of each precision and kind over its boxes."""
+    lines = []
+    for model, norm in dict.fromkeys((row.model, row.norm) for row in rows):
+        of_model = [row for row in rows if (row.model, row.norm) == (model, norm)]
+        subject = next(subject for subject in SUBJECTS if subject.model == model)
+        cells = [_cell([row for row in of_model if row.dtype == dtype]) for dtype in DTYPES]
+        notes = "; ".join(dict.fromkeys(row.note for row in of_model if row.note))
+        tile = "x".join(map(str, subject.side))
+        lines.append([model, norm, tile, ", ".join(map(str, subject.boxes)), *cells, notes])
+    header = ["model", "norm", "tile px", "boxes px", "float64: loss, gradients, statistics", "float32", "note"]
+    counts = {status: sum(row.status == status for row in rows) for status in ("passed", "refused", "inexact")}
+    excused = sum(row.beyond > 0 and row.status == "passed" for row in rows)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+    text = f"{len(rows)} cells: {summary}. In {excused} of those passed, marked ~, some tensors are further from the"
+    text += " plain step than the tolerance and no further than rounding alone takes them.\n"
+    return markdown_table(header, lines) + "\n" + text
+
+
+def _cell(rows: list[Row]) -> str:
+    """Return the largest errors of a model in one precision, and how many of its cells passed."""
+    if not rows:
+        return ""
+    statuses = [row.status for row in rows]
+    if set(statuses) == {"refused"}:
+        return "refused"
+    errors = ", ".join(f"{max(getattr(row, kind) for row in rows):.0e}" for kind in ("loss", "gradients", "statistics"))
+    mark = "~" if any(row.beyond for row in rows) else ""
+    return f"{mark}{errors} ({statuses.count('passed')} of {len(rows)})"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="models whose names have one of these words")
+    parser.add_argument("--again", action="store_true", help="also cells that an earlier call computed")
+    asked = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    mend_norm_gradients()
+    path = OUT / "exactness.json"
+    rows: dict[tuple[str, str, str, int], Row] = {}
+    if path.exists() and not asked.again:
+        rows = {row.key: row for row in (Row(**fields) for fields in json.loads(path.read_text())["rows"])}
+    for subject in SUBJECTS:
+        if asked.only and not any(word in subject.model for word in asked.only):
+            continue
+        for norm in subject.norms:
+            for dtype in DTYPES:
+                known = {box for *rest, box in rows if tuple(rest) == (subject.model, norm, dtype)}
+                for row in measure(subject, norm, dtype, lambda box, known=known: box not in known):  # type: ignore[misc]
+                    rows[row.key] = row
+                    print(
+                        f"{row.model:32} {row.norm:7} {row.dtype} {row.box:4} px {row.status:8} {row.loss:8.1e} "
+                        f"{row.gradients:8.1e} {row.statistics:8.1e} {row.seconds:6.1f} s {row.note:.90}",
+                        flush=True,
+                    )
+                    OUT.mkdir(parents=True, exist_ok=True)
+                    result = {"environment": measured_on(), "rows": [asdict(each) for each in rows.values()]}
+                    path.write_text(json.dumps(result, indent=1) + "\n")
+    ordered = [row for s in SUBJECTS for row in rows.values() if row.model == s.model]
+    print(table(ordered))
+    if not asked.only:
+        write_results(README, results(COMMAND, table(ordered)), "exactness")
+    return int(any(row.status == "inexact" for row in ordered))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Pooling heads: what makes one row of numbers of the last map of a classifier, in the place of its average pooling.
+
+Takes a model with one global average pool; gives it gated attention over the positions of its last map (Ilse, Tomczak,
+Welling 2018, "Attention-based deep multiple instance learning", eq. 9), or the generalised mean (Radenovic, Tolias,
+Chum 2018, "Fine-tuning CNN image retrieval with no human annotation", eq. 3). Both are sums over positions, so that a
+tile that is computed box by box needs no look at its whole map: softmax usually needs the largest score first, and
+here a bound of it that is known beforehand stands in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Head = Literal["average", "gem", "attention"]
+
+HIDDEN = 128
+"""Numbers that a score is made of (Ilse et al. 2018, table of section 4.2)."""
+
+LARGEST_BOUND = 350.0
+"""Of scores: exp(-2 x 350) is the least that float64 holds with all its digits."""
+
+GEM_POWER, GEM_LEAST = 3.0, 1e-6
+"""Exponent at the start, and least value of a px, as in the paper's code."""
+
+PROBE_PX = 224
+"""Side of the tile that tells how many channels the last map has, for models that do not say what they take."""
+
+
+class AttentionPool(nn.Module):
+    """The mean over positions, weighted by gated attention: (n, c, h, w) -> (n, c, 1, 1).
+
+    A score is w . (tanh(V x) * sigmoid(U x)), so its size is at most b = sum |w|. Weights are exp(score - b) over their
+    sum, in float64. Where b is above 350 they could lose digits: the result is then not a number, and so is the loss.
+
+    Args:
+        channels: c.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.value = nn.Conv2d(channels, HIDDEN, 1, bias=False)
+        self.gate = nn.Conv2d(channels, HIDDEN, 1, bias=False)
+        self.score = nn.Conv2d(HIDDEN, 1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (n, c, 1, 1)."""
+        scores = self.score(torch.tanh(self.value(x)) * torch.sigmoid(self.gate(x)))
+        bound = self.score.weight.abs().sum().to(torch.float64)
+        bound = bound / bound.le(LARGEST_BOUND)  # by 0 beyond it: all weights are 0 then, and 0 / 0 is no number
+        weights = torch.exp(scores.to(torch.float64) - bound)
+        pooled = (x * weights).sum((2, 3), keepdim=True) / weights.sum((2, 3), keepdim=True)
+        return pooled.to(self.score.weight.dtype)
+
+
+class GeneralisedMean(nn.Module):
+    """(mean over positions of x^p)^(1/p), p trained: (n, c, h, w) -> (n, c, 1, 1). 1 is the average, and much the
+    largest value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.full((1,), GEM_POWER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (n, c, 1, 1)."""
+        return x.clamp(min=GEM_LEAST).pow(self.power).mean((2, 3), keepdim=True).pow(1.0 / self.power)
+
+
+class PoolHead(nn.Module):
+    """A head for maps and results of the form that timm's pools take and give.
+
+    Args:
+        channels_last: it takes (n, h, w, c), and gives (n, 1, 1, c) unless it flattens.
+        flatten: it gives (n, c).
+    """
+
+    def __init__(self, pool: nn.Module, *, channels_last: bool, flatten: bool) -> None:
+        super().__init__()
+        self.pool = pool
+        self.channels_last, self.flatten = channels_last, flatten
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (n, c), or the pooled map with sides of 1."""
+        pooled: Tensor = self.pool(x.permute(0, 3, 1, 2) if self.channels_last else x)
+        if self.flatten:
+            return torch.flatten(pooled, 1)
+        return pooled.permute(0, 2, 3, 1) if self.channels_last else pooled
+
+
+def put_head(model: nn.Module, name: str, head: Head, in_channels: int = 3) -> None:
+    """Put ``head`` in the place of the global average pooling of ``model``, in place.
+
+    Raises:
+        ValueError: the model does not end in one global average pool of a map, or cannot be asked for its channels.
+    """
+    if head == "average":
+        return
+    path = pool_path(model)
+    if path is None:
+        raise ValueError(
+            f"--head {head} cannot be had for model {name}: it has no layer of its own that averages the last map over "
+            "all positions; use --head average to keep it as it is, or a ResNet, most of torchvision's classifiers, or "
+            "a timm: model whose global_pool is a layer"
+        )
+    old: Any = model.get_submodule(path)
+    channels_last, flatten = _form(old)
+    channels = _channels(model, name, head, path, in_channels, channels_last)
+    pool = AttentionPool(channels) if head == "attention" else GeneralisedMean()
+    model.set_submodule(path, PoolHead(pool, channels_last=channels_last, flatten=flatten))
+
+
+def pool_path(model: nn.Module) -> str | None:
+    """Return where the one global pool of ``model`` is, whichever head it has; None where there is none, or several."""
+    top = dict(model.named_children())
+    paths = [
+        path
+        for path, part in model.named_modules()
+        if isinstance(part, PoolHead)
+        or _averages(part)
+        or (path in top and isinstance(part, nn.AdaptiveAvgPool2d) and part.output_size in (1, (1, 1)))
+    ]
+    outer = [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+    return outer[0] if len(outer) == 1 else None
+
+
+def _averages(part: Any) -> bool:
+    """Whether it is timm's global pool, set to the average; told without loading timm."""
+    return type(part).__name__ == "SelectAdaptivePool2d" and part.pool_type in ("avg", "fast", "fastavg")
+
+
+def _form(pool: Any) -> tuple[bool, bool]:
+    """Whether a pool takes channels last, and whether it flattens."""
+    if isinstance(pool, nn.AdaptiveAvgPool2d):
+        return False, False
+    flatten = isinstance(pool.flatten, nn.Flatten) or bool(getattr(pool.pool, "flatten", False))
+    return getattr(pool.pool, "dim", (2, 3)) == (1, 2), flatten
+
+
+def _channels(model: nn.Module, name: str, head: Head, path: str, in_channels: int, channels_last: bool) -> int:
+    """Of the map that is pooled: a copy without data says it."""
+    shapes: list[torch.Size] = []
+    without_data = copy.deepcopy(model).to("meta").eval()
+    without_data.get_submodule(path).register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
+    side = getattr(model, "pretrained_cfg", {}).get("input_size", (in_channels, PROBE_PX, PROBE_PX))[-1]
+    try:
+        with torch.no_grad():
+            without_data(torch.empty(1, in_channels, side, side, device="meta"))
+        (shape,) = shapes
+        return shape[3 if channels_last else 1]
+    except Exception as fault:  # any code of a model that is not ours
+        raise ValueError(
+            f"--head {head} cannot be had for model {name}: how many channels its last map has cannot be found out "
+            f"without data ({type(fault).__name__}: {fault}); use --head average"
+        ) from fault

@@ -1,0 +1,213 @@
+"""What a step takes whose tiles are computed box by box: seconds, device bytes and host bytes, on paper.
+
+Takes the region of a model (``StreamedModel``), the operations of its steps, and the graph of the whole model; gives
+what a search asks of a candidate. Each part's operations are timed at the size of its box, by the same costs as any
+other candidate's, and count as often as the boxes compute them: once without gradients, and once more with them before
+they go back. What follows the region is a stage of its own. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from parallel.cost.cluster import Cluster
+from parallel.cost.layer_cost import Costs
+from parallel.cost.stage_cost import stage_costs
+from parallel.graph.layers import Layer, LayerGraph
+from parallel.graph.op import Op
+from parallel.graph.partition import Partition
+from parallel.memory.rank_bytes import RankBytes, whole_bytes
+from parallel.memory.stage_bytes import StageBytes
+from parallel.memory.stage_memory import StageMemory
+from parallel.plan.limit import Limit
+from parallel.schedule.step_cost import StageCost
+from parallel.space.boxes import Boxes, StreamedModel, plan_boxes
+from parallel.space.step import Step
+from parallel.strategy import Strategy
+
+SIDES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Of boxes, in px, that a search tries."""
+TILE_PX_BYTES = 3
+"""Of the tile, which lies on the host as bytes."""
+MAP_PASSES = 4
+"""Times that a byte which a box fetches is moved: copied in both passes, its gradient read and added."""
+STORED_PASSES = 3
+"""Likewise of a map that is stored: written, and its gradient zeroed and read."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A model as streaming sees it.
+
+    Attributes:
+        model: the region, for one tile.
+        ops: by name of a step, what its forward pass computes of a tile of ``side`` px.
+        estimate: gives what the layers of a graph cost, by tiles of a microbatch.
+        fitted: by tiles of a microbatch, the side of the largest boxes that fitted the device on tiles of some size:
+            they take about as much on tiles of any.
+    """
+
+    model: StreamedModel
+    ops: Mapping[str, tuple[Op, ...]]
+    side: int
+    estimate: Callable[[LayerGraph], Callable[[int], Costs]]
+    fitted: dict[int, int] = field(default_factory=dict)
+
+
+class StreamedStages:
+    """What candidates take that compute tiles box by box.
+
+    Args:
+        streamed: of the model.
+        cluster: where.
+        slots: values that the optimizer keeps for each parameter.
+    """
+
+    def __init__(self, streamed: Streamed, cluster: Cluster, slots: int) -> None:
+        self._streamed, self._cluster, self._slots = streamed, cluster, slots
+        self._boxes: dict[tuple[int, int, int | None], Boxes] = {}
+        self._seconds: dict[tuple[int, int, int | None], tuple[float, float]] = {}
+
+    @property
+    def sides(self) -> list[int]:
+        """Of boxes to try: smaller than the tile."""
+        return [side for side in SIDES if side < max(self._streamed.model.side)]
+
+    def boxes(self, strategy: Strategy, tiles: int) -> Boxes:
+        """Return the boxes of a candidate.
+
+        Args:
+            tiles: of its largest microbatch.
+        """
+        policy = strategy.policy
+        assert policy.stream is not None
+        key = (policy.stream, tiles, policy.host_bytes)
+        if key not in self._boxes:
+            self._boxes[key] = plan_boxes(self._streamed.model.of_tiles(tiles), policy.stream, policy.host_bytes)
+        return self._boxes[key]
+
+    def rank_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> RankBytes:
+        """Return the bytes of a rank.
+
+        Args:
+            memory: of the graph of the whole model and its loss, for such a microbatch.
+        """
+        boxes, graph = self.boxes(strategy, tiles), memory.graph
+        rest = memory.plain((self._end(graph), len(graph.layers)))
+        parameters = sum(graph.owned_bytes)
+        box, of_rest = boxes.device_bytes, max(rest.first_backward, rest.forward)
+        # What leaves the region as a map waits on the device for its gradient while boxes go back.
+        leaving = sum(2 * boxes.model.sizes[name] for name in boxes.model.leaving if name in boxes.model.sides)
+        after = rest.parameters
+        first = max(of_rest, after + leaving + box)
+        several = StageBytes(
+            parameters, 0, 0, rest.forward, rest.forward, parameters + max(of_rest, leaving + box), first, 0, 0, 0, 0
+        )
+        name, ranks, m = strategy.name, strategy.ranks, strategy.m
+        return whole_bytes(name, ranks, m, graph, self._slots, self._cluster.kind, stage=several)
+
+    def host_bytes(self, strategy: Strategy, tiles: int) -> int:
+        """Return the bytes of maps between parts, and of the tiles of a microbatch."""
+        boxes = self.boxes(strategy, tiles)
+        return boxes.host_bytes + tiles * TILE_PX_BYTES * math.prod(boxes.model.side)
+
+    def limit(self, strategy: Strategy, tiles: int, memory: StageMemory) -> Limit:
+        """Return what takes most of the device, or of the host where that lacks more.
+
+        Args:
+            memory: as ``rank_bytes`` takes it.
+        """
+        boxes, held = self.boxes(strategy, tiles), self.rank_bytes(strategy, tiles, memory)
+        host, box = self.host_bytes(strategy, tiles), boxes.device_bytes
+        if host - self._cluster.host_bytes > held.total - self._cluster.usable_bytes:
+            maps, normed = boxes.host_bytes, len(boxes.phases) > 2
+            if host > 2 * maps:
+                return Limit("tile on the host", host - maps)
+            return Limit("maps of norms on the host" if normed else "maps on the host", maps)
+        parts = {
+            "parameters": held.parameters + held.optimizer,
+            "box": box,
+            "after boxes": held.total - held.parameters - held.optimizer - box,
+        }
+        what = max(parts, key=lambda name: parts[name])
+        return Limit(what, parts[what], str(strategy.policy.stream) if what == "box" else "")
+
+    def stage_cost(self, strategy: Strategy, tiles: int, graph: LayerGraph, costs: Costs) -> StageCost:
+        """Return the cost of the whole model for a microbatch.
+
+        Args:
+            graph, costs: of the whole model and its loss.
+        """
+        boxes, start = self.boxes(strategy, tiles), self._end(graph)
+        (whole,) = stage_costs(Partition(graph, (0,)), costs)
+        forward = sum(cost.forward_s for cost in costs.layers[start:])
+        backward = sum(cost.backward_s for cost in costs.layers[start:])
+        once, again = self._region_s(strategy, tiles)
+        moved = self._moved(boxes) / self._cluster.copy_bandwidth
+        return dataclasses.replace(
+            whole,
+            forward_s=forward + once + moved / 3,
+            backward_s=backward + again + moved * 2 / 3,
+            backward_input_s=backward + again,
+            backward_weight_s=0.0,
+            activation_bytes=0,
+        )
+
+    def _end(self, graph: LayerGraph) -> int:
+        """Position in ``graph`` of what follows the region."""
+        made = {step.name for step in self._streamed.model.steps}
+        return 1 + max(position for name, position in graph.position.items() if name in made)
+
+    def _region_s(self, strategy: Strategy, tiles: int) -> tuple[float, float]:
+        """(forward pass, backward pass with all computed again), seconds."""
+        policy = strategy.policy
+        assert policy.stream is not None
+        key = (policy.stream, tiles, policy.host_bytes)
+        if key not in self._seconds:
+            boxes, layers, times = self.boxes(strategy, 1), [], []
+            for number, (phase, part) in enumerate(boxes.parts()):
+                usual, of_all = boxes.work(phase, part)
+                for step in phase.steps[part.start : part.stop]:
+                    if usual.get(step.name):
+                        layers.append(self._layer(step, number, usual[step.name]))
+                        times.append(of_all[step.name] / usual[step.name])
+            costs = self._streamed.estimate(LayerGraph(tuple(layers)))(tiles)
+            pairs = list(zip(costs.layers, times, strict=True))
+            once = sum(cost.forward_s * n for cost, n in pairs)
+            self._seconds[key] = once, once + sum(cost.backward_s * n for cost, n in pairs)
+        return self._seconds[key]
+
+    def _layer(self, step: Step, part: int, share: float) -> Layer:
+        """What one box computes of a step."""
+        scale = share * math.prod(self._streamed.model.side) / self._streamed.side**2
+        ops = tuple(_scaled(op, scale, step.param_bytes) for op in self._streamed.ops.get(step.name, ()))
+        size = round(step.value_bytes * share)
+        return Layer(f"{step.name}@{part}", "box", (), "", size, step.param_bytes, ops=ops)
+
+    def _moved(self, boxes: Boxes) -> float:
+        """Bytes that are moved between device and host."""
+        fetched = sum(boxes.fetched_bytes(phase, part) for phase, part in boxes.parts())
+        return MAP_PASSES * fetched + STORED_PASSES * boxes.host_bytes
+
+
+def _scaled(op: Op, scale: float, param_bytes: int) -> Op:
+    """Return ``op`` on a piece of its maps."""
+    shape = op.convolution
+    fixed = min(param_bytes, op.read_bytes) if shape is not None else 0
+    if shape is not None:
+        side = math.sqrt(scale)
+        shape = dataclasses.replace(
+            shape,
+            size_in=tuple(max(1, round(px * side)) for px in shape.size_in),
+            size_out=tuple(max(1, round(px * side)) for px in shape.size_out),
+        )
+    return dataclasses.replace(
+        op,
+        flops=round(op.flops * scale),
+        read_bytes=fixed + round((op.read_bytes - fixed) * scale),
+        written_bytes=round(op.written_bytes * scale),
+        convolution=shape,
+    )

@@ -1,0 +1,219 @@
+"""A region planned in boxes, on paper: phases, their parts, and what they take of the device and of the host.
+
+Takes the steps of a region at one size of tile; gives ``Boxes``. What runs them, and what predicts them, have the same.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from parallel.space.box_bytes import BoxBytes, Cuts
+from parallel.space.grid import tile_cuts
+from parallel.space.parts import Part, Tile, divide, telling_boxes, wanted_from
+from parallel.space.step import Step, in_phases
+
+STORED_PER_PX = 32
+"""Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
+
+
+@dataclass(frozen=True)
+class StreamedModel:
+    """The region of a model that can be computed box by box, for tiles of one size.
+
+    Attributes:
+        steps: in the order of the model.
+        sides: rows and columns of every map.
+        side: rows and columns of the tile.
+        inputs: bytes of the maps that enter, by name.
+        leaving: names that are used after the region.
+        whole: names of values that cannot be stored.
+        images: names of what enters without a gradient.
+        tiles: of the microbatch.
+        ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
+    """
+
+    steps: tuple[Step, ...]
+    sides: Mapping[str, tuple[int, int]]
+    side: tuple[int, int]
+    inputs: Mapping[str, int]
+    leaving: tuple[str, ...]
+    whole: frozenset[str] = frozenset()
+    images: frozenset[str] = frozenset()
+    tiles: int = 1
+    ends_at: tuple[str, str] | None = None
+
+    def of_tiles(self, tiles: int) -> StreamedModel:
+        """Return the region of one tile for microbatches of ``tiles``."""
+        assert self.tiles == 1, self.tiles
+        if tiles == 1:
+            return self
+        steps = (
+            replace(
+                step,
+                flops=step.flops * tiles,
+                value_bytes=step.value_bytes * tiles,
+                kept_bytes=step.kept_bytes * tiles,
+                work_bytes=step.work_bytes * tiles,
+            )
+            for step in self.steps
+        )
+        inputs = {name: size * tiles for name, size in self.inputs.items()}
+        return replace(self, steps=tuple(steps), inputs=inputs, tiles=tiles)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every map."""
+        return {**self.inputs, **{step.name: step.value_bytes for step in self.steps}}
+
+    @property
+    def box_bytes(self) -> float:
+        """Bytes that one box takes which is the whole tile: of smaller boxes without rims, their share of it."""
+        across = [step for step in self.steps if step.name in self.leaving and not step.plain]
+        rows, columns = self.side
+        counted = BoxBytes(across, self.sides, self.sizes, ((0, rows), (0, columns)), (0, 0), self.images)
+        for step in reversed(self.steps):
+            if not step.plain:
+                counted.begin_with(step)
+        return counted.bytes
+
+
+@dataclass(frozen=True)
+class PhaseParts:
+    """What can be computed once all sums before it are known: ``plain`` once, ``steps`` box by box in ``parts``."""
+
+    plain: tuple[Step, ...]
+    steps: tuple[Step, ...]
+    leaving: frozenset[str]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """A region in boxes.
+
+    Attributes:
+        phases: in order.
+    """
+
+    model: StreamedModel
+    phases: tuple[PhaseParts, ...]
+
+    def parts(self) -> Iterator[tuple[PhaseParts, Part]]:
+        """Yield every part with its phase, in order."""
+        for phase in self.phases:
+            for part in phase.parts:
+                yield phase, part
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the maps between parts, all of which are there when the forward pass ends; their gradients come as parts
+        go back, and take no more than what has gone by then."""
+        stored = {
+            step.name: step.value_bytes
+            for phase, part in self.parts()
+            for step in wanted_from(phase.steps, part.stop, phase.leaving, part.start)
+            if not step.sums and step.name not in self.model.leaving
+        }
+        return sum(stored.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """That a step takes at most beside parameters, optimizer and what follows the region: of the fullest box, with
+        the gradients of parameters that there are by then."""
+        most = summed = 0.0
+        for phase, part in reversed(list(self.parts())):
+            own = sum(step.param_bytes for step in phase.steps[part.start : part.stop])
+            cuts = self.cuts(part)
+            several = len(cuts[0]) > 2 or len(cuts[1]) > 2
+            most = max(most, summed + own * several + self.part_bytes(phase, part))
+            summed += own
+        return round(most)
+
+    def part_bytes(self, phase: PhaseParts, part: Part) -> float:
+        """Return the bytes of the fullest box of a part."""
+        rows, columns = self.cuts(part)
+        return max(
+            self._walked(phase, part, (row, column))[0].bytes for row in _kinds(rows) for column in _kinds(columns)
+        )
+
+    def work(self, phase: PhaseParts, part: Part) -> tuple[dict[str, float], dict[str, float]]:
+        """Return by step the share of it that a usual box computes, and that all boxes compute together: 1 and what
+        their rims add."""
+        return self._walked(phase, part, self._usual(part))[1], self._of_all(phase, part)
+
+    def fetched_bytes(self, phase: PhaseParts, part: Part) -> float:
+        """Return the bytes that all boxes of a part fetch."""
+        rows, columns = self.cuts(part)
+        return self._walked(phase, part, self._usual(part))[0].fetched_bytes * (len(rows) - 1) * (len(columns) - 1)
+
+    def _usual(self, part: Part) -> tuple[int, int]:
+        return telling_boxes(self.cuts(part))[0]
+
+    def _of_all(self, phase: PhaseParts, part: Part) -> dict[str, float]:
+        """A sum over boxes, of which all inner ones count like the largest: exact where they are alike."""
+        counts = [_counts(cuts) for cuts in self.cuts(part)]
+        total: dict[str, float] = {}
+        for row, of_row in counts[0].items():
+            for column, of_column in counts[1].items():
+                for name, share in self._walked(phase, part, (row, column))[1].items():
+                    total[name] = total.get(name, 0.0) + share * of_row * of_column
+        return total
+
+    def _walked(self, phase: PhaseParts, part: Part, box: tuple[int, int]) -> tuple[BoxBytes, dict[str, float]]:
+        """Bytes of one box of a part, and the share of each step that it computes."""
+        across = wanted_from(phase.steps, part.stop, phase.leaving, part.start)
+        model = self.model
+        counted = BoxBytes(across, model.sides, model.sizes, self.cuts(part), box, model.images)
+        steps = reversed(phase.steps[part.start : part.stop])
+        return counted, {step.name: share for step in steps if (share := counted.begin_with(step))}
+
+    def cuts(self, part: Part) -> Cuts:
+        """Return where the boxes of a part begin and end."""
+        rows, columns = self.model.side
+        return tile_cuts(rows, part.box), tile_cuts(columns, part.box)
+
+
+def _kinds(cuts: Sequence[int]) -> list[int]:
+    """First, last, and the largest between them."""
+    sizes = [last - first for first, last in pairwise(cuts)]
+    inner = range(1, len(sizes) - 1)
+    return sorted({0, len(sizes) - 1, *([max(inner, key=lambda k: sizes[k])] if inner else [])})
+
+
+def _counts(cuts: Sequence[int]) -> dict[int, int]:
+    """By number of a kind of box: how many there are."""
+    kinds, count = _kinds(cuts), len(cuts) - 1
+    return {kind: count - 2 if 0 < kind < count - 1 else 1 for kind in kinds}
+
+
+def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) -> Boxes:
+    """Return the region in boxes of ``box`` px, larger where maps are small.
+
+    Args:
+        stored_bytes: that maps between parts may take on the host; None: 32 for each px of the tile.
+
+    Raises:
+        ValueError: a value that is several maps would have to be stored.
+    """
+    rows, columns = model.side
+    if stored_bytes is None:
+        stored_bytes = STORED_PER_PX * rows * columns * model.tiles
+    share = math.prod(min(1.0, box / side) for side in model.side)
+    tile = Tile(model.side, box, share * model.box_bytes, stored_bytes, model.inputs, model.images)
+    phases = in_phases(model.steps)
+    planned = []
+    for k, (plain, steps) in enumerate(phases):
+        later = {name for _, more in phases[k + 1 :] for step in more for name in step.maps}
+        leaving = frozenset(later.union(model.leaving) | {step.name for step in steps if step.sums})
+        if later & model.whole:
+            raise ValueError(
+                f"--stream: {min(later & model.whole)} is several maps, which are used on both sides of a sum"
+            )
+        parts = divide(steps, leaving, model.sides, tile, model.whole, model.steps) if steps else []
+        planned.append(PhaseParts(tuple(plain), tuple(steps), leaving, tuple(parts)))
+    return Boxes(model, tuple(planned))

@@ -1,0 +1,105 @@
+"""Sums over boxes of the map that a model gives and of a map of targets, as those of a loss of pixels: a last step of
+the region, so that neither the map nor its gradient is ever stored whole.
+
+Takes a region; gives it with that step, or None where the map that leaves it is not what the model gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from parallel.space.span import Span
+from parallel.space.step import Step
+from parallel.streaming.images import Boxes
+from parallel.streaming.operation import DIMS, Operation
+from parallel.streaming.patch import Patch
+from parallel.streaming.region import Region
+
+STEP, BESIDE = "~sums", "~beside"
+KEEPS = 6.0
+"""Bytes that the backward pass of a loss of pixels needs for each byte of the map: logarithms, probabilities, classes
+as integers of 8 bytes and products, for 4-byte numbers."""
+
+Sums = Callable[[Any, Tensor], Tensor]
+"""(output of the model or a box of it, targets of the same rows) -> (n, K), which boxes add up to."""
+
+
+@dataclass(frozen=True)
+class BoxSums:
+    """What is summed over the boxes of a map (n, c, h, w).
+
+    Attributes:
+        targets: (n, h, w), on whatever device, or made box by box.
+    """
+
+    sums: Sums
+    targets: Tensor | Boxes
+
+    @property
+    def pixels(self) -> int:
+        """Of a tile."""
+        rows, columns = self.targets.shape[1:]
+        return int(rows * columns)
+
+    def of_box(self, patch: Patch) -> Tensor:
+        """Return what a box adds."""
+        return self.sums(patch.tensor, self._targets(*patch.box).to(patch.tensor.device))
+
+    def of_whole(self, output: Any) -> Tensor:
+        """Return the sums of what a model gave at once."""
+        rows, columns = (Span(0, side) for side in self.targets.shape[1:])
+        targets = self._targets(rows, columns)
+        return self.sums(output, targets.to(output.device) if isinstance(output, Tensor) else targets)
+
+    def _targets(self, rows: Span, columns: Span) -> Tensor:
+        if isinstance(self.targets, Tensor):
+            return self.targets[:, rows.start : rows.stop, columns.start : columns.stop]
+        return self.targets.box(rows, columns)
+
+
+def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) -> Region | None:
+    """Return ``region`` with a last step, whose value leaves it alone: sums of what the model gives and of targets.
+
+    Args:
+        nodes: of the model.
+        shape: of the targets.
+
+    Returns:
+        None where the model gives other than one map (n, c, h, w) with h and w of ``shape`` (n, h, w) that leaves the
+        region as it is.
+    """
+    (output,) = (node for node in nodes if node.op == "output")
+    source = output.args[0]
+    if not isinstance(source, fx.Node) or region.leaving != (source.name,) or region.dims.get(source.name) != DIMS:
+        return None
+    made, kind, _ = region.forms[source.name]
+    if len(made) != 4 or (made[0], *made[2:]) != tuple(shape):
+        return None
+    name, size = output.name + STEP, float(made[0] * made[1] * made[2] * made[3])
+    step = Step(
+        name,
+        (source.name,),
+        sides=region.sides[source.name],
+        sums=True,
+        flops=100.0 * size,
+        kept_bytes=int(KEEPS * size * kind.itemsize),
+        value_bytes=8 * made[0],
+    )
+    operation = Operation(lambda given: given.prior(BESIDE).of_box(given.patch), sums=True)
+    return replace(
+        region,
+        steps=(*region.steps, step),
+        operations={**region.operations, name: operation},
+        nodes={**region.nodes, name: output},
+        leaving=(name,),
+        flows=region.flows | ({name} if source.name in region.flows else set()),
+    )
+
+
+def beside(region: Region, asked: BoxSums) -> Mapping[str, Any]:
+    """Return what the last step of ``with_sums`` is computed with, by name."""
+    return {region.nodes[region.steps[-1].name].name + BESIDE: asked}

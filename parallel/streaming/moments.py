@@ -1,0 +1,76 @@
+"""Mean and squared differences of a map, box by box, and the map normalised by them; with gradients of both.
+
+Boxes give (count, mean, M2), where M2 is the sum of squared differences from the box's own mean; they are merged in
+float64 by Chan, Golub and LeVeque (1983), so that nothing cancels and uneven boxes weigh by their px.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def moments(x: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Return (3, ...) float64: count, mean and M2 over the dims ``over`` of a box, which stay as dims of 1."""
+    variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+    count = float(x.numel() // mean.numel())
+    mean, variance = mean.double(), variance.double()
+    return torch.stack([torch.full_like(mean, count), mean, variance * count])
+
+
+def merged(before: Tensor, box: Tensor) -> Tensor:
+    """Return the moments of what two of them are of together."""
+    count = before[0] + box[0]
+    difference = box[1] - before[1]
+    mean = before[1] + difference * (box[0] / count)
+    return torch.stack([count, mean, before[2] + box[2] + difference.square() * (before[0] * box[0] / count)])
+
+
+def share_of_moments(x: Tensor, of_all: Tensor) -> Tensor:
+    """Return ``of_all``, the moments of all boxes, as a function of this one: backward gives its share."""
+    share: Tensor = _Share.apply(x, of_all)
+    return share
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of_all: Tensor) -> Tensor:
+        ctx.save_for_backward(x, of_all)
+        return of_all.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        x, (count, mean, _) = ctx.saved_tensors
+        return (x - mean.to(x.dtype)).mul_((2 * gradient[2]).to(x.dtype)).add_((gradient[1] / count).to(x.dtype)), None
+
+
+def normalised(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """Return ``x`` (n, c, h, w) normalised by ``mean`` and ``variance`` (c,), scaled and shifted: batch norm, with
+    gradients of the statistics, too."""
+    y: Tensor = _Normalised.apply(x, mean, variance, weight, bias, epsilon)
+    return y
+
+
+class _Normalised(torch.autograd.Function):
+    """torch's own batch norm by given statistics, whose backward pass takes them for constants."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, variance, weight)
+        ctx.epsilon = epsilon
+        y: Tensor = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, epsilon)[0]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, mean, variance, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
+            gradients[0], x, weight, mean, variance, None, None, False, ctx.epsilon, [True, True, True]
+        )
+        scale = (variance + ctx.epsilon).rsqrt()
+        return to_x, -weight * scale * to_bias, -0.5 * weight * scale.square() * to_weight, to_weight, to_bias, None

@@ -1,0 +1,281 @@
+"""What the steps of a region keep and work with, found by running each once without data.
+
+Takes a module and its region; gives what a plan asks for of each step, by px, and the operations it computes. Tensors
+are on the meta device: nothing is computed, and nothing of the module changes.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parallel.graph.op import Op
+from parallel.space.rule import Window
+from parallel.space.span import Span
+from parallel.space.step import Step
+from parallel.streaming.operation import Arguments
+from parallel.streaming.part_run import resolver, run_plain
+from parallel.streaming.patch import Patch
+from parallel.streaming.region import Region
+from parallel.trace.fake_run import once_each, state_of
+from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Of one step, as ``Step`` has it.
+
+    Attributes:
+        kept, work: bytes for each px of its value, of one tile.
+        ops: that its forward pass computes, on the side that was recorded.
+    """
+
+    saves: tuple[str, ...]
+    kept: float
+    work: float
+    param_bytes: int
+    lies_in: str
+    hands_on: bool
+    copies_pads: bool
+    ops: tuple[Op, ...]
+
+
+def record(module: nn.Module, region: Region) -> dict[str, StepRecord]:
+    """Return what the steps that take maps take besides.
+
+    Args:
+        module: has the modules and parameters, in the mode that they run in.
+    """
+    state = once_each(state_of(module), _without_data)
+    named = {f"module.{name}": tensor for name, tensor in state.items()}
+    recording = _Recording(module, region)
+    torch.func.functional_call(recording, named, (), tie_weights=False)
+    return recording.records
+
+
+def with_record(steps: Sequence[Step], records: Mapping[str, StepRecord], tiles: int) -> tuple[Step, ...]:
+    """Return ``steps``, of a region on tiles of any size, with what was recorded on some.
+
+    Args:
+        tiles: of the microbatch.
+    """
+    return tuple(_recorded(step, records[step.name], tiles) if step.name in records else step for step in steps)
+
+
+def _recorded(step: Step, known: StepRecord, tiles: int) -> Step:
+    px = tiles * math.prod(step.sides)
+    return replace(
+        step,
+        saves=known.saves,
+        kept_bytes=round(known.kept * px),
+        work_bytes=round(known.work * px),
+        param_bytes=known.param_bytes,
+        lies_in=known.lies_in,
+        hands_on=known.hands_on,
+        copies_pads=known.copies_pads,
+    )
+
+
+class _Recording(nn.Module):
+    """A module so that ``functional_call`` swaps and restores what it uses."""
+
+    def __init__(self, module: nn.Module, region: Region) -> None:
+        super().__init__()
+        self.module = module
+        meta = {name: (shape, dtype, torch.device("meta")) for name, (shape, dtype, _) in region.forms.items()}
+        self._region = replace(region, forms=meta)
+        self._values: dict[str, Any] = {
+            name: torch.empty(meta[name][0], dtype=meta[name][1], device="meta") for name in region.inputs
+        }
+        self.plain_steps = {step.name: step for step in region.steps if step.plain}
+        self._known = _Known(self)
+        for name in region.given:
+            self._known[name] = torch.empty(meta[name][0], dtype=meta[name][1], device="meta")
+        self.records: dict[str, StepRecord] = {}
+
+    def forward(self) -> None:
+        state = {storage_of(tensor) for tensor in state_of(self.module).values()}
+        for step in self._region.steps:
+            if not step.plain:
+                self._run(step, state)
+
+    def plain(self, name: str) -> Any:
+        """The value of a step without rows."""
+        return run_plain(self.module, self._region, self.plain_steps[name], self._known)
+
+    def _run(self, step: Step, state: set[StorageWeakRef]) -> None:
+        region, operation = self._region, self._region.operations[step.name]
+        leaves = {
+            name: _leaf(self._around(step, name), name not in region.inputs or name in region.flows)
+            for name in step.maps
+        }
+        others = {n: _leaf(self._known[n], True) for n in step.others if n not in region.fixed}
+        known = collections.ChainMap(others, self._known)
+        recorder = OpRecorder(state)
+        kept: dict[StorageWeakRef, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if recorder.numbered(tensor) is not None:
+                kept[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.enable_grad():
+            taken = {name: _copy(value) for name, value in leaves.items()}
+            patches = {name: self._patch(step, name, value) for name, value in taken.items()}
+            resolve = resolver(self.module, region, known)
+            given = Arguments(self.module, region.nodes[step.name], patches, resolve, self._alone(step), known)
+            with recorder, saved_tensors_hooks(pack, lambda tensor: tensor):
+                value = operation.compute(given)
+        ops = tuple(recorder.ops)
+        takes = {storage_of(tensor): name for name, v in taken.items() for tensor in _tensors(v)}
+        gives = dict.fromkeys((storage_of(tensor) for tensor in _tensors(value)), step.name)
+        names = {**takes, **gives}
+        px = math.prod(step.sides) * region.forms[region.inputs[0]][0][0]
+        params = self._trained(step)
+        work, hands_on = _backward(value, list(leaves.values()), [*others.values(), *params])
+        self.records[step.name] = StepRecord(
+            tuple(dict.fromkeys(names[storage] for storage in kept if storage in names)),
+            sum(size for storage, size in kept.items() if storage not in names) / px,
+            work / px,
+            sum(map(bytes_of, params)),
+            next((takes[storage] for storage in gives if storage in takes), ""),
+            hands_on,
+            any(isinstance(rule, Window) and rule.reach > 1 for rule in step.rules),
+            ops,
+        )
+        (self._known if step.sums else self._values)[step.name] = value
+
+    def _alone(self, step: Step) -> bool:
+        """It is the only one to use what it takes, and may change it."""
+        operations, nodes = self._region.operations, self._region.nodes
+        source = step.maps[0]
+        return (
+            len(step.maps) == 1
+            and source in operations
+            and len(nodes[source].users) == 1
+            and not operations[source].shares
+        )
+
+    def _around(self, step: Step, name: str) -> Any:
+        """A map with as many rows as the step asks for: a box in the middle is not padded."""
+        value, dims = self._values[name], self._region.dims[name]
+        if not isinstance(value, Tensor) or not any(isinstance(r, Window) and r.reach > 1 for r in step.rules):
+            return value
+        shape = list(value.shape)
+        for axis, dim in enumerate(dims):
+            shape[dim] = step.rules[axis].need(Span(0, step.sides[axis]), self._region.sides[name][axis]).size
+        return value.new_empty(shape)
+
+    def _patch(self, step: Step, name: str, value: Any) -> Patch:
+        """All of a map, as a box that is the tile takes it."""
+        sides, dims = self._region.sides[name], self._region.dims[name]
+        box = (Span(0, step.sides[0]), Span(0, step.sides[1]))
+        need = (step.rules[0].need(box[0], sides[0]), step.rules[1].need(box[1], sides[1]))
+        if isinstance(value, Tensor) and all(value.shape[dims[axis]] == need[axis].size for axis in (0, 1)):
+            return Patch(value, need, need, box, sides, dims)
+        have = (need[0].within(sides[0]), need[1].within(sides[1]))
+        for axis in (0, 1):
+            if isinstance(value, Tensor):
+                value = value.narrow(dims[axis], have[axis].start, have[axis].size)
+        return Patch(value, need, have, box, sides, dims)
+
+    def _trained(self, step: Step) -> list[nn.Parameter]:
+        """That get a gradient from the step."""
+        node = self._region.nodes[step.name]
+        if step.name not in self._region.operations or "~" in step.name:
+            return []
+        module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        params = [*module.parameters()] if module is not None else []
+        resolve = resolver(self.module, self._region, self._known)
+        params += [v for a in node.all_input_nodes if a.op == "get_attr" and isinstance(v := resolve(a), nn.Parameter)]
+        return [parameter for parameter in params if parameter.requires_grad]
+
+
+class _Known(dict[str, Any]):
+    """Values without rows, worked out when they are first asked for."""
+
+    def __init__(self, recording: _Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._recording.plain_steps
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self._recording.plain(name)
+        return self[name]
+
+
+def _backward(value: Any, leaves: Sequence[Any], others: Sequence[Tensor]) -> tuple[int, bool]:
+    """Run the backward pass; return (work space, the gradient is handed on).
+
+    Args:
+        leaves: of the maps.
+        others: parameters, and values without rows.
+    """
+    outputs = [tensor for tensor in _tensors(value) if tensor.requires_grad]
+    used = [tensor for tensor in _tensors(leaves) if tensor.requires_grad]
+    if not outputs or not (used or others):
+        return 0, False
+    pulled = [torch.empty_like(output) for output in outputs]
+    with _Living() as living:
+        gradients = torch.autograd.grad(outputs, [*used, *others], pulled, allow_unused=True)
+    given = {storage_of(tensor) for tensor in pulled}
+    fresh = {storage_of(g): g.untyped_storage().nbytes() for g in gradients if g is not None}
+    of_maps = [storage_of(g) for g in gradients[: len(used)] if g is not None]
+    made = sum(size for storage, size in fresh.items() if storage not in given)
+    return max(0, living.peak - made), bool(of_maps) and all(storage in given for storage in of_maps)
+
+
+class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes of the storages made in its block while they live; ``peak``: the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_of(tensor).cdata for tensor in _tensors((args, kwargs))}
+        value = func(*args, **(kwargs or {}))
+        made = [storage_of(tensor) for tensor in _tensors(value)]
+        self._made.update({storage.cdata: storage for storage in made if storage.cdata not in given})
+        total = 0
+        for key, storage in list(self._made.items()):
+            alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+            if alive is None:
+                del self._made[key]
+            else:
+                total += alive.nbytes()
+        self.peak = max(self.peak, total)
+        return value
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _leaf(value: Any, wants: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(wants)
+    return tuple(_leaf(each, wants) for each in value)
+
+
+def _copy(value: Any) -> Any:
+    """Not a leaf, so that it may be changed in place."""
+    return value.clone() if isinstance(value, Tensor) else tuple(_copy(each) for each in value)
