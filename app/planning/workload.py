@@ -38,10 +38,11 @@ SLOTS = {"sgd": 1, "adamw": 2}
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the steps of a region take, as recorded on tiles of ``side`` px."""
+    """What the steps of a region take, as recorded on tiles of ``side`` px; ``fitted`` as in ``Streamed``."""
 
     records: Mapping[str, StepRecord]
     side: int
+    fitted: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,9 @@ class Workload:
                 return None, str(fault)
         steps = with_record(region.steps, known.records, 1)
         paper = dataclasses.replace(region, steps=steps).on_paper()
-        return Streamed(paper, {name: each.ops for name, each in known.records.items()}, known.side, estimate), ""
+        return Streamed(
+            paper, {name: each.ops for name, each in known.records.items()}, known.side, estimate, known.fitted
+        ), ""
 
 
 def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:

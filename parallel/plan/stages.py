@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -29,12 +30,14 @@ from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_wh
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
+from parallel.plan.limit import Limit
 from parallel.plan.policy_cost import policy_costs
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.streamed import StreamedStages
 from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.step_cost import StageCost
+from parallel.space.boxes import STORED_PER_PX
 from parallel.strategy import Strategy
 
 MANY = 400
@@ -74,6 +77,24 @@ class StageCache:
     def box_sides(self) -> list[int]:
         """Of boxes that tiles may be computed in, in px; empty where the model cannot be."""
         return [] if self._streamed is None else self._streamed.sides
+
+    def within_host(self, candidate: Strategy) -> Strategy:
+        """Return ``candidate``, computed box by box, with maps between parts kept to the host's memory where it has
+        less than is usual."""
+        host = self.cluster.host_bytes
+        usual = (
+            STORED_PER_PX * self.tiles(candidate) * math.prod(self.task.streamed.model.side)
+            if self.task.streamed
+            else 0
+        )
+        if candidate.policy.host_bytes is not None or not 0 < host < usual:
+            return candidate
+        return candidate.under(host_bytes=int(host))
+
+    def limit_in_boxes(self, candidate: Strategy) -> Limit:
+        """Return what stands in the way of a larger tile, of a candidate that is computed box by box."""
+        assert self._streamed is not None
+        return self._streamed.limit(candidate, self.tiles(candidate), self._memory_of(candidate))
 
     @property
     def most_stages(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel.cost.cluster import Cluster
 from parallel.cost.layer_cost import Costs
@@ -22,6 +22,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import RankBytes, whole_bytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
+from parallel.plan.limit import Limit
 from parallel.schedule.step_cost import StageCost
 from parallel.space.boxes import Boxes, StreamedModel, plan_boxes
 from parallel.space.step import Step
@@ -45,12 +46,15 @@ class Streamed:
         model: the region, for one tile.
         ops: by name of a step, what its forward pass computes of a tile of ``side`` px.
         estimate: gives what the layers of a graph cost, by tiles of a microbatch.
+        fitted: by tiles of a microbatch, the side of the largest boxes that fitted the device on tiles of some size:
+            they take about as much on tiles of any.
     """
 
     model: StreamedModel
     ops: Mapping[str, tuple[Op, ...]]
     side: int
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
+    fitted: dict[int, int] = field(default_factory=dict)
 
 
 class StreamedStages:
@@ -109,6 +113,27 @@ class StreamedStages:
         """Return the bytes of maps between parts, and of the tiles of a microbatch."""
         boxes = self.boxes(strategy, tiles)
         return boxes.host_bytes + tiles * TILE_PX_BYTES * math.prod(boxes.model.side)
+
+    def limit(self, strategy: Strategy, tiles: int, memory: StageMemory) -> Limit:
+        """Return what takes most of the device, or of the host where that lacks more.
+
+        Args:
+            memory: as ``rank_bytes`` takes it.
+        """
+        boxes, held = self.boxes(strategy, tiles), self.rank_bytes(strategy, tiles, memory)
+        host, box = self.host_bytes(strategy, tiles), boxes.device_bytes
+        if host - self._cluster.host_bytes > held.total - self._cluster.usable_bytes:
+            maps, normed = boxes.host_bytes, len(boxes.phases) > 2
+            if host > 2 * maps:
+                return Limit("tile on the host", host - maps)
+            return Limit("maps of norms on the host" if normed else "maps on the host", maps)
+        parts = {
+            "parameters": held.parameters + held.optimizer,
+            "box": box,
+            "after boxes": held.total - held.parameters - held.optimizer - box,
+        }
+        what = max(parts, key=lambda name: parts[name])
+        return Limit(what, parts[what], str(strategy.policy.stream) if what == "box" else "")
 
     def stage_cost(self, strategy: Strategy, tiles: int, graph: LayerGraph, costs: Costs) -> StageCost:
         """Return the cost of the whole model for a microbatch.

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
+from parallel.offload.host_space import HostSpace
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
@@ -34,13 +35,14 @@ def streamed(
     shape: tuple[int, ...],
     communicator: Communicator,
     stored_bytes: int | None = None,
+    host: HostSpace | None = None,
 ) -> StreamedModule:
     """Return ``module`` computed in boxes of ``box`` px, with the names it has.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch; others may follow.
         communicator: all ranks; each calls it.
-        stored_bytes: as for ``RegionRun``.
+        stored_bytes, host: as for ``RegionRun``.
 
     Raises:
         ValueError: the model cannot be traced, or not be computed in boxes to where it has no rows any more; which
@@ -51,8 +53,8 @@ def streamed(
     assert isinstance(stage, StreamedModule)
     ends = stage.inputs, stage.outputs
     training, evaluation = (list(each.graph.nodes) for each in (traced.training, traced.evaluation))
-    run = StreamedRun(training, *ends, box, stored_bytes)
-    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
+    run = StreamedRun(training, *ends, box, stored_bytes, host=host)
+    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes, host=host)
     parameter = next(module.parameters())
     example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
     stage.train()
@@ -90,8 +92,7 @@ class StreamedRun:
         nodes: in order.
         inputs, outputs: names of the values that enter and leave.
         box: side of the boxes, px of the tile.
-        stored_bytes: as for ``RegionRun``.
-        scale: as for ``RegionRun``.
+        stored_bytes, scale, host: as for ``RegionRun``.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class StreamedRun:
         box: int,
         stored_bytes: int | None = None,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
+        host: HostSpace | None = None,
     ) -> None:
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
-        self._box, self._stored_bytes, self._scale = box, stored_bytes, scale
+        self._box, self._stored_bytes, self._scale, self._host = box, stored_bytes, scale, host
         self._plans: dict[Any, _Planned | NothingInBoxes] = {}
         self._records: dict[str, StepRecord] = {}
         self._whole = compiled(nodes, inputs, outputs, {}, "a stage without boxes")
@@ -182,7 +184,7 @@ class StreamedRun:
         }
         filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
         return _Planned(
-            RegionRun(region, self._box, self._stored_bytes, self._scale),
+            RegionRun(region, self._box, self._stored_bytes, self._scale, self._host),
             run,
             inputs,
             frozenset(filled.union(self._outputs)),
