@@ -7,7 +7,6 @@ written: a disk that fills up would otherwise end the process at whatever line w
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import tempfile
@@ -65,15 +64,11 @@ class HostSpace:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as fault:
-                if fault.errno != errno.ENOSPC:
-                    raise
-                memory = bytes_text(self._memory_bytes or 0)
-                raise OSError(
-                    errno.ENOSPC,
-                    f"no space left for {bytes_text(size)}, which do not fit in {memory} of the host's memory beside "
-                    "what is there (--developer offload-host)",
-                    str(folder),
-                ) from fault
+                why = (
+                    f"no place for a file of {bytes_text(size)}, beside {bytes_text(self._memory_bytes or 0)} of memory"
+                )
+                told = f"{why} (--developer offload-host): {fault.strerror or os.strerror(fault.errno or 0)}"
+                raise OSError(fault.errno, told, str(folder)) from fault
             return mmap.mmap(file.fileno(), size)
 
     def _free(self, kind: str, size: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -37,7 +36,6 @@ from parallel.plan.streamed import StreamedStages
 from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.step_cost import StageCost
-from parallel.space.boxes import STORED_PER_PX
 from parallel.strategy import Strategy
 
 MANY = 400
@@ -79,17 +77,14 @@ class StageCache:
         return [] if self._streamed is None else self._streamed.sides
 
     def within_host(self, candidate: Strategy) -> Strategy:
-        """Return ``candidate``, computed box by box, with maps between parts kept to the host's memory where it has
-        less than is usual."""
-        host = self.cluster.host_bytes
-        usual = (
-            STORED_PER_PX * self.tiles(candidate) * math.prod(self.task.streamed.model.side)
-            if self.task.streamed
-            else 0
-        )
-        if candidate.policy.host_bytes is not None or not 0 < host < usual:
+        """Return ``candidate``, computed box by box, with fewer maps stored where the host has not memory for those
+        that are usual."""
+        assert self._streamed is not None
+        host, policy = self.cluster.host_bytes, candidate.policy
+        tiles = self.tiles(candidate)
+        if policy.host_bytes is not None or not 0 < host < self._streamed.host_bytes(candidate, tiles):
             return candidate
-        return candidate.under(host_bytes=int(host))
+        return candidate.under(host_bytes=max(1, int(host) - self._streamed.tile_bytes(tiles)))
 
     def limit_in_boxes(self, candidate: Strategy) -> Limit:
         """Return what stands in the way of a larger tile, of a candidate that is computed box by box."""

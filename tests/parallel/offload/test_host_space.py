@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
+import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,11 +44,13 @@ def test_what_does_not_fit_lies_in_files_that_go_with_their_tensors(tmp_path: Pa
     assert host.zeros((0, 4), torch.int64).shape == (0, 4)
 
 
-def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"no space left for 2 GiB, which do not fit in 3 MiB of the host") as told:
-        HostSpace(3 * MIB, tmp_path).zeros((1 << 31,), torch.uint8)
-    assert (told.value.errno, told.value.filename) == (errno.ENOSPC, str(tmp_path))
+def test_what_the_disk_refuses_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    """Here a limit of the system; a full disk is refused at the same place."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
+    try:
+        with pytest.raises(OSError, match=r"no place for a file of 5 MiB, beside 3 MiB of memory .*File too") as told:
+            HostSpace(3 * MIB, tmp_path).zeros((5 * MIB,), torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (told.value.errno, told.value.filename) == (errno.EFBIG, str(tmp_path))
