@@ -239,10 +239,9 @@ class RunConfig:
     def _whole_slide_faults(self) -> list[str]:
         """Of tiles that differ in size."""
         faults, asked = [], self.strategy
-        if asked.name not in ("single", "ddp") or (asked.undecided and asked.world > 1):
+        if asked.name == "fsdp":
             faults.append(
-                f"--tile slide is for --parallel single and ddp, which compute each slide on one rank; got --parallel "
-                f"{asked.parallel}"
+                "--tile slide is not for --parallel fsdp, whose ranks compute tiles of one size together: use ddp"
             )
         elif asked.m != asked.batch:
             faults.append(
