@@ -216,7 +216,7 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
         dataset = prepare(config, folder, progress)
     planned = config if dataset.tiles.sides is None else as_square(config, dataset.tiles.largest)
     learned = len(dataset.classes), dataset.task == "segment"
-    if config.strategy.undecided or config.strategy.runs_undecided:
+    if config.strategy.planned:
         try:
             plan_run(planned, *learned, folder.path, _say)
         except RunError as fault:

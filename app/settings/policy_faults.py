@@ -47,8 +47,8 @@ def _stream_faults(asked: StrategySettings) -> list[str]:
     """Return what is wrong about tiles computed box by box."""
     if asked.stream == "none":
         return []
-    if not asked.stream.isdecimal() or int(asked.stream) < 1:
-        return [f"--stream takes none or the side of boxes in px, such as 512; got {asked.stream!r}"]
+    if not asked.box_undecided and (not asked.stream.isdecimal() or int(asked.stream) < 1):
+        return [f"--stream takes none, auto or the side of boxes in px, such as 512; got {asked.stream!r}"]
     faults = [
         f"--stream {asked.stream} computes a tile again box by box, and goes without {flag}: leave that out"
         for flag, given in (

@@ -82,7 +82,8 @@ class StreamSettings:
     device_prefetch: Suppress[int] = 0
     """Microbatches brought to the device, augmented and normalised while those before them are computed: by a thread on
     a CPU, on a stream of its own on a GPU; 0: each when it is its turn. Each takes its images in float32 on the device,
-    and as much again while it is made; plans do not count on it. The numbers are the same."""
+    and as much again while it is made; plans do not count on it. The numbers are the same. With --stream nothing is
+    made ahead."""
 
     def validate(self) -> list[str]:
         faults = []
@@ -239,9 +240,10 @@ class RunConfig:
     def _whole_slide_faults(self) -> list[str]:
         """Of tiles that differ in size."""
         faults, asked = [], self.strategy
-        if asked.name == "fsdp":
+        if asked.name == "fsdp" or (asked.undecided and asked.world > 1):
             faults.append(
-                "--tile slide is not for --parallel fsdp, whose ranks compute tiles of one size together: use ddp"
+                f"--tile slide wants a strategy that is named, and not fsdp, whose ranks compute tiles of one size at "
+                f"a time; got --parallel {asked.parallel}: use ddp"
             )
         elif asked.m != asked.batch:
             faults.append(
@@ -250,6 +252,6 @@ class RunConfig:
             )
         if self.augmentation.augment == "cpu":
             faults.append(
-                "--augment cpu turns tiles by quarters, which oblong ones of --tile slide cannot be: use device or none"
+                "--augment cpu varies tiles of one size, which those of --tile slide are not: use device or none"
             )
         return faults
