@@ -240,10 +240,10 @@ class RunConfig:
     def _whole_slide_faults(self) -> list[str]:
         """Of tiles that differ in size."""
         faults, asked = [], self.strategy
-        if asked.name not in ("single", "ddp") or (asked.undecided and asked.world > 1):
+        if asked.name == "fsdp" or (asked.undecided and asked.world > 1):
             faults.append(
-                f"--tile slide is for --parallel single and ddp, which compute each slide on one rank; got --parallel "
-                f"{asked.parallel}"
+                f"--tile slide wants a strategy that is named, and not fsdp, whose ranks compute tiles of one size at "
+                f"a time; got --parallel {asked.parallel}: use ddp"
             )
         elif asked.m != asked.batch:
             faults.append(
@@ -252,6 +252,6 @@ class RunConfig:
             )
         if self.augmentation.augment == "cpu":
             faults.append(
-                "--augment cpu turns tiles by quarters, which oblong ones of --tile slide cannot be: use device or none"
+                "--augment cpu varies tiles of one size, which those of --tile slide are not: use device or none"
             )
         return faults

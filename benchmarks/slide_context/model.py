@@ -20,12 +20,12 @@ HIDDEN = 64
 
 
 class JoiningResNet(nn.Module):
-    """Group norm: no tile depends on the others of its batch."""
+    """Instance norm first: the tint of a slide is no feature. No tile depends on the others of its batch."""
 
     def __init__(self, *, classes: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTHS[0], STEM_PX, STEM_PX, bias=False)
-        self.norm = make_norm("group", WIDTHS[0])
+        self.norm = make_norm("instance", WIDTHS[0])
         self.blocks = nn.Sequential()
         channels = WIDTHS[0]
         for i, width in enumerate(WIDTHS):

@@ -5,7 +5,7 @@ by ``app.train`` on windows of 1,024 and of 4,096 level-0 px, whose scores are a
 slides: as many steps, and as many px in each. A third of the slides is held out and looked at once, after the last
 step.
 
-    python -m benchmarks.slide_context.run [--slides 96] [--steps 400] [--seeds 3]
+    python -m benchmarks.slide_context.run [--slides 96] [--steps 240] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -30,35 +30,39 @@ OUT = ROOT / "bench-data" / "slide_context"
 MPP, SHRUNK = 8, 16
 """um/px that windows are read at; level-0 px for each of theirs."""
 
-WINDOWS: dict[str, tuple[str, ...]] = {
-    "1,024 px": ("--tile", str(1024 // SHRUNK), "--batch", "256", "--microbatches", "8"),
-    "4,096 px": (
-        "--tile",
-        str(4096 // SHRUNK),
-        "--stride",
-        str(2048 // SHRUNK),
-        "--batch",
-        "16",
-        "--microbatches",
-        "8",
-    ),
-    "whole slide": ("--tile", "slide", "--batch", "8", "--microbatches", "8"),
+WINDOWS = {
+    "1,024 px": ("--tile", str(1024 // SHRUNK)),
+    "4,096 px": ("--tile", str(4096 // SHRUNK), "--stride", str(2048 // SHRUNK)),
+    "whole slide": ("--tile", "slide"),
 }
-"""By what a window shows: a batch is 1.05 million px of each, at 8 um/px."""
+"""How slides are cut, by what a window shows of level 0."""
 
-COMMON = ["--model", "benchmarks.slide_context.model:JoiningResNet", "--parallel", "single", "--mpp", str(MPP)]
+BATCH, MICROBATCHES = {"1,024 px": 256, "4,096 px": 16, "whole slide": 8}, 8
+"""Windows of a step: 1.05 million px of each, at 8 um/px."""
+
+COMMON = ["--model", "benchmarks.slide_context.model:JoiningResNet", "--parallel", "single"]
 COMMON += ["--lr", "0.003", "--warmup", "20", "--weight-decay", "0.01", "--validation", "0.33"]
+COMMON += ["--developer", "stain=0", "--developer", "brightness=0"]
 COMMON += ["--developer", "validate-every=1000000", "--developer", "twin-steps=0"]
 
 LEAST_WHOLE, MOST_TILES = 0.90, 0.70
 """What is asked: of the mean over seeds."""
 
 
-def train(out: Path, *arguments: str) -> dict[str, Any]:
+def make_index(out: Path, cut: tuple[str, ...]) -> None:
+    """Find the tissue of all slides, once for all seeds."""
+    if not (out / "done").exists():
+        command = [sys.executable, "-m", "app.index", "--slides", str(OUT / "slides"), "--mpp", str(MPP), *cut]
+        subprocess.run([*command, "--out", str(out), "--workers", "1"], cwd=ROOT, check=True)
+        (out / "done").touch()
+
+
+def train(out: Path, index: Path, *arguments: str) -> dict[str, Any]:
     """The summary of one run of ``app.train``; one that an earlier call finished is kept, as its slides are."""
     summary = out / "summary.json"
     if not _completed(summary):
         shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(index, out, ignore=shutil.ignore_patterns("done", "*.log", "*.lock"))
         slides = str(OUT / "slides")
         command = [sys.executable, "-m", "app.train", "--slides", slides, "--out", str(out), *COMMON, *arguments]
         subprocess.run(command, cwd=ROOT, check=True)
@@ -74,8 +78,11 @@ def _completed(summary: Path) -> bool:
 
 def measure(window: str, seed: int, slides: int, steps: int) -> dict[str, Any]:
     """Held-out scores of one window and seed."""
-    name = f"{window.split(' ')[0].replace(',', '')}_of{slides}_seed{seed}_steps{steps}"
-    result = train(OUT / name, *WINDOWS[window], "--steps", str(steps), "--seed", str(seed))
+    name, cut = f"{window.split(' ')[0].replace(',', '')}_of{slides}", WINDOWS[window]
+    make_index(OUT / f"index_{name}", cut)
+    more = [*cut, "--mpp", str(MPP), "--batch", str(BATCH[window]), "--microbatches", str(MICROBATCHES)]
+    more += ["--steps", str(steps), "--seed", str(seed)]
+    result = train(OUT / f"{name}_seed{seed}_steps{steps}", OUT / f"index_{name}", *more)
     sides = result["tile_sides_px"] or [[result["tile_px"]] * 2] * 3
     return {
         "window": window,
@@ -110,7 +117,7 @@ def table(rows: list[dict[str, Any]], slides: int, steps: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slides", type=int, default=96, help="how many, a third of them held out")
-    parser.add_argument("--steps", type=int, default=400, help="of every run")
+    parser.add_argument("--steps", type=int, default=240, help="of every run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of every window: of weights, order and split")
     asked = parser.parse_args()
     cv2.setNumThreads(1)

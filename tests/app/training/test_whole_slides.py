@@ -90,9 +90,9 @@ def test_slides_that_cannot_fit_are_refused_with_what_to_do(
             config(StrategySettings(parallel="single", batch=4, microbatches=2)),
             "--batch 4 needs --microbatches 4; got 2",
         ),
-        (config(StrategySettings(parallel="gpipe", ranks=2, batch=2)), "--tile slide is for --parallel single and ddp"),
+        (config(StrategySettings(parallel="fsdp", ranks=2, batch=2)), "and not fsdp, whose ranks"),
         (config(StrategySettings(ranks=2, batch=2)), "got --parallel auto"),
-        (config(StrategySettings(parallel="single", batch=1), "cpu"), "--augment cpu turns tiles by quarters"),
+        (config(StrategySettings(parallel="single", batch=1), "cpu"), "--augment cpu varies tiles of one size"),
     ],
 )
 def test_faults_of_settings(asked: RunConfig, fault: str) -> None:
