@@ -70,6 +70,7 @@ class StreamedStages:
 
     def __init__(self, streamed: Streamed, cluster: Cluster, slots: int) -> None:
         self._streamed, self._cluster, self._slots = streamed, cluster, slots
+        self._models: dict[int, StreamedModel] = {}
         self._boxes: dict[tuple[int, int, int | None], Boxes] = {}
         self._seconds: dict[tuple[int, int, int | None], tuple[float, float]] = {}
 
@@ -88,7 +89,9 @@ class StreamedStages:
         assert policy.stream is not None
         key = (policy.stream, tiles, policy.host_bytes)
         if key not in self._boxes:
-            self._boxes[key] = plan_boxes(self._streamed.model.of_tiles(tiles), policy.stream, policy.host_bytes)
+            if tiles not in self._models:
+                self._models[tiles] = self._streamed.model.of_tiles(tiles)
+            self._boxes[key] = plan_boxes(self._models[tiles], policy.stream, policy.host_bytes)
         return self._boxes[key]
 
     def rank_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> RankBytes:
