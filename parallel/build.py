@@ -30,6 +30,7 @@ from parallel.memory.segments import segments_of
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_parameters import HostParameters
+from parallel.offload.host_space import HostSpace
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Action, Kind
@@ -60,6 +61,7 @@ def assemble(
     autocast: torch.dtype | None = None,
     observer: Observer | None = None,
     meter: ActivationMeter | None = None,
+    host: HostSpace | None = None,
 ) -> Engine:
     """The engine of this rank.
 
@@ -71,6 +73,7 @@ def assemble(
         batch: tiles of a usual step over all ranks.
         autocast: type for mixed precision; None computes in the model's own.
         meter: counts the bytes this rank keeps for backward.
+        host: where maps of stages in boxes are; None: in memory.
 
     Raises:
         ValueError: a strategy, cut or schedule that does not fit the ranks, the model or each other.
@@ -89,6 +92,7 @@ def assemble(
         device=device,
         autocast=autocast,
         meter=meter,
+        host=host,
     )
     return Engine(work, communicator, seed=seed, observer=observer)
 
@@ -106,6 +110,7 @@ def put_to_work(
     device: torch.device,
     autocast: torch.dtype | None = None,
     meter: ActivationMeter | None = None,
+    host: HostSpace | None = None,
 ) -> RankProgram:
     """What this rank of a traced model computes, and with what; for the rest see ``assemble``.
 
@@ -128,7 +133,7 @@ def put_to_work(
                 "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
             )
         limit = policy.host_bytes and policy.host_bytes // _most_in_flight(schedule[rank])
-        cuts = streamed_stages(traced, partition, numbers, policy.stream, shape, limit)
+        cuts = streamed_stages(traced, partition, numbers, policy.stream, shape, limit, host)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(

@@ -1,8 +1,9 @@
 """Which models can be computed box by box down to their pooling: torchvision's classifiers, and 50 CNNs of timm.
 
-Takes nothing; gives ``bench-data/streaming/coverage.json`` and the tables of the README. Models are built without
-numbers, traced, and their region is read at one size: seconds a model. A model counts where all that leaves its region
-is sums, or the fixed number of cells that it is pooled to; of the others the layer and the reason are told.
+Takes nothing; gives ``results/coverage.json`` beside it and the tables of the README. Models are built without
+numbers, traced (without the comparison of graph and model that a run makes), and their region is read at one size:
+seconds a model. A model counts where all that leaves its region is sums, or the fixed number of cells that it is pooled
+to; of the others the layer and the reason are told.
 
     python -m benchmarks.streaming.coverage [--only NAME ...]
 """
@@ -20,20 +21,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.machine import measured_on
 from benchmarks.model_zoo.zoo import TIMM
 from benchmarks.results import markdown_table, results, write_results
-from models.blocks import Norm
+from models.external import freeze_norms
 from models.registry import build_model
 from parallel.graph.partition import Partition
 from parallel.streaming.region import read_region
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import WholeModule
-from parallel.trace.trace_alone import trace_as_it_runs
+from parallel.trace.trace import Traced, trace
 
-ROOT = Path(__file__).parents[2]
-OUT = ROOT / "bench-data" / "streaming"
+OUT = Path(__file__).with_name("results")
 README = Path(__file__).with_name("README.md")
 COMMAND = "python -m benchmarks.streaming.coverage"
 
@@ -53,31 +54,42 @@ def torchvision_classifiers() -> list[str]:
     return [f"torchvision:{name}" for name in models.list_models(module=models)]
 
 
-def build(name: str, norm: Norm) -> nn.Module:
-    """Return the model, without numbers where it is built so; as it is where it has no norms to freeze."""
+def build(name: str) -> nn.Module:
+    """Return the model, without numbers where it is built so."""
     try:
         with torch.device("meta"):
-            return build_model(name, classes=2, norm=norm)
+            return build_model(name, classes=2)
     except NotImplementedError:  # it looks at numbers while it is built
-        return build_model(name, classes=2, norm=norm)
-    except ValueError as fault:
-        if "has no BatchNorm" not in str(fault):
-            raise
-        return build(name, "batch")
+        return build_model(name, classes=2)
 
 
-def refusal(name: str, norm: Norm) -> str:
-    """Return the layer at which boxes end and why; "" where they get to the pooling."""
-    model, tile = build(name, norm).train(), TILE
+def traced_at(model: nn.Module) -> tuple[Traced, int]:
+    """Return the model's graphs, and the side of the tile that they are of."""
     try:
-        traced = trace_as_it_runs(model, (2, 3, tile, tile), torch.float32)
+        return trace(model, (2, 3, TILE, TILE), torch.float32), TILE
     except ValueError:
-        tile = FIXED_TILE
-        traced = trace_as_it_runs(model, (2, 3, tile, tile), torch.float32)
+        return trace(model, (2, 3, FIXED_TILE, FIXED_TILE), torch.float32), FIXED_TILE
+
+
+def refusals(name: str) -> tuple[str, str]:
+    """Return the layer at which boxes end and why, with frozen norms and as the model is; "" where they get to the
+    pooling."""
+    model = build(name).train()
+    traced, tile = traced_at(model)
+    own = _refusal(traced, tile)
+    if any(isinstance(part, _BatchNorm) and part.track_running_stats for part in model.modules()):
+        freeze_norms(model, name)
+    return _refusal(traced, tile), own
+
+
+def _refusal(traced: Traced, tile: int) -> str:
     whole = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), WholeModule).train()
-    device = next(model.parameters()).device
+    device = next(traced.model.parameters()).device
     image = torch.zeros((), device=device).expand(2, 3, tile, tile)
-    region = read_region(whole, list(traced.training.graph.nodes), {whole.inputs[0]: image})
+    try:
+        region = read_region(whole, list(traced.training.graph.nodes), {whole.inputs[0]: image})
+    except ValueError as fault:
+        return str(fault)
     maps = {name: region.sides[name] for name in region.leaving if name in region.dims}
     if all(max(sides) <= CELLS for sides in maps.values()):
         return ""
@@ -88,11 +100,10 @@ def measure(name: str) -> dict[str, Any]:
     """Return the refusal of a model with frozen norms and as it is, "" for none."""
     row: dict[str, Any] = {"model": name}
     start = time.perf_counter()
-    for norm in ("frozen", "batch"):
-        try:
-            row[norm] = refusal(name, norm)  # type: ignore[arg-type]
-        except Exception as fault:  # each refusal is a result
-            row[norm] = f"{type(fault).__name__ if not isinstance(fault, ValueError) else 'refused'}: {fault}"
+    try:
+        row["frozen"], row["own"] = refusals(name)
+    except ValueError as fault:  # it cannot be traced
+        row["frozen"] = row["own"] = str(fault)
     row["seconds"] = time.perf_counter() - start
     print(f"{name:45} {row['seconds']:5.1f} s  {row['frozen'] or 'yes':.100}", flush=True)
     return row
@@ -104,9 +115,9 @@ def tables(rows: list[dict[str, Any]]) -> str:
     for library in ("torchvision", "timm"):
         of_library = [row for row in rows if row["model"].startswith(library)]
         if of_library:
-            counts = [sum(not row[norm] for row in of_library) for norm in ("frozen", "batch")]
+            counts = [sum(not row[norm] for row in of_library) for norm in ("frozen", "own")]
             shares.append([library, str(len(of_library)), *(f"{n} ({n / len(of_library):.0%})" for n in counts)])
-    refused = [[row["model"], row["frozen"] or row["batch"]] for row in rows if row["frozen"] or row["batch"]]
+    refused = [[row["model"], row["frozen"] or row["own"]] for row in rows if row["frozen"] or row["own"]]
     header = ["of", "models", "to their pooling, `--norm frozen`", "with their own norms, in training"]
     return "\n".join([markdown_table(header, shares), markdown_table(["refused", "layer and reason"], refused)])
 
@@ -123,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     reasons = Counter(row["frozen"].partition(": ")[2][:90] for row in rows if row["frozen"])
     print("\n".join(f"{count:3} {reason}" for reason, count in reasons.most_common()))
     if not asked.only:
-        OUT.mkdir(parents=True, exist_ok=True)
+        OUT.mkdir(exist_ok=True)
         result = {"environment": measured_on(), "tile_px": TILE, "rows": rows}
         (OUT / "coverage.json").write_text(json.dumps(result, indent=1) + "\n")
         write_results(README, results(COMMAND, tables(rows)), "coverage")

@@ -1,12 +1,12 @@
 """Whether models computed box by box give what the plain step gives: loss, every gradient, running statistics.
 
-Takes nothing; gives ``bench-data/streaming/exactness.json`` and the table of the README. A cell is one model, with its
+Takes nothing; gives ``results/exactness.json`` beside it and the table of the README. A cell is one model, with its
 norms in training or frozen, in one precision, in boxes of one side: a step of ``parallel.streaming.streamed`` beside
 the same step of the plain model, with the same random numbers for dropout and stochastic depth. Tiles are small, and
 odd where the model takes odd ones, so that boxes are uneven. In float32 a tensor's error may be more than 1e-5 where
 rounding alone, tried by moving each px of the tiles by its last bit, does as much (``app/training/exactness.py``).
-Of small maps a single value that rounding moves across the kink of a ReLU is a tenth of a gradient, so the tiles are
-the first of ``DRAWS`` on which the plain model, so moved, comes to the same.
+Of small maps a single value that rounding moves across the kink of a ReLU is a tenth of a gradient: a cell is called
+kinks if it is no further from the plain step than that step, so moved, is from itself, and that is far.
 
     python -m benchmarks.streaming.exactness [--only NAME ...] [--again]
 """
@@ -20,7 +20,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.training.exactness import TOLERANCE, StepsResult, compare, projected_error
+from app.training.exactness import TOLERANCE, ProjectedError, StepsResult, compare
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.blocks import Norm
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
-from parallel.streaming.streamed_module import StreamedRun, streamed
+from parallel.streaming.box_sums import BoxSums
+from parallel.streaming.streamed_module import StreamedModule, StreamedRun, streamed
 from parallel.trace.norm_gradients import mend_norm_gradients
 
-OUT = Path(__file__).parents[2] / "bench-data" / "streaming"
+OUT = Path(__file__).with_name("results")
 README = Path(__file__).with_name("README.md")
 COMMAND = "python -m benchmarks.streaming.exactness"
 
 CLASSES, SEED, TILES = 3, 11, 2
-DRAWS = 8
-SETTLED = {torch.float64: 1e-9, torch.float32: 3e-5}
-"""What rounding may do to a gradient of tiles that are taken."""
+KINKS = 4
+"""Times what rounding does to any gradient of the plain step, that an error may be where that is more than a run
+excuses."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -67,17 +68,17 @@ class Subject:
 
 SUBJECTS = (
     Subject("resnet18", (131, 101), (96, 64, 40)),
-    Subject("resnet50", (131, 101), (96, 64, 40)),
+    Subject("resnet50", (99, 77), (64, 48, 33)),
     Subject("resnet110_v2", (49, 37), (32, 24, 16)),
     Subject("unet", (96, 80), (64, 48, 32)),
-    Subject("unet(5,16)", (128, 96), (96, 64, 48)),
+    Subject("unet(5,16)", (96, 64), (64, 48, 32)),
     Subject("amoebanet(6,190)", (99, 77), (64, 48, 33)),
     Subject("torchvision:densenet121", (99, 77), (64, 48, 33)),
-    Subject("torchvision:inception_v3", (123, 107), (96, 75, 50)),
+    Subject("torchvision:inception_v3", (107, 91), (75, 60, 48)),
     Subject("torchvision:googlenet", (131, 101), (96, 64, 40)),
-    Subject("torchvision:mobilenet_v3_large", (131, 101), (96, 64, 40)),
-    Subject("torchvision:efficientnet_b0", (131, 101), (96, 64, 40)),
-    Subject("torchvision:convnext_tiny", (131, 101), (96, 64, 40), ("batch",)),
+    Subject("torchvision:mobilenet_v3_large", (99, 77), (64, 48, 33)),
+    Subject("torchvision:efficientnet_b0", (99, 77), (64, 48, 33)),
+    Subject("torchvision:convnext_tiny", (99, 77), (64, 48, 33), ("batch",)),
     Subject("torchvision:deeplabv3_resnet50", (99, 77), (64, 48, 33)),
 )
 """ConvNeXt has layer norms alone."""
@@ -88,7 +89,8 @@ class Row:
     """What became of a cell.
 
     Attributes:
-        status: passed; inexact; refused: before the first step, with the reason.
+        status: passed; kinks: no further from the plain step than rounding takes it from itself, which is far;
+            inexact; refused: before the first step, with the reason.
         loss, gradients, statistics: largest relative errors.
         beyond: tensors above the tolerance that rounding excuses.
         note: why not passed, or where the boxes end before the pooling.
@@ -128,9 +130,9 @@ def build(subject: Subject, norm: Norm, dtype: torch.dtype) -> nn.Module:
     return model.to(dtype).train()
 
 
-def images_of(subject: Subject, dtype: torch.dtype, seed: int = SEED, nudge: int = 0) -> Tensor:
+def images_of(subject: Subject, dtype: torch.dtype, nudge: int = 0) -> Tensor:
     """Return random tiles; with ``nudge`` each value is one rounding off."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     shape = (TILES, 3, *subject.side)
     images = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     if nudge:
@@ -140,10 +142,16 @@ def images_of(subject: Subject, dtype: torch.dtype, seed: int = SEED, nudge: int
 
 
 def step(module: nn.Module, images: Tensor) -> StepsResult:
-    """Return loss, gradients and running statistics of one forward and backward pass."""
-    targets = torch.linspace(-1, 1, TILES, dtype=images.dtype)
+    """Return loss, gradients and running statistics of one forward and backward pass; in boxes the loss is summed over
+    them too, where it is of px."""
+    generator, error = torch.Generator().manual_seed(SEED), ProjectedError()
+    targets = torch.randn((TILES, *images.shape[2:]), generator=generator, dtype=torch.float64).to(images.dtype)
     torch.manual_seed(SEED)
-    loss = projected_error(module(images), targets)
+    if isinstance(module, StreamedModule):
+        sums = BoxSums(error.sums, targets)
+        loss = error.value(module(images, sums=sums), sums.pixels)
+    else:
+        loss = error(module(images), targets)
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return StepsResult([float(loss.detach())], gradients, dict(module.named_buffers()))
@@ -157,12 +165,9 @@ def measure(subject: Subject, norm: Norm, dtype: str, wanted: Callable[[int], bo
     precision = DTYPES[dtype]
     fresh = build(subject, norm, precision)
     names = [name for name, _ in fresh.named_parameters()]
-    for seed in range(SEED, SEED + DRAWS):
-        images = images_of(subject, precision, seed)
-        plain = step(copy.deepcopy(fresh), images)
-        noise = [step(copy.deepcopy(fresh), images_of(subject, precision, seed, nudge)) for nudge in (1, 2)]
-        if compare(plain, noise, names).largest <= SETTLED[precision]:
-            break
+    images = images_of(subject, precision)
+    plain = step(copy.deepcopy(fresh), images)
+    noise: list[StepsResult] = []
     for box in boxes:
         start = time.perf_counter()
         key = subject.model, norm, dtype, box
@@ -171,13 +176,22 @@ def measure(subject: Subject, norm: Norm, dtype: str, wanted: Callable[[int], bo
         except ValueError as fault:
             yield Row(*key, "refused", time.perf_counter() - start, note=str(fault))
             continue
-        errors = compare(plain, [step(ours, images)], names, noise=noise)
+        result = step(ours, images)
+        errors = compare(plain, [result], names, noise=noise)
+        if not errors.passed and not noise:
+            noise = [step(copy.deepcopy(fresh), images_of(subject, precision, nudge)) for nudge in (1, 2)]
+            errors = compare(plain, [result], names, noise=noise)
+        rounding = max((compare(plain, [run], names).largest for run in noise), default=0.0)
         largest = {kind: max(of_kind.values(), default=0.0) for kind, of_kind in errors.of_tensors.items()}
         beyond = sum(e > TOLERANCE[precision] for of_kind in errors.of_tensors.values() for e in of_kind.values())
-        note = _ends(ours) if errors.passed else " ".join(errors.excesses[0]) if errors.excesses else "loss"
+        status, note = "passed", _ends(ours)
+        if not errors.passed and errors.largest <= KINKS * rounding:
+            status, note = "kinks", f"rounding alone takes the plain step {rounding:.0e} from itself"
+        elif not errors.passed:
+            status, note = "inexact", " ".join(errors.excesses[0]) if errors.excesses else "loss"
         yield Row(
             *key,
-            "passed" if errors.passed else "inexact",
+            status,
             time.perf_counter() - start,
             errors.loss,
             largest["gradients"],
@@ -193,24 +207,24 @@ def _ends(module: Any) -> str:
     """Return the layer before the pooling that boxes end at, "" where they get there."""
     run = module._run_training
     assert isinstance(run, StreamedRun)
-    (plan,) = run._plans.values()
+    plan = list(run._plans.values())[-1]
     region = plan.run.region
     whole = [name for name in region.leaving if name in region.dims]
     return f"boxes end at {': '.join(region.ends_at)}" if whole and region.ends_at else ""
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], subjects: Sequence[Subject] = SUBJECTS) -> str:
     """Return a line for each model and norm: largest error of each precision and kind over its boxes."""
     lines = []
     for model, norm in dict.fromkeys((row.model, row.norm) for row in rows):
         of_model = [row for row in rows if (row.model, row.norm) == (model, norm)]
-        subject = next(subject for subject in SUBJECTS if subject.model == model)
+        subject = next(subject for subject in subjects if subject.model == model)
         cells = [_cell([row for row in of_model if row.dtype == dtype]) for dtype in DTYPES]
         notes = "; ".join(dict.fromkeys(row.note for row in of_model if row.note))
         tile = "x".join(map(str, subject.side))
         lines.append([model, norm, tile, ", ".join(map(str, subject.boxes)), *cells, notes])
     header = ["model", "norm", "tile px", "boxes px", "float64: loss, gradients, statistics", "float32", "note"]
-    counts = {status: sum(row.status == status for row in rows) for status in ("passed", "refused", "inexact")}
+    counts = {status: sum(row.status == status for row in rows) for status in ("passed", "kinks", "refused", "inexact")}
     excused = sum(row.beyond > 0 and row.status == "passed" for row in rows)
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     text = f"{len(rows)} cells: {summary}. In {excused} of those passed, marked ~, some tensors are further from the"
@@ -241,22 +255,21 @@ def main(argv: list[str] | None = None) -> int:
     rows: dict[tuple[str, str, str, int], Row] = {}
     if path.exists() and not asked.again:
         rows = {row.key: row for row in (Row(**fields) for fields in json.loads(path.read_text())["rows"])}
-    for subject in SUBJECTS:
-        if asked.only and not any(word in subject.model for word in asked.only):
-            continue
-        for norm in subject.norms:
-            for dtype in DTYPES:
-                known = {box for *rest, box in rows if tuple(rest) == (subject.model, norm, dtype)}
-                for row in measure(subject, norm, dtype, lambda box, known=known: box not in known):  # type: ignore[misc]
-                    rows[row.key] = row
-                    print(
-                        f"{row.model:32} {row.norm:7} {row.dtype} {row.box:4} px {row.status:8} {row.loss:8.1e} "
-                        f"{row.gradients:8.1e} {row.statistics:8.1e} {row.seconds:6.1f} s {row.note:.90}",
-                        flush=True,
-                    )
-                    OUT.mkdir(parents=True, exist_ok=True)
-                    result = {"environment": measured_on(), "rows": [asdict(each) for each in rows.values()]}
-                    path.write_text(json.dumps(result, indent=1) + "\n")
+    subjects = [s for s in SUBJECTS if not asked.only or any(word in s.model for word in asked.only)]
+    for dtype, k in [(dtype, k) for dtype in DTYPES for k in range(2)]:
+        for subject in (s for s in subjects if k < len(s.norms)):
+            norm = subject.norms[k]
+            known = {box for *rest, box in rows if tuple(rest) == (subject.model, norm, dtype)}
+            for row in measure(subject, norm, dtype, lambda box, known=known: box not in known):  # type: ignore[misc]
+                rows[row.key] = row
+                print(
+                    f"{row.model:32} {row.norm:7} {row.dtype} {row.box:4} px {row.status:8} {row.loss:8.1e} "
+                    f"{row.gradients:8.1e} {row.statistics:8.1e} {row.seconds:6.1f} s {row.note:.90}",
+                    flush=True,
+                )
+                OUT.mkdir(exist_ok=True)
+                result = {"environment": measured_on(), "rows": [asdict(each) for each in rows.values()]}
+                path.write_text(json.dumps(result, indent=1) + "\n")
     ordered = [row for s in SUBJECTS for row in rows.values() if row.model == s.model]
     print(table(ordered))
     if not asked.only:

@@ -2,10 +2,11 @@
 
 Takes a case and where its tissue is from: slides of ``app.synth``, or ``--slide FILE``, whose level 0 is mirrored and
 laid side by side to the size of the tile (the shipped section without a file); gives
-``bench-data/streaming/large/CASE_TISSUE.json`` and a picture of the tile that was trained on, and, with ``--write``,
-the table of all of them in the README. ``app.train`` does the work. A few steps at small tiles come first, with batch
-norm in training, whose statistics the large tiles are then normalised by. Labels of laid-out tissue are made up: the
-slide and the same turned by a quarter are the two classes, dark px are the foreground. What is measured is the work.
+``bench-data/streaming/large/large_CASE_TISSUE.json`` and a picture of the tile that was trained on; with ``--write``
+both in ``results/``, and the table of all that are there in the README. ``app.train`` does the work. A few steps at
+small tiles come first, with batch norm in training, whose statistics the large tiles are then normalised by. Labels of
+laid-out tissue are made up: the slide and the same turned by a quarter are the two classes, dark px are the foreground.
+What is measured is the work.
 
     python -m benchmarks.streaming.large --case resnet18-16384 [--slide FILE] [--write]
 """
@@ -34,7 +35,7 @@ from pipelines.slides.geometry import Region
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "streaming" / "large"
-README = Path(__file__).with_name("README.md")
+README, RESULTS = Path(__file__).with_name("README.md"), Path(__file__).with_name("results")
 COMMAND = "python -m benchmarks.streaming.large --case CASE [--slide FILE]"
 
 DARK = 150
@@ -160,10 +161,10 @@ def _run(module: str, *arguments: str) -> None:
     subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=True)
 
 
-def table() -> str:
-    """Return a line for each result that there is."""
+def table(folder: Path) -> str:
+    """Return a line for each result in ``folder``."""
     lines, places = [], set()
-    for path in sorted(OUT.glob("*.json")):
+    for path in sorted(folder.glob("large_*.json")):
         result = json.loads(path.read_text())
         places.add(result["environment"])
         losses = ", ".join(f"{step['loss']:.3f}" for step in result["steps"])
@@ -201,12 +202,14 @@ def main(argv: list[str] | None = None) -> int:
     tissue = asked.slide.stem if asked.slide else "synthetic"
     name = f"{asked.case}_{tissue}" + (f"_{case.tile}" if asked.tile else "")
     result = measure(case, slides, OUT / name)
-    draw_picture(slides, case, OUT / f"{name}.png")
     result |= {"case": asked.case, "tissue": tissue, "environment": measured_on()}
-    (OUT / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(table())
+    folder = RESULTS if asked.write else OUT
+    folder.mkdir(exist_ok=True)
+    draw_picture(slides, case, folder / f"large_{name}.png")
+    (folder / f"large_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(table(folder))
     if asked.write:
-        write_results(README, results(COMMAND, table()), "large")
+        write_results(README, results(COMMAND, table(folder)), "large")
     return 0 if result["status"] == "completed" and result["device_bytes"] <= result["memory_limit_bytes"] else 1
 
 

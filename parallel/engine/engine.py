@@ -29,6 +29,8 @@ from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.stage.stage import LOSS
 from parallel.streaming.box_sums import Sums
+from parallel.streaming.images import whole
+from parallel.streaming.streamed_module import StreamedStage
 
 
 class EngineFault(RuntimeError):
@@ -223,7 +225,9 @@ class Engine:
         self._tell(position, waiting=True)
         values = work.transfers.take(action)
         if action.stage == 0:
-            values[work.inputs] = feed.images(i)
+            images = feed.images(i)
+            in_boxes = isinstance(work.stages[0].module, StreamedStage)
+            values[work.inputs] = images if in_boxes else whole(images)
         tiles = feed.shape(i)[0]
         random = values.pop(RANDOM_STATE, None)
         self._shapes = self._described(position, feed.shape(i), "inputs", values)

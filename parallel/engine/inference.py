@@ -19,6 +19,7 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.placement import Placement
 from parallel.stage.stage import Stage
 from parallel.streaming.box_sums import BoxSums, Sums
+from parallel.streaming.images import whole
 from parallel.streaming.streamed_module import StreamedStage
 
 
@@ -62,7 +63,11 @@ class Inference:
         here: dict[tuple[int, int], dict[str, Any]] = {}
         posted: dict[tuple[int, int], Incoming] = {}
         for number, stage in sorted(self._stages.items()):
-            values: dict[str, Any] = {self._inputs: microbatch.images} if number == 0 else {}
+            values: dict[str, Any] = {}
+            if number == 0:
+                assert microbatch.images is not None
+                in_boxes = isinstance(stage.module, StreamedStage)
+                values[self._inputs] = microbatch.images if in_boxes else whole(microbatch.images)
             for way in self._arriving:
                 if way[1] == number:
                     values |= here.pop(way) if self._arriving[way] == self._rank else self._receive(way, shape, posted)

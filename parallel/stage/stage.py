@@ -28,6 +28,7 @@ from parallel.stage.recompute_context import recompute_context
 from parallel.stage.rng import drawing
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
+from parallel.streaming.images import Boxes, whole
 from parallel.streaming.streamed_module import StreamedStage
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 
@@ -124,7 +125,7 @@ class Stage:
         values: dict[str, Any],
         random: int | Tensor,
         *,
-        targets: Tensor | None = None,
+        targets: Tensor | Boxes | None = None,
         recomputed: bool = False,
     ) -> dict[str, Any]:
         """Run the forward pass of microbatch ``i``.
@@ -245,13 +246,13 @@ class Stage:
             outputs[RANDOM_STATE] = state.end
         return outputs
 
-    def _loss_of(self, values: Iterator[Any], targets: Tensor) -> Tensor:
+    def _loss_of(self, values: Iterator[Any], targets: Tensor | Boxes) -> Tensor:
         assert self._loss is not None
         if isinstance(self.module, StreamedStage) and isinstance(self._loss, SummedLoss):
             asked = BoxSums(self._loss.sums, targets)
             return self._loss.value(self._run(*values, sums=asked), asked.pixels)
         (output,) = self._updated.apart(self._run(*values))
-        return self._loss(output, targets)
+        return self._loss(output, whole(targets))
 
     def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
         """Return the values the module takes. Where activations go to the host, the stage itself holds none of them."""

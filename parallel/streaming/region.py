@@ -290,8 +290,8 @@ def _finished(
     if whole:
         raise ValueError(f"--stream: {whole[0]} is several maps, which leave what is computed box by box together")
     nodes_of = by_name | found.nodes
-    tensors = {**entering, **{name: value for name, value in given.items() if isinstance(value, Tensor)}}
-    flows = {name for name, value in tensors.items() if isinstance(value, Tensor) and value.requires_grad}
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    flows = {n for n, value in {**entering, **tensors}.items() if isinstance(value, Tensor) and value.requires_grad}
     for step in steps:
         trained = (isinstance(p, nn.Parameter) and p.requires_grad for p in _read_by(model, nodes_of[step.name]))
         if step.name not in found.fixed and (flows.intersection(step.inputs) or any(trained)):
@@ -302,12 +302,12 @@ def _finished(
         nodes_of,
         reading.dims,
         reading.sides,
-        {name: (tuple(v.shape), v.dtype, v.device) for name, v in values.items() if isinstance(v, Tensor)},
+        {n: (tuple(v.shape), v.dtype, v.device) for n, v in {**values, **tensors}.items() if isinstance(v, Tensor)},
         found.constants,
         frozenset(found.fixed),
         leaving,
         tuple(entering),
-        tuple(name for name in tensors if name not in entering),
+        tuple(tensors),
         frozenset(flows),
         found.ends_at,
     )

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel.offload.host_space import HostSpace
 from parallel.space.boxes import plan_boxes
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
 from parallel.streaming.region import WHOLE_TILE, Region
-from parallel.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,28 @@ class RegionRun:
     Args:
         region: as it was read.
         box: side of the boxes, px.
-        stored_bytes: that maps between parts may take on the host; None: 32 for each px of the tile, or what the sums
-            in the model ask for.
+        stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
+            for each px of the tile.
         scale: rows and columns of the tile for each of the largest map that enters.
+        host: where maps are; None: in memory.
 
     Attributes:
         phases: in order.
 
     Raises:
-        ValueError: the sums in the model ask for more.
+        ValueError: a value of several maps is used on both sides of a sum.
     """
 
     def __init__(
-        self, region: Region, box: int, stored_bytes: int | None = None, scale: tuple[Fraction, Fraction] = WHOLE_TILE
+        self,
+        region: Region,
+        box: int,
+        stored_bytes: int | None = None,
+        scale: tuple[Fraction, Fraction] = WHOLE_TILE,
+        host: HostSpace | None = None,
     ) -> None:
         self.region = region
+        self._host = host or HostSpace()
         self.boxes = plan_boxes(region.on_paper(scale), box, stored_bytes)
         side = self.boxes.model.side
         self.phases = [
@@ -71,12 +78,6 @@ class RegionRun:
             )
             for phase in self.boxes.phases
         ]
-        if stored_bytes is not None and self.boxes.host_bytes > stored_bytes:
-            raise ValueError(
-                f"--stream stores maps of {bytes_text(self.boxes.host_bytes)} between the parts of this model, more "
-                f"than --developer offload-host allows, {bytes_text(stored_bytes)}: raise it, or use --norm frozen or "
-                "layer, before which nothing has to be stored"
-            )
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
 
@@ -90,7 +91,7 @@ class RegionRun:
             beside: what else enters, and steps are computed with, by name.
         """
         region, device = self.region, entering[0].device
-        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), dict(beside))
+        kept = Kept(Maps(self._shapes, region.dims, device, self._host, frozenset(region.leaving)), dict(beside))
         for name, value in zip(region.inputs, entering, strict=True):
             kept.maps.put(name, value)
         with torch.no_grad():
@@ -153,7 +154,10 @@ class RegionRun:
         region = self.region
         device = next(tensor.device for tensor in (*parameters, *gradients) if tensor is not None)
         back = _Back(
-            Maps(self._shapes, region.dims, device, frozenset(asked)), {}, list(parameters), [None] * len(parameters)
+            Maps(self._shapes, region.dims, device, self._host, frozenset(asked)),
+            {},
+            list(parameters),
+            [None] * len(parameters),
         )
         for name, gradient in zip(region.leaving, gradients, strict=True):
             if gradient is None:
@@ -189,7 +193,7 @@ class RegionRun:
                 if name not in silent:
                     value.requires_grad_()
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known, kept.maps.fetch)
+                values = run_box(module, region, part, place, fetched, known, kept.maps)
             outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
             del values
             if not outputs:

@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
+from parallel.offload.host_space import HostSpace
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
-from parallel.streaming.region import WHOLE_TILE, NothingInBoxes, read_region
+from parallel.streaming.region import READING, WHOLE_TILE, NothingInBoxes, read_region
 from parallel.streaming.region_run import Kept, RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
@@ -34,13 +35,14 @@ def streamed(
     shape: tuple[int, ...],
     communicator: Communicator,
     stored_bytes: int | None = None,
+    host: HostSpace | None = None,
 ) -> StreamedModule:
     """Return ``module`` computed in boxes of ``box`` px, with the names it has.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch; others may follow.
         communicator: all ranks; each calls it.
-        stored_bytes: as for ``RegionRun``.
+        stored_bytes, host: as for ``RegionRun``.
 
     Raises:
         ValueError: the model cannot be traced, or not be computed in boxes to where it has no rows any more; which
@@ -51,8 +53,8 @@ def streamed(
     assert isinstance(stage, StreamedModule)
     ends = stage.inputs, stage.outputs
     training, evaluation = (list(each.graph.nodes) for each in (traced.training, traced.evaluation))
-    run = StreamedRun(training, *ends, box, stored_bytes)
-    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
+    run = StreamedRun(training, *ends, box, stored_bytes, host=host)
+    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes, host=host)
     parameter = next(module.parameters())
     example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
     stage.train()
@@ -90,8 +92,7 @@ class StreamedRun:
         nodes: in order.
         inputs, outputs: names of the values that enter and leave.
         box: side of the boxes, px of the tile.
-        stored_bytes: as for ``RegionRun``.
-        scale: as for ``RegionRun``.
+        stored_bytes, scale, host: as for ``RegionRun``.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class StreamedRun:
         box: int,
         stored_bytes: int | None = None,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
+        host: HostSpace | None = None,
     ) -> None:
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
-        self._box, self._stored_bytes, self._scale = box, stored_bytes, scale
+        self._box, self._stored_bytes, self._scale, self._host = box, stored_bytes, scale, host
         self._plans: dict[Any, _Planned | NothingInBoxes] = {}
         self._records: dict[str, StepRecord] = {}
         self._whole = compiled(nodes, inputs, outputs, {}, "a stage without boxes")
@@ -113,7 +115,7 @@ class StreamedRun:
         try:
             plan = self.planned(stage, values)
         except NothingInBoxes:
-            return self._whole(stage, *values)
+            return self._whole(stage, *(whole(value) if isinstance(value, Boxes) else value for value in values))
         leaving = plan.leaving(stage, values, {})
         by_name: dict[str, Any] = {**dict(zip(self._inputs, values, strict=True)), **plan.run.region.constants}
         by_name |= dict(zip(plan.run.region.leaving, leaving, strict=True))
@@ -139,12 +141,10 @@ class StreamedRun:
             ValueError: as ``read_region``.
         """
         key = tuple(map(_form, values)), tuple(targets)
-        plan = self._plans.pop(key, None)
-        if plan is None:
-            try:
-                plan = self._plan(stage, values, targets)
-            except NothingInBoxes as reason:
-                plan = reason
+        try:
+            plan = self._plans.pop(key, None) or self._plan(stage, values, targets)
+        except NothingInBoxes as reason:
+            plan = reason
         self._plans[key] = plan
         if len(self._plans) > MOST_PLANS:
             del self._plans[next(iter(self._plans))]  # the one that was used longest ago
@@ -155,7 +155,8 @@ class StreamedRun:
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> _Planned:
         entering, given = parted(dict(zip(self._inputs, values, strict=True)))
         region = read_region(stage, self._nodes, entering, given)
-        self._records = self._records or record(stage, region)
+        with READING:
+            self._records = self._records or record(stage, region)
         tiles = next(iter(entering.values())).shape[0]
         region = replace(region, steps=with_record(region.steps, self._records, tiles))
         if targets:
@@ -183,10 +184,10 @@ class StreamedRun:
         }
         filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
         return _Planned(
-            RegionRun(region, self._box, self._stored_bytes, self._scale),
+            RegionRun(region, self._box, self._stored_bytes, self._scale, self._host),
             run,
             inputs,
-            frozenset(filled),
+            frozenset(filled.union(self._outputs)),
             tuple(paths),
             tuple(read),
             bool(targets),
@@ -196,16 +197,21 @@ class StreamedRun:
 
 def _form(value: Any) -> Any:
     """Return what a plan depends on."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.device, value.requires_grad
-    if isinstance(value, Boxes):
-        return tuple(value.shape), value.dtype, value.device, False
+    if isinstance(value, Tensor | Boxes):
+        return tuple(value.shape), value.dtype, value.device, isinstance(value, Tensor) and value.requires_grad
     return value if isinstance(value, (int, float, str, type(None))) else None
 
 
 def parted(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor | Boxes], dict[Any, Any]]:
     """Return the maps among what enters, and all else: what an earlier stage pooled has no rows."""
-    maps = {name: value for name, value in values.items() if _is_map(value)}
+    maps = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor | Boxes)
+        and len(value.shape) == 4
+        and value.dtype.is_floating_point
+        and tuple(value.shape[2:]) != (1, 1)
+    }
     return maps, {name: value for name, value in values.items() if name not in maps}
 
 
@@ -256,12 +262,6 @@ class _Planned:
         return list({id(p): p for p in found if p.requires_grad}.values())
 
 
-def _is_map(value: Any) -> bool:
-    if not isinstance(value, Tensor | Boxes) or len(value.shape) != 4:
-        return False
-    return value.dtype.is_floating_point and tuple(value.shape[2:]) != (1, 1)
-
-
 def _takes_shape(node: fx.Node) -> bool:
     """A node takes nothing but the shape of its tensor."""
     if node.op == "call_method":
@@ -286,7 +286,8 @@ class _Streamed(torch.autograd.Function):
         ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.run, ctx.stage, ctx.count, ctx.parameters = run, stage, count, tensors[count:]
         ctx.set_materialize_grads(False)
-        region, entering = run.region, [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
+        region = run.region
+        entering = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
         maps = entering[: len(region.inputs)]
         beside = {**beside, **dict(zip(region.given, entering[len(maps) :], strict=True))}
         with _precision(ctx):

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from parallel.graph.partition import Partition
+from parallel.offload.host_space import HostSpace
 from parallel.streaming.operation import Reading
 from parallel.streaming.region import READING, WHOLE_TILE, NothingInBoxes
 from parallel.streaming.streamed_module import StreamedRun, StreamedStage, parted
@@ -31,24 +32,29 @@ def streamed_stages(
     box: int,
     shape: tuple[int, ...],
     stored_bytes: int | None = None,
+    host: HostSpace | None = None,
 ) -> dict[int, StreamedStage]:
     """Return the stages ``numbers`` of the model, computed in boxes of ``box`` px.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch; others may follow.
-        stored_bytes: that maps of one stage and microbatch may take on the host; None: as for ``RegionRun``.
+        stored_bytes: that maps of one stage and microbatch should take on the host; None: as for ``RegionRun``.
+        host: where they are; None: in memory.
 
     Raises:
-        ValueError: no stage can be computed in boxes, or one of ``numbers`` not in ``stored_bytes``; which layer, why,
-            and what to do.
+        ValueError: no stage can be computed in boxes; which layer is the first that cannot, and why.
     """
     with left_as_it_was(traced.model):
         traced.model.train()
         values = _values(traced, partition, shape)
-        stages, reasons = {}, []
-        for number in range(partition.depth):
+        stages: dict[int, StreamedStage] = {}
+        reasons: list[str] = []
+        others = (number for number in range(partition.depth) if number not in numbers)
+        for number in (*numbers, *others):
+            if len(reasons) < len(stages) and len(stages) >= len(numbers):
+                break  # one can; of the others their ranks say what is wrong
             entering = [values[name] for name in partition.inputs_of(number)]
-            stages[number] = _stage(traced, partition, number, box, stored_bytes, _scale(entering, shape))
+            stages[number] = _stage(traced, partition, number, box, stored_bytes, _scale(entering, shape), host)
             run = stages[number]._run_training
             assert isinstance(run, StreamedRun)
             try:
@@ -69,13 +75,14 @@ def _stage(
     box: int,
     stored_bytes: int | None,
     scale: tuple[Fraction, Fraction],
+    host: HostSpace | None,
 ) -> StreamedStage:
     def run(
         nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], _: str
     ) -> StreamedRun:
         names = {slot: value for value, slot in slots.items()}  # what evaluation has in place of a value of training
         inside, given = (tuple(names.get(name, name) for name in ends) for ends in (inputs, outputs))
-        return StreamedRun(nodes, inside, given, box, stored_bytes, scale)
+        return StreamedRun(nodes, inside, given, box, stored_bytes, scale, host)
 
     stage = cut_stage(traced, partition, number, (), StreamedStage, run)
     assert isinstance(stage, StreamedStage)
