@@ -1,9 +1,9 @@
-"""Is the planner right about tiles computed box by box? Eight problems that nothing was fitted to: seconds and bytes of a
-step, predicted, and then measured.
+"""Is the planner right about tiles computed box by box? Seconds and bytes of a step, predicted, and then measured, of
+eight problems that nothing was fitted to.
 
 Takes nothing; gives ``bench-data/plan_accuracy_streamed.json`` and a table, on one thread. Seconds are the median of the
-timed steps, beside a calibration of this machine; bytes are those of tensors that live on the device at a time, counted
-operation by operation. Wants an otherwise idle machine. Exit code 0 when everything asked was reached.
+timed steps, beside a calibration of this machine; bytes are those of tensors that live on the device at a time. Wants
+an otherwise idle machine. Exit code 0 when everything asked was reached.
 
     taskset -c 0 python -m benchmarks.plan_accuracy.streamed [--only PROBLEM ...] [--steps N] [--write]
 """
@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), metavar="PROBLEM")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each")
-    parser.add_argument("--write", action="store_true", help="put the table into README_streamed.md")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
@@ -165,7 +165,7 @@ def main() -> None:
     text = results("taskset -c 0 python -m benchmarks.plan_accuracy.streamed --write", table(found))
     print(text)
     if arguments.write:
-        write_results(Path(__file__).with_name("README_streamed.md"), text)
+        write_results(Path(__file__).with_name("README.md"), text, "boxes")
     faults = [
         f"{name}: {what} {error:+.0%}"
         for name, each in found.items()

@@ -178,17 +178,22 @@ class StreamedStages:
         assert policy.stream is not None
         key = (policy.stream, tiles, policy.host_bytes)
         if key not in self._seconds:
-            boxes, layers, times = self.boxes(strategy, 1), [], []
+            boxes, layers, times, at_hand = self.boxes(strategy, 1), [], [], []
             for number, (phase, part) in enumerate(boxes.parts()):
                 usual, of_all = boxes.work(phase, part)
+                given = boxes.stored_by(phase, part)
                 for step in phase.steps[part.start : part.stop]:
                     if usual.get(step.name):
                         layers.append(self._layer(step, number, usual[step.name]))
                         times.append(of_all[step.name] / usual[step.name])
+                        products = any(op.convolution for op in layers[-1].ops)
+                        at_hand.append(step.name in given and products)
             costs = self._streamed.estimate(LayerGraph(tuple(layers)))(tiles)
-            pairs = list(zip(costs.layers, times, strict=True))
-            once = sum(cost.forward_s * n for cost, n in pairs)
-            self._seconds[key] = once, once + sum(cost.backward_s * n for cost, n in pairs)
+            timed = list(zip(costs.layers, times, at_hand, strict=True))
+            once = sum(cost.forward_s * n for cost, n, _ in timed)
+            # Convolutions whose values are stored are not computed again.
+            again = sum(cost.forward_s * n for cost, n, stored in timed if not stored)
+            self._seconds[key] = once, again + sum(cost.backward_s * n for cost, n, _ in timed)
         return self._seconds[key]
 
     def _layer(self, step: Step, part: int, share: float) -> Layer:

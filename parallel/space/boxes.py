@@ -163,6 +163,10 @@ class Boxes:
         their rims add."""
         return self._walked(phase, part, self._usual(part))[1], self._of_all(phase, part)
 
+    def stored_by(self, phase: PhaseParts, part: Part) -> set[str]:
+        """Return names of the maps that a part gives to later ones."""
+        return {step.name for step in _given(phase, part) if not step.sums} - set(self.model.leaving)
+
     def fetched_bytes(self, phase: PhaseParts, part: Part) -> float:
         """Return the bytes that all boxes of a part fetch."""
         rows, columns = self.cuts(part)
