@@ -1,7 +1,7 @@
 """Is the planner right about tiles computed box by box? Seconds and bytes of a step, predicted, and then measured, of
 eight problems that nothing was fitted to.
 
-Takes nothing; gives ``bench-data/plan_accuracy_streamed.json`` and a table, on one thread. Seconds are the median of the
+Takes nothing; gives ``bench-data/plan_accuracy_streamed.json`` and a table, on one thread. Seconds are the median of
 timed steps, beside a calibration of this machine; bytes are those of tensors that live on the device at a time. Wants
 an otherwise idle machine. Exit code 0 when everything asked was reached.
 
