@@ -226,7 +226,8 @@ def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) 
     phases = phases_of(model.steps, model.leaving, again)
     left = STORED_PER_PX * rows * columns * model.tiles
     if stored_bytes is not None:
-        left = max(0, min(left, stored_bytes - most_stored(phases, model.sizes, model.images)))
+        # Maps within a phase may all have their gradients beside them.
+        left = max(0, min(left, (stored_bytes - most_stored(phases, model.sizes, model.images)) // 2))
     share = math.prod(min(1.0, box / side) for side in model.side)
     tile = Tile(model.side, box, share * model.box_bytes, left, model.inputs, model.images)
     # A map has one place on the host: what several phases make none may store.
