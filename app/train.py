@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from app.launch.restart import Attempts, attempts_before, describe_restart, find_starter
 from app.planning.auto import decided, plan_run
+from app.planning.whole_slides import as_square, check_largest, in_boxes
 from app.settings.cli import FAILED, USAGE, RunError, run_command
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
@@ -213,9 +214,18 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     folder.write_json("env.json", describe_environment())
     with IndexProgress(_say) as progress:
         dataset = prepare(config, folder, progress)
-    if config.strategy.undecided or config.strategy.runs_undecided:
-        plan_run(config, len(dataset.classes), dataset.task == "segment", folder.path, _say)
+    planned = config if dataset.tiles.sides is None else as_square(config, dataset.tiles.largest)
+    learned = len(dataset.classes), dataset.task == "segment"
+    if config.strategy.planned:
+        try:
+            plan_run(planned, *learned, folder.path, _say)
+        except RunError as fault:
+            if planned is config:
+                raise
+            raise RunError(f"{fault}; {in_boxes(dataset.tiles.largest)}") from fault
         folder.keep_microbatches(decided(config.strategy, folder.path, "cpu").m)
+    elif dataset.tiles.sides is not None:
+        check_largest(config, dataset.tiles.largest, *learned)
     return dataset
 
 

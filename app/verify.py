@@ -79,6 +79,8 @@ class VerifyCommand:
                 "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no "
                 "--developer recompute-runs: name the layers that are computed again, as a plan wrote them"
             )
+        if self.strategy.box_undecided:
+            faults.append("--stream auto is planned for a memory, by app.train: give the side of the boxes in px")
         if self.strategy.precision == "bf16":
             faults.append("--precision bf16 rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -29,14 +30,16 @@ from parallel.memory.segments import segments_of
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_parameters import HostParameters
+from parallel.offload.host_space import HostSpace
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
-from parallel.schedule.action import Kind
+from parallel.schedule.action import Action, Kind
 from parallel.schedule.microbatch import share_of
 from parallel.schedule.placement import Placement
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
+from parallel.streaming.streamed_stages import streamed_stages
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -58,6 +61,7 @@ def assemble(
     autocast: torch.dtype | None = None,
     observer: Observer | None = None,
     meter: ActivationMeter | None = None,
+    host: HostSpace | None = None,
 ) -> Engine:
     """The engine of this rank.
 
@@ -69,6 +73,7 @@ def assemble(
         batch: tiles of a usual step over all ranks.
         autocast: type for mixed precision; None computes in the model's own.
         meter: counts the bytes this rank keeps for backward.
+        host: where maps of stages in boxes are; None: in memory.
 
     Raises:
         ValueError: a strategy, cut or schedule that does not fit the ranks, the model or each other.
@@ -83,9 +88,11 @@ def assemble(
         communicator,
         strategy,
         batch=batch,
+        shape=shape,
         device=device,
         autocast=autocast,
         meter=meter,
+        host=host,
     )
     return Engine(work, communicator, seed=seed, observer=observer)
 
@@ -99,9 +106,11 @@ def put_to_work(
     strategy: Strategy,
     *,
     batch: int,
+    shape: tuple[int, ...],
     device: torch.device,
     autocast: torch.dtype | None = None,
     meter: ActivationMeter | None = None,
+    host: HostSpace | None = None,
 ) -> RankProgram:
     """What this rank of a traced model computes, and with what; for the rest see ``assemble``.
 
@@ -115,7 +124,16 @@ def put_to_work(
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
     holders = StageGroups(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
-    cuts = {number: cut_stage(traced, partition, number, segments_of(partition, number, policy)) for number in numbers}
+    cuts: Mapping[int, StageModule]
+    if policy.stream is None:
+        cuts = {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
+    else:
+        if splits:
+            raise ValueError(
+                "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
+            )
+        limit = policy.host_bytes and policy.host_bytes // _most_in_flight(schedule[rank])
+        cuts = streamed_stages(traced, partition, numbers, policy.stream, shape, limit, host)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(
@@ -161,6 +179,12 @@ def put_to_work(
         batch=batch,
         m=strategy.m,
     )
+
+
+def _most_in_flight(actions: Sequence[Action]) -> int:
+    """Return the most microbatches of stages that are between their forward and backward passes at a time."""
+    steps = ((action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD) for action in actions)
+    return max(accumulate(steps), default=1)
 
 
 def _stage(

@@ -39,6 +39,8 @@ FIGURES = {
     "peak_memory_bytes": ("Peak memory, by rank", ""),
     "peak_resident_bytes": ("Peak resident set, by rank", ""),
     "device_bytes": ("Tensors on the device at most, by rank", ""),
+    "host_bytes": ("Tiles and maps in the host's memory at most, by rank", ""),
+    "file_bytes": ("Tiles and maps in files at most, by rank", ""),
     "memory_limit_bytes": ("Memory that a rank may take", ""),
     "sent_bytes": ("Sent in a step, by rank", ""),
     "wall_s": ("Duration", ""),

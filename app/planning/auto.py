@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from app.planning.machine import Machine
 
 TEXT = "plan.json"
+BOX = 512
+"""px of boxes where no limit of memory asks for smaller ones, nor an accelerator for larger ones."""
 PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "shard_optimizer")
 """What a plan decides besides the policy for activations."""
 
@@ -50,6 +52,8 @@ def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say:
     except ValueError as fault:  # not traced: it can only be computed as a whole
         if config.strategy.runs_undecided:
             raise RunError(f"--recompute optimal has to look into the model: {fault}. Use --recompute none") from fault
+        if config.strategy.box_undecided:
+            raise RunError(f"--stream has to look into the model: {fault}. Leave --stream out") from fault
         row = PlanRow(Strategy("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
         plan = Plan(problem, row, f"none: {fault}", None)
         say(f"plan: {row.strategy}; the model cannot be planned for: {fault}")
@@ -67,7 +71,7 @@ def decided(settings: StrategySettings, folder: Path, device: str) -> Strategy:
     Raises:
         RunError: the plan is missing or damaged.
     """
-    if not settings.undecided and not settings.runs_undecided:
+    if not settings.planned:
         return settings.to_strategy(device)
     kept = _kept(folder)
     if kept is None:
@@ -83,6 +87,8 @@ def follow(settings: StrategySettings, row: PlanRow, device: str) -> Strategy:
         chosen=policy.chosen,
         offload=policy.offload if policy.moves else asked.policy.offload,
         ahead=policy.ahead if policy.ahead and settings.offload_ahead is None else asked.policy.ahead,
+        stream=policy.stream,
+        host_bytes=asked.policy.host_bytes if policy.host_bytes is None else policy.host_bytes,
     )
     return dataclasses.replace(asked, **{name: getattr(row.strategy, name) for name in PLANNED})
 
@@ -92,6 +98,7 @@ def savings_of(settings: StrategySettings) -> Savings:
     return Savings(
         RECOMPUTE if settings.recompute == "none" else (settings.recompute,),
         (False, True) if settings.offload == "none" else (True,),
+        stream=settings.offload_state != "parameters",
     )
 
 
@@ -122,7 +129,8 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
     costs = planner.cutting.microbatch(1)[1]
     if not strategy.undecided:
-        return Plan(problem, _with_runs(strategy, planner), costs.source, costs.expected_error)
+        decide = _with_boxes if strategy.box_undecided else _with_runs
+        return Plan(problem, decide(strategy, planner), costs.source, costs.expected_error)
     names, m = names_for(strategy), strategy.microbatches
     savings = savings_of(strategy)
     rows = list(planner.rows(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
@@ -150,6 +158,30 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
             f"--recompute optimal found nothing of {candidate} that fits in "
             f"{bytes_text(planner.cluster.memory_bytes)} a rank: use more ranks, --recompute block with --offload "
             "overlap, or a smaller --tile"
+        )
+    return row
+
+
+def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
+    """The strategy that is named, in the largest boxes that fit the memory.
+
+    Raises:
+        RunError: none fit, or the model cannot be computed box by box.
+    """
+    asked = strategy.to_strategy("cpu")
+    candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m).under(host_bytes=asked.policy.host_bytes)
+    if planner.task.streamed is None:
+        raise RunError(planner.task.not_streamed)
+    if strategy.memory is None and planner.cluster.kind == "cpu":
+        row = planner.forecast(candidate.under(stream=BOX))
+    else:
+        row = planner.in_boxes(candidate)
+    assert row is not None
+    if not row.fits and strategy.memory is not None:
+        raise RunError(
+            f"--stream auto: {row.strategy} takes {bytes_text(max(row.peak_bytes))} of a rank's "
+            f"{bytes_text(planner.cluster.memory_bytes)} and {bytes_text(row.host_bytes)} of the host, "
+            f"{bytes_text(row.over_bytes)} too many; limited by {planner.limit(row)}"
         )
     return row
 
@@ -191,6 +223,7 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "cuts": strategy.cuts,
         "recompute": strategy.recompute,
         "offload": strategy.offload,
+        "stream": strategy.stream,
     }
 
 

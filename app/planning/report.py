@@ -31,6 +31,7 @@ from parallel.plan.plan import Plan, PlanRow, best_of
 from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
+from parallel.plan.task import Task
 from parallel.schedule.registry import SCHEDULES
 from parallel.schedule.text import to_csv
 from parallel.strategy import WHOLE
@@ -81,12 +82,22 @@ def report(command: PlanCommand) -> int:
         f"{bytes_text(machine.cluster.memory_bytes)} on {machine.cluster.name}\ntimes: {costs.source}{error}"
     )
     print_rows(rows, best)
+    if note := _box_note(planner.task):
+        print(f"\n{note}")
     if best is None:
         print(f"\n{too_small(rows, machine.cluster)}")
     largest = _largest(command, machine, work, names) if command.largest_tile else []
     if command.out:
         _write(command, machine, planner, rows, best, largest)
     return OK if best else FAILED
+
+
+def _box_note(task: Task) -> str:
+    """How far tiles can be computed box by box, where that is not to the end."""
+    if task.streamed is None:
+        return f"not box by box: {task.not_streamed}"
+    ends = task.streamed.model.ends_at
+    return f"box by box up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole" if ends else ""
 
 
 def machine_of(command: PlanCommand) -> Machine:

@@ -27,6 +27,7 @@ from parallel.graph.sides import GraphsBySide
 from parallel.plan.streamed import Streamed
 from parallel.plan.task import Task
 from parallel.stage.split_backward import DeferredWeights
+from parallel.streaming.box_sums import with_sums
 from parallel.streaming.region import read_region
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.trace import Traced, left_as_it_was, run_again, trace
@@ -38,10 +39,11 @@ SLOTS = {"sgd": 1, "adamw": 2}
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the steps of a region take, as recorded on tiles of ``side`` px."""
+    """What the steps of a region take, as recorded on tiles of ``side`` px; ``fitted`` as in ``Streamed``."""
 
     records: Mapping[str, StepRecord]
     side: int
+    fitted: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,13 @@ class Workload:
         return again
 
     def _with_loss(self, traced: Traced) -> LayerGraph:
-        graph, segments = traced.graph, self.segments
-        if segments is None:
-            segments = graph.layers[-1].output_bytes >= self.classes * self.tile**2
-        return with_loss(graph, self.classes, self.tile if segments else None)
+        return with_loss(traced.graph, self.classes, self.tile if self._segmenting(traced.graph) else None)
+
+    def _segmenting(self, graph: LayerGraph) -> bool:
+        """A class per pixel is learned."""
+        if self.segments is not None:
+            return self.segments
+        return graph.layers[-1].output_bytes >= self.classes * self.tile**2
 
     def task(self, batch: int, estimate: Callable[[LayerGraph], Callable[[int], Costs]]) -> Task:
         """For a planner.
@@ -163,9 +168,15 @@ class Workload:
                     self._recorded[:] = [known]
             except (ValueError, RuntimeError, NotImplementedError) as fault:
                 return None, str(fault)
-        steps = with_record(region.steps, known.records, 1)
-        paper = dataclasses.replace(region, steps=steps).on_paper()
-        return Streamed(paper, {name: each.ops for name, each in known.records.items()}, known.side, estimate), ""
+        region = dataclasses.replace(region, steps=with_record(region.steps, known.records, 1))
+        ops = {name: each.ops for name, each in known.records.items()}
+        summed = with_sums(region, nodes, (1, self.tile, self.tile)) if self._segmenting(traced.graph) else None
+        if summed is not None:
+            region = summed
+            layers = _loss_layers(self.classes, known.side)
+            ops[region.steps[-1].name] = tuple(op for layer in layers for op in layer.ops)
+        paper, whole = region.on_paper(), summed is not None
+        return Streamed(paper, ops, known.side, estimate, whole, known.fitted), ""
 
 
 def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:

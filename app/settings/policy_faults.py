@@ -47,20 +47,26 @@ def _stream_faults(asked: StrategySettings) -> list[str]:
     """Return what is wrong about tiles computed box by box."""
     if asked.stream == "none":
         return []
-    if not asked.stream.isdecimal() or int(asked.stream) < 1:
-        return [f"--stream takes none or the side of boxes in px, such as 512; got {asked.stream!r}"]
+    if not asked.box_undecided and (not asked.stream.isdecimal() or int(asked.stream) < 1):
+        return [f"--stream takes none, auto or the side of boxes in px, such as 512; got {asked.stream!r}"]
     faults = [
         f"--stream {asked.stream} computes a tile again box by box, and goes without {flag}: leave that out"
         for flag, given in (
             (f"--recompute {asked.recompute}", asked.recompute != "none"),
             (f"--offload {asked.offload}", asked.offload != "none"),
             ("--developer offload-state=parameters", asked.offload_state == "parameters"),
+            ("--developer norm-statistics deferred", asked.norm_statistics == "deferred"),
+            ("--developer compile", asked.compile),
         )
         if given
     ]
-    if asked.undecided or asked.name not in ("single", "ddp"):
+    if asked.undecided or asked.name in ("fsdp", "zero-bubble"):
+        reasons = {
+            "fsdp": "whose parameters come and go",
+            "zero-bubble": "which splits a backward pass that boxes compute in one",
+        }
         faults.append(
-            f"--stream {asked.stream} is for --parallel single and ddp, which compute the whole model on each rank; "
-            f"got --parallel {asked.parallel}"
+            f"--stream {asked.stream} is not for --parallel {asked.parallel}, "
+            f"{reasons.get(asked.parallel, 'which does not plan boxes yet')}: name another strategy"
         )
     return faults

@@ -82,7 +82,8 @@ class StreamSettings:
     device_prefetch: Suppress[int] = 0
     """Microbatches brought to the device, augmented and normalised while those before them are computed: by a thread on
     a CPU, on a stream of its own on a GPU; 0: each when it is its turn. Each takes its images in float32 on the device,
-    and as much again while it is made; plans do not count on it. The numbers are the same."""
+    and as much again while it is made; plans do not count on it. The numbers are the same. With --stream nothing is
+    made ahead."""
 
     def validate(self) -> list[str]:
         faults = []

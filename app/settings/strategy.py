@@ -87,16 +87,19 @@ class StrategySettings:
     --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
     offload_host: Suppress[str | None] = None
     """Memory of the host, such as 64GiB, that a rank may fill. With --offload overlap what does not fit stays on the
-    device, and the default is no limit; with --stream fewer maps are stored, and the default is 32 bytes for each px of
-    a microbatch."""
+    device, and the default is no limit. With --stream it holds tiles and maps, of which fewer are stored where it is
+    little; what does not fit lies in files without a name in the run folder, and the default is the rank's share of
+    half of what is free."""
     offload_state: Suppress[Literal["none", "optimizer", "parameters"]] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""
     stream: str = "none"
     """Side in px of boxes, such as 512, that a tile is computed in one after the other, in the forward pass and once
-    more in the backward pass: the same numbers, and memory for a box in place of a tile; maps between parts of the
-    model lie in the host's memory: few with --norm frozen or layer, one for each norm with others. For --parallel
-    single and ddp."""
+    more in the backward pass: the same numbers, and memory for a box in place of a tile. The tile stays bytes in the
+    host's memory, beside maps between parts of the model: few with --norm frozen or layer, one for each norm with
+    others. Each stage of a model that is split has boxes of its own; not for --parallel fsdp and zero-bubble. auto,
+    with single and ddp: the largest boxes that fit the memory; on a CPU without --memory of 512 px. none leaves it to
+    the plan with --parallel auto."""
     shard_optimizer: Suppress[Literal["none", "pair"]] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     gradient_buckets: Suppress[str | None] = None
@@ -134,6 +137,16 @@ class StrategySettings:
         return self.recompute == "optimal" and not self.recompute_runs
 
     @property
+    def box_undecided(self) -> bool:
+        """A planner has yet to choose the side of the boxes."""
+        return self.stream == "auto"
+
+    @property
+    def planned(self) -> bool:
+        """A planner has yet to choose something."""
+        return self.undecided or self.runs_undecided or self.box_undecided
+
+    @property
     def memory_bytes(self) -> int | None:
         """``memory`` in bytes."""
         return None if self.memory is None else bytes_of(self.memory)
@@ -145,8 +158,8 @@ class StrategySettings:
 
     @property
     def stream_px(self) -> int | None:
-        """Side of the boxes that tiles are computed in; None: at once."""
-        return None if self.stream == "none" else int(self.stream)
+        """Side of the boxes that tiles are computed in; None: at once, or as yet to be chosen."""
+        return None if self.stream in ("none", "auto") else int(self.stream)
 
     @property
     def name(self) -> str:

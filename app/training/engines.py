@@ -23,6 +23,7 @@ from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
 from parallel.offload.host_parameters import HostParameters
+from parallel.offload.host_space import HostSpace
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
@@ -45,6 +46,7 @@ def build_engine(
     device: torch.device,
     autocast: torch.dtype | None = None,
     watchdog: Watchdog | None = None,
+    host: HostSpace | None = None,
 ) -> DataParallelEngine | Engine:
     """Return the engine that computes ``strategy``.
 
@@ -55,6 +57,7 @@ def build_engine(
         tile: px of a usual tile, a side, or height and width; where tiles differ in size, of the largest.
         autocast: type for mixed precision; None computes in the model's own.
         watchdog: told of every action.
+        host: where maps of tiles lie that are computed box by box; None: in memory.
 
     Raises:
         ValueError: the model cannot be split as asked, or the schedule does not fit.
@@ -75,7 +78,7 @@ def build_engine(
             statistics=strategy.statistics,
         )
     if not strategy.splits:
-        return _whole(strategy, model, loss, make_optimizer, communicator, batch, shape, seed, device, autocast)
+        return _whole(strategy, model, loss, make_optimizer, communicator, batch, shape, seed, device, autocast, host)
     engine = assemble(
         model,
         loss,
@@ -88,6 +91,7 @@ def build_engine(
         autocast=autocast,
         device=device,
         observer=watchdog,
+        host=host,
     )
     if watchdog:
         watchdog.follow(engine.schedule)
@@ -105,6 +109,7 @@ def _whole(
     seed: int,
     device: torch.device,
     autocast: torch.dtype | None,
+    space: HostSpace | None,
 ) -> DataParallelEngine:
     """Each rank computes the whole model."""
     policy = strategy.policy
@@ -113,7 +118,7 @@ def _whole(
     if policy.stream is None:
         model = in_segments(model, policy, shape, communicator)
     else:
-        model = streamed(model, policy.stream, shape, communicator, policy.host_bytes)
+        model = streamed(model, policy.stream, shape, communicator, policy.host_bytes, space)
     saved_tensors = SavedTensors(policy, device)
     if policy.parameters:
         saved_tensors.streams(HostParameters(model, device, Copies.for_device(device)))

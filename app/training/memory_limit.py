@@ -19,7 +19,9 @@ from parallel.units import bytes_text
 CHECKED = 2
 """Steps that are counted on a CPU: the second has the optimizer's state and all gradients. They are those that speed
 figures leave out as a warm-up."""
-HELP = "lower --tile, raise --microbatches, or use --recompute block, --offload overlap or --precision bf16"
+HELP = (
+    "lower --tile, raise --microbatches, or use --stream 512, --recompute block, --offload overlap or --precision bf16"
+)
 
 
 class MemoryLimit:

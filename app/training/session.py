@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from app.checkpoint.file import check_weights
+from app.launch.machine import memory_bytes
 from app.launch.place import RankPlace, rank_cores
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
+from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset, class_counts
@@ -34,6 +36,7 @@ from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
 from models.registry import build_model
 from models.weights import load_weights
 from parallel.engine.step import TrainingEngine
+from parallel.offload.host_space import HostSpace
 from parallel.schedule.microbatch import split_batch
 from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
@@ -66,6 +69,7 @@ class Session:
         train_rows, validation_rows: rows of the dataset's tiles.
         notes: what the user should know about how the model was made.
         failed: where tiles are written down that cannot be read.
+        host: where tiles and maps lie that are computed box by box; None: tiles are not.
     """
 
     config: RunConfig
@@ -87,6 +91,7 @@ class Session:
     watchdog: Watchdog
     notes: tuple[str, ...]
     failed: FailedSlides
+    host: HostSpace | None
 
     @functools.cached_property
     def epoch_length(self) -> int:
@@ -145,7 +150,7 @@ class Session:
         stream = stream.read(self.pool, _told("left out of the scores", "validate", self.failed), replaces=False)
         prefetch = self.config.stream.device_prefetch
         with (
-            iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement)) as tiles,
+            iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement, self.host)) as tiles,
             DeviceFeed(tiles, tiles.ready, self.validation_pixels, prefetch=prefetch) as feed,
         ):
             yield self._outputs(feed)
@@ -195,6 +200,7 @@ def build_session(
         balanced_weights(class_counts(dataset, train_rows)) if config.optimization.class_weights == "balanced" else None
     )
     loss = (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights).to(placement.device)
+    host = None if strategy.policy.stream is None else _host_space(config, strategy)
     engine = build_engine(
         strategy,
         model,
@@ -207,6 +213,7 @@ def build_session(
         device=placement.device,
         autocast=placement.autocast,
         watchdog=watchdog,
+        host=host,
     )
 
     def pixels(augment: AugmentSettings) -> Maker:
@@ -227,7 +234,7 @@ def build_session(
         placement,
         engine,
         loss,
-        _read_ahead(config, training_reading.sharded(stream), placement),
+        _read_ahead(config, training_reading.sharded(stream), placement, host),
         pixels(config.augmentation),
         pixels(AugmentSettings(augment="none")),
         pool,
@@ -240,6 +247,7 @@ def build_session(
         watchdog,
         notes,
         failed,
+        host,
     )
 
 
@@ -287,11 +295,26 @@ def _told(what: str, step: str, failed: FailedSlides) -> OnFault:
     return on_fault
 
 
-def _read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace) -> TileStream:
+def _host_space(config: RunConfig, strategy: Strategy) -> HostSpace:
+    """What tiles and maps may take of the host's memory, unless that is given: of what is free, half, which the ranks
+    of this machine share. What is beyond lies in the run folder."""
+    launch, given = find_launch(), strategy.policy.host_bytes
+    free = memory_bytes()[1] // (launch.local_world if launch else 1)
+    return HostSpace(free // 2 if given is None else given, config.out)
+
+
+def _read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace, host: HostSpace | None) -> TileStream:
     """``stream`` read ahead within the budget."""
+
+    def on_host(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
+        assert host is not None
+        array: NDArray[Any] = host.zeros(shape, torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
+        return array
+
+    # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.
+    pinned = allocate_pinned if placement.device.type == "cuda" and stream.tiles.sides is None else np.empty
     return stream.prefetch(
         config.stream.read_ahead_bytes,
         config.stream.read_threads or rank_cores(),
-        # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.
-        allocate_pinned if placement.device.type == "cuda" and stream.tiles.sides is None else np.empty,
+        pinned if host is None else on_host,
     )

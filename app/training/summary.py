@@ -51,8 +51,9 @@ class RunSummary:
 
     def finished(self, peak_bytes: int) -> None:
         """The run came to its end, or was interrupted and saved. Called by all ranks."""
-        peaks = torch.zeros((4, self._communicator.world), dtype=torch.int64)
+        peaks = torch.zeros((6, self._communicator.world), dtype=torch.int64)
         own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
+        own += self._on_host
         peaks[:, self._communicator.rank] = torch.tensor(own)
         self._communicator.all_reduce(peaks)
         session = self._session
@@ -64,7 +65,17 @@ class RunSummary:
         """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
         if self._communicator.rank == 0:
             device_bytes = self._memory.device_bytes or 0
-            self._write("failed", [[peak_bytes], [peak_resident_bytes()], [device_bytes], []], error)
+            self._write(
+                "failed",
+                [[peak_bytes], [peak_resident_bytes()], [device_bytes], [], *([size] for size in self._on_host)],
+                error,
+            )
+
+    @property
+    def _on_host(self) -> list[int]:
+        """Bytes of tiles and maps at most: in memory and in files."""
+        host = self._session.host
+        return [host.peak_memory_bytes, host.peak_file_bytes] if host else [0, 0]
 
     def _write(self, status: str, peaks: list[list[int]], error: str | None, step: StepRecord | None = None) -> None:
         summary = {
@@ -126,6 +137,8 @@ class RunSummary:
             "peak_memory_bytes": peaks[0],
             "peak_resident_bytes": peaks[1],
             "device_bytes": peaks[2] if any(peaks[2]) else None,
+            "host_bytes": peaks[4] if self._session.host else None,
+            "file_bytes": peaks[5] if self._session.host else None,
             "memory_limit_bytes": self._memory.limit,
             "sent_bytes": peaks[3] or None,
             "final_loss": outcome.loss,

@@ -20,16 +20,16 @@ HIDDEN = 64
 
 
 class JoiningResNet(nn.Module):
-    """Layer norm: no tile depends on the others of its batch, and boxes of a tile not on each other."""
+    """Group norm: no tile depends on the others of its batch."""
 
     def __init__(self, *, classes: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTHS[0], STEM_PX, STEM_PX, bias=False)
-        self.norm = make_norm("layer", WIDTHS[0])
+        self.norm = make_norm("group", WIDTHS[0])
         self.blocks = nn.Sequential()
         channels = WIDTHS[0]
         for i, width in enumerate(WIDTHS):
-            self.blocks.append(BasicBlock(channels, width, 1 if i == 0 else 2, "layer"))
+            self.blocks.append(BasicBlock(channels, width, 1 if i == 0 else 2, "group"))
             channels = width
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.join = nn.Sequential(nn.Linear(channels, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, classes))

@@ -1,8 +1,10 @@
 """Slides whose class is a relation of two places 6,000 px apart, and nothing that a smaller window shows.
 
-Takes how many; gives slides of 8,192 x 4,096 px with labels.csv. Each has a cluster of glands on the left and one on
-the right, each of them dense or sparse with equal chance; the class says whether both are alike. Of one cluster alone,
-dense and sparse are equally frequent in both classes, wherever it lies: a window that holds one knows nothing.
+Takes how many; gives slides of 8,192 x 4,096 px with labels.csv. There is room for a field of glands on the left and
+one on the right, and each is there with equal chance; the class says whether both are there or neither (``alike``), or
+one of them (``different``). Of either room alone, a field is as frequent in both classes, so a window that reaches into
+one of them knows nothing, and neither does a sum over such windows of whatever they tell: one field and one empty room
+add up to half of what two fields and two empty rooms do.
 """
 
 from __future__ import annotations
@@ -23,72 +25,69 @@ from pipelines.synthetic.scene import Scene, SceneSpec
 
 SIZE = Size(8192, 4096)
 APART = 6000
-"""Level-0 px from the middle of one cluster to that of the other; the clusters themselves are 4,800 px apart."""
+"""Level-0 px from the middle of one room to that of the other; the rooms are 4,300 px apart, windows at most 4,096."""
 
-REACH = 600
-"""Level-0 px from the middle of a cluster that no gland's centre is beyond."""
-
-GLANDS = 64
-PITCH = {"dense": 84.0, "sparse": 128.0}
-"""Level-0 px between neighbouring glands: as many in both kinds of cluster, on a smaller or a larger disc."""
+RADIUS, PITCH = 800.0, 96.0
+"""Level-0 px: of a field of glands, and between neighbouring glands."""
 
 CLASSES = ("alike", "different")
-DRAWING = 1
+DRAWING = 2
 """Raised whenever the same seed would give other slides."""
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """Of the clusters of one slide."""
+class Fields:
+    """Which of the rooms of a slide have a field of glands."""
 
-    left: str
-    right: str
+    left: bool
+    right: bool
 
     @property
     def label(self) -> str:
         return CLASSES[self.left != self.right]
 
 
-def kinds_of(seed: int, number: int) -> Kinds:
-    """Return the clusters of slide ``number``: of four slides in a row, each of the four pairs once."""
-    pairs = [Kinds(left, right) for left in PITCH for right in PITCH]
+def fields_of(seed: int, number: int) -> Fields:
+    """Return the fields of slide ``number``: of four slides in a row, each of the four pairs once."""
+    pairs = [Fields(left, right) for left in (False, True) for right in (False, True)]
     return pairs[int(cell_rng(seed, 0x4B1D, number // 4).permutation(4)[number % 4])]
 
 
 @dataclass(frozen=True)
-class Clusters(Arrangement):
-    """Two clusters of glands in the middle of a slide.
+class TwoRooms(Arrangement):
+    """Glands of one slide.
 
     Attributes:
-        kinds: of the clusters.
+        fields: which there are.
     """
 
-    kinds: Kinds = Kinds("dense", "dense")
+    fields: Fields = Fields(left=True, right=True)
 
     def glands(self, seed: int, l0_x: int, l0_y: int, l0_right: int, l0_bottom: int) -> list[Gland]:
         """Return the glands whose centres lie in a box of the slide."""
         rng = cell_rng(seed, 0xC105)
-        shift = rng.uniform(-150, 150)
+        shift = rng.uniform(-100, 100)
         glands = []
-        for side, kind in ((-1, self.kinds.left), (1, self.kinds.right)):
-            middle = (SIZE.width / 2 + shift + side * APART / 2, SIZE.height / 2 + rng.uniform(-700, 700))
-            centres = middle + _disc(rng, PITCH[kind])
+        for side, is_there in ((-1, self.fields.left), (1, self.fields.right)):
+            middle = (SIZE.width / 2 + shift + side * APART / 2, SIZE.height / 2 + rng.uniform(-500, 500))
+            centres = middle + _disc(rng)
             stamps, turns = rng.integers(0, VARIANTS, len(centres)), rng.integers(0, 8, len(centres))
             for (x, y), stamp, turn in zip(centres.tolist(), stamps.tolist(), turns.tolist(), strict=True):
-                if l0_x <= x < l0_right and l0_y <= y < l0_bottom:
+                if is_there and l0_x <= x < l0_right and l0_y <= y < l0_bottom:
                     glands.append(Gland(int(x), int(y), stamp, turn))
         return glands
 
 
-def _disc(rng: np.random.Generator, pitch: float) -> NDArray[np.float64]:
-    """``GLANDS`` centres around (0, 0), float (n, 2): the innermost of a lattice, jittered and turned."""
-    steps = np.arange(-8, 9)
-    x, y = (axis.ravel() for axis in np.meshgrid(steps, steps))
-    lattice = np.stack([x + 0.5 * (y % 2), y * 3**0.5 / 2], 1) * pitch
-    centres = lattice[np.argsort(np.hypot(*lattice.T), kind="stable")[:GLANDS]]
+def _disc(rng: np.random.Generator) -> NDArray[np.float64]:
+    """Centres of a field around (0, 0), float (n, 2): a lattice within ``RADIUS``, turned and jittered."""
+    reach = int(RADIUS / PITCH) + 2
+    x, y = (axis.ravel() for axis in np.meshgrid(*[np.arange(-2 * reach, 2 * reach + 1)] * 2))
+    lattice = np.stack([x + 0.5 * (y % 2), y * 3**0.5 / 2], 1) * PITCH
+    centres = lattice[np.hypot(*lattice.T) <= RADIUS]
     angle = rng.uniform(0, 2 * np.pi)
     turned = centres @ np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
-    return turned + rng.uniform(-6, 6, centres.shape)
+    jittered: NDArray[np.float64] = turned + rng.uniform(-8, 8, centres.shape)
+    return jittered
 
 
 def make_slides(out: Path, count: int, seed: int = 0) -> Path:
@@ -104,12 +103,12 @@ def make_slides(out: Path, count: int, seed: int = 0) -> Path:
     record.write_text(json.dumps(made_with))
     lines = ["slide,label,patient"]
     for number in range(count):
-        kinds, name = kinds_of(seed, number), f"slide_{number:03d}"
-        lines.append(f"{name},{kinds.label},patient_{number:03d}")
+        fields, name = fields_of(seed, number), f"slide_{number:03d}"
+        lines.append(f"{name},{fields.label},patient_{number:03d}")
         if (out / f"{name}.tif").exists():
             continue
         slide_seed = int(cell_rng(seed, 0x51D3, number).integers(1 << 31))
-        scene = Scene(SceneSpec(seed, slide_seed, SIZE, Clusters(1024, (36.0, 44.0), _nowhere, kinds)))
+        scene = Scene(SceneSpec(seed, slide_seed, SIZE, TwoRooms(1024, (36.0, 44.0), _nowhere, fields)))
         partial = out / f".{name}.part"
         paint(
             scene,

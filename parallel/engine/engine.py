@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.grad_reducer import completing_backwards, last_backwards
 from parallel.engine.rank_program import RankProgram
-from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, measured
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
 from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
@@ -29,6 +29,8 @@ from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.stage.stage import LOSS
 from parallel.streaming.box_sums import Sums
+from parallel.streaming.images import whole
+from parallel.streaming.streamed_module import StreamedStage
 
 
 class EngineFault(RuntimeError):
@@ -118,7 +120,7 @@ class Engine:
         return contextlib.nullcontext()
 
     def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
-        return measured(self._work.prediction.run(microbatch), microbatch, sums)
+        return self._work.prediction.run(microbatch, sums)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, by name of the parameter, for the stages this rank
@@ -223,7 +225,9 @@ class Engine:
         self._tell(position, waiting=True)
         values = work.transfers.take(action)
         if action.stage == 0:
-            values[work.inputs] = feed.images(i)
+            images = feed.images(i)
+            in_boxes = isinstance(work.stages[0].module, StreamedStage)
+            values[work.inputs] = images if in_boxes else whole(images)
         tiles = feed.shape(i)[0]
         random = values.pop(RANDOM_STATE, None)
         self._shapes = self._described(position, feed.shape(i), "inputs", values)

@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from parallel.engine.messages import Incoming, Messenger
-from parallel.engine.step import Microbatch, Wants
+from parallel.engine.step import Microbatch, Wants, measured
 from parallel.engine.transfers import Routes
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.placement import Placement
 from parallel.stage.stage import Stage
+from parallel.streaming.box_sums import BoxSums, Sums
+from parallel.streaming.images import whole
+from parallel.streaming.streamed_module import StreamedStage
 
 
 class Inference:
@@ -53,18 +56,27 @@ class Inference:
         """Images to feed the first stage, targets to hold against what the last gives."""
         return Wants(0 in self._stages, self._last in self._stages)
 
-    def run(self, microbatch: Microbatch) -> Any:
-        """The output of the model in float32 on the rank of the last stage, None on the others."""
+    def run(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
+        """The output of the model in float32 on the rank of the last stage, or ``sums`` of it and the targets; None on
+        the others."""
         shape, output = microbatch.shape, None
         here: dict[tuple[int, int], dict[str, Any]] = {}
         posted: dict[tuple[int, int], Incoming] = {}
         for number, stage in sorted(self._stages.items()):
-            values: dict[str, Any] = {self._inputs: microbatch.images} if number == 0 else {}
+            values: dict[str, Any] = {}
+            if number == 0:
+                assert microbatch.images is not None
+                in_boxes = isinstance(stage.module, StreamedStage)
+                values[self._inputs] = microbatch.images if in_boxes else whole(microbatch.images)
             for way in self._arriving:
                 if way[1] == number:
                     values |= here.pop(way) if self._arriving[way] == self._rank else self._receive(way, shape, posted)
             stage.module.eval()
-            outputs = stage.predict(values)
+            asked = None
+            if sums is not None and number == self._last and isinstance(stage.module, StreamedStage):
+                assert microbatch.targets is not None
+                asked = BoxSums(sums, microbatch.targets)
+            outputs = stage.predict(values, asked)
             for way, names in self._leaving.items():
                 if way[0] == number:
                     # What only training makes is None here.
@@ -75,8 +87,10 @@ class Inference:
                         self._messenger.send(self._owners[way[1]], ("prediction", *way, shape), value)
             if number == self._last:
                 (output,) = outputs.values()
+                if asked is None:
+                    output = measured(tree_map(_in_float32, output), microbatch, sums)
         self._messenger.finish()
-        return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) else leaf, output)
+        return output
 
     def _receive(
         self, way: tuple[int, int], shape: tuple[int, ...], posted: dict[tuple[int, int], Incoming]
@@ -88,3 +102,7 @@ class Inference:
         form, tensors = posted[way].wait()
         value: dict[str, Any] = form.build(tensors)
         return value
+
+
+def _in_float32(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) else leaf

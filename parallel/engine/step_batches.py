@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from parallel.engine.step import Microbatch
-from parallel.streaming.images import Boxes, whole
+from parallel.streaming.images import Boxes
 
 
 class StepBatches:
@@ -32,7 +32,7 @@ class StepBatches:
             self._images[number], self._targets[number] = microbatch.images, microbatch.targets
         return self._shapes[i]
 
-    def images(self, i: int) -> Tensor:
+    def images(self, i: int) -> Tensor | Boxes:
         """Return the images of microbatch ``i``.
 
         Raises:
@@ -43,11 +43,11 @@ class StepBatches:
         assert images is not None, "this rank wants the images"
         if tuple(images.shape) != shape:
             raise ValueError(f"microbatch {i} was announced as {shape} and holds images {tuple(images.shape)}")
-        return whole(images)
+        return images
 
-    def targets(self, i: int) -> Tensor:
+    def targets(self, i: int) -> Tensor | Boxes:
         """Return the targets of microbatch ``i``."""
         self.shape(i)
         targets = self._targets.pop(i)
         assert targets is not None, "this rank wants the targets"
-        return whole(targets)
+        return targets

@@ -88,7 +88,7 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
         return None
     if not smallest:
         return LargestTile(name, savings, 0, None, known[low], known[low])
-    while low < LIMIT and fits(2 * low):
+    while 2 * low <= LIMIT and fits(2 * low):
         low *= 2
     high = min(2 * low, LIMIT)
     while high - low > STEP:

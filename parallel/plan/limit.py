@@ -21,8 +21,9 @@ class Limit:
     """The largest part of what a rank takes.
 
     Attributes:
-        what: of "parameters", "activations", "working set" and "host".
-        layer: that the working set is of; "" of other parts.
+        what: of "parameters", "activations", "working set" and "host"; of tiles computed box by box also "box", "after
+            boxes", "maps on the host", "maps of norms on the host" and "tile on the host".
+        layer: that the working set is of, or the px of the box; "" of other parts.
     """
 
     what: str
@@ -34,6 +35,11 @@ class Limit:
             "parameters": "parameters, gradients, optimizer state",
             "activations": "activations kept",
             "host": "activations on the host",
+            "box": f"a box of {self.layer} px",
+            "after boxes": "what follows the boxes, computed whole",
+            "maps on the host": "maps between parts, on the host",
+            "maps of norms on the host": "maps before norms, on the host",
+            "tile on the host": "the tile, on the host",
         }.get(self.what, f"working set of {self.layer}")
         return f"{says}: {bytes_text(self.bytes)}"
 

@@ -160,5 +160,10 @@ def best_of(rows: Iterable[PlanRow]) -> PlanRow | None:
 def _better(row: PlanRow, best: PlanRow) -> bool:
     margin = SIMPLER + BOXES * (bool(row.strategy.policy.stream) - bool(best.strategy.policy.stream))
     if row.images_per_second is None and best.images_per_second is None:
-        return len(row.strategy.savings.split("+")) < len(best.strategy.savings.split("+"))
+        return _done(row.strategy) < _done(best.strategy)
     return (row.images_per_second or 0) > (1 + margin) * (best.images_per_second or 0)
+
+
+def _done(strategy: Strategy) -> tuple[bool, int]:
+    """What a strategy does to need less memory, boxes last, to compare."""
+    return strategy.policy.stream is not None, len(strategy.savings.split("+"))

@@ -117,7 +117,7 @@ class Planner:
             if fastest is not None:
                 return fastest
             tried = own + tried
-        if streamed := self._streamed(candidate, savings):
+        if savings.boxes and (streamed := self._in_boxes(candidate)):
             if streamed.fits:
                 return self._timed(streamed)
             tried = [streamed, *tried]
@@ -125,22 +125,34 @@ class Planner:
             return PlanRow(candidate, refused=savings.refusal(candidate))
         return self._timed(min(tried, key=lambda fitting: fitting.over_bytes))
 
-    def _streamed(self, candidate: Strategy, savings: Savings) -> _Fitting | None:
-        """Return ``candidate`` in the largest boxes that fit, or in the smallest; None where that is not open, or the
-        model cannot be computed box by box."""
+    def in_boxes(self, candidate: Strategy) -> PlanRow | None:
+        """Return the row of ``candidate`` in the largest boxes that fit, or in the smallest; None where it cannot be
+        computed box by box."""
+        fitting = self._in_boxes(candidate)
+        return None if fitting is None else self._timed(fitting)
+
+    def _in_boxes(self, candidate: Strategy) -> _Fitting | None:
         sides = self.cutting.box_sides
-        if not savings.boxes or candidate.name not in STREAMED or not sides:
+        if candidate.name not in STREAMED or not sides:
             return None
 
         def fitting(side: int) -> _Fitting:
-            found = self._least(candidate.under(stream=side))
+            found = self._least(self.cutting.within_host(candidate.under(stream=side)))
             assert found is not None
             return found
 
-        low, high = 0, len(sides)  # the first fits, if any does
+        assert self.task.streamed is not None
+        fitted, tiles = self.task.streamed.fitted, self.cutting.tiles(candidate)
+        if fitted.get(tiles) in sides and fitting(fitted[tiles]).fits:
+            return fitting(fitted[tiles])
+        if not (smallest := fitting(sides[0])).fits:
+            return smallest
+        low, high = 0, len(sides)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fitting(sides[middle]).fits else (low, middle)
+        if high < len(sides):
+            fitted[tiles] = sides[low]
         return fitting(sides[low])
 
     def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:
@@ -244,6 +256,8 @@ class Planner:
     def limit(self, row: PlanRow) -> Limit:
         """Return what fills the fullest rank most, or the host where a row misses that by more."""
         strategy, partition = row.strategy, self.partition_of(row)
+        if strategy.policy.stream is not None:
+            return self.cutting.limit_in_boxes(strategy)
         held = [self.cutting.rank_bytes(strategy, partition, rank) for rank in range(strategy.depth)]
         fullest = max(range(len(held)), key=lambda rank: held[rank].total)
         if row.over_bytes > max(0, held[fullest].total - self.cluster.usable_bytes):

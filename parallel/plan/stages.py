@@ -29,6 +29,7 @@ from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_wh
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
+from parallel.plan.limit import Limit
 from parallel.plan.policy_cost import policy_costs
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.streamed import StreamedStages
@@ -74,6 +75,21 @@ class StageCache:
     def box_sides(self) -> list[int]:
         """Of boxes that tiles may be computed in, in px; empty where the model cannot be."""
         return [] if self._streamed is None else self._streamed.sides
+
+    def within_host(self, candidate: Strategy) -> Strategy:
+        """Return ``candidate``, computed box by box, with fewer maps stored where the host has not memory for those
+        that are usual."""
+        assert self._streamed is not None
+        host, policy = self.cluster.host_bytes, candidate.policy
+        tiles = self.tiles(candidate)
+        if policy.host_bytes is not None or not 0 < host < self._streamed.host_bytes(candidate, tiles):
+            return candidate
+        return candidate.under(host_bytes=max(1, int(host) - self._streamed.tile_bytes(tiles)))
+
+    def limit_in_boxes(self, candidate: Strategy) -> Limit:
+        """Return what stands in the way of a larger tile, of a candidate that is computed box by box."""
+        assert self._streamed is not None
+        return self._streamed.limit(candidate, self.tiles(candidate), self._memory_of(candidate))
 
     @property
     def most_stages(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel.cost.cluster import Cluster
 from parallel.cost.layer_cost import Costs
@@ -22,6 +22,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import RankBytes, whole_bytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
+from parallel.plan.limit import Limit
 from parallel.schedule.step_cost import StageCost
 from parallel.space.boxes import Boxes, StreamedModel, plan_boxes
 from parallel.space.step import Step
@@ -44,13 +45,18 @@ class Streamed:
     Attributes:
         model: the region, for one tile.
         ops: by name of a step, what its forward pass computes of a tile of ``side`` px.
+        whole: the loss is computed with it, box by box: nothing follows.
         estimate: gives what the layers of a graph cost, by tiles of a microbatch.
+        fitted: by tiles of a microbatch, the side of the largest boxes that fitted the device on tiles of some size:
+            they take about as much on tiles of any.
     """
 
     model: StreamedModel
     ops: Mapping[str, tuple[Op, ...]]
     side: int
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
+    whole: bool = False
+    fitted: dict[int, int] = field(default_factory=dict)
 
 
 class StreamedStages:
@@ -92,23 +98,48 @@ class StreamedStages:
             memory: of the graph of the whole model and its loss, for such a microbatch.
         """
         boxes, graph = self.boxes(strategy, tiles), memory.graph
-        rest = memory.plain((self._end(graph), len(graph.layers)))
-        parameters = sum(graph.owned_bytes)
-        box, of_rest = boxes.device_bytes, max(rest.first_backward, rest.forward)
+        parameters, box, start = sum(graph.owned_bytes), boxes.device_bytes, self._end(graph)
+        of_rest = after = forward = 0
+        if start < len(graph.layers):
+            rest = memory.plain((start, len(graph.layers)))
+            of_rest, after, forward = max(rest.first_backward, rest.forward), rest.parameters, rest.forward
         # What leaves the region as a map waits on the device for its gradient while boxes go back.
         leaving = sum(2 * boxes.model.sizes[name] for name in boxes.model.leaving if name in boxes.model.sides)
-        after = rest.parameters
         first = max(of_rest, after + leaving + box)
         several = StageBytes(
-            parameters, 0, 0, rest.forward, rest.forward, parameters + max(of_rest, leaving + box), first, 0, 0, 0, 0
+            parameters, 0, 0, forward, forward, parameters + max(of_rest, leaving + box), first, 0, 0, 0, 0
         )
         name, ranks, m = strategy.name, strategy.ranks, strategy.m
         return whole_bytes(name, ranks, m, graph, self._slots, self._cluster.kind, stage=several)
 
     def host_bytes(self, strategy: Strategy, tiles: int) -> int:
         """Return the bytes of maps between parts, and of the tiles of a microbatch."""
-        boxes = self.boxes(strategy, tiles)
-        return boxes.host_bytes + tiles * TILE_PX_BYTES * math.prod(boxes.model.side)
+        return self.boxes(strategy, tiles).host_bytes + self.tile_bytes(tiles)
+
+    def tile_bytes(self, tiles: int) -> int:
+        """Return the bytes of the tiles of a microbatch, on the host."""
+        return tiles * TILE_PX_BYTES * math.prod(self._streamed.model.side)
+
+    def limit(self, strategy: Strategy, tiles: int, memory: StageMemory) -> Limit:
+        """Return what takes most of the device, or of the host where that lacks more.
+
+        Args:
+            memory: as ``rank_bytes`` takes it.
+        """
+        boxes, held = self.boxes(strategy, tiles), self.rank_bytes(strategy, tiles, memory)
+        host, box = self.host_bytes(strategy, tiles), boxes.device_bytes
+        if host - self._cluster.host_bytes > held.total - self._cluster.usable_bytes:
+            maps, normed = boxes.host_bytes, len(boxes.phases) > 2
+            if host > 2 * maps:
+                return Limit("tile on the host", host - maps)
+            return Limit("maps of norms on the host" if normed else "maps on the host", maps)
+        parts = {
+            "parameters": held.parameters + held.optimizer,
+            "box": box,
+            "after boxes": held.total - held.parameters - held.optimizer - box,
+        }
+        what = max(parts, key=lambda name: parts[name])
+        return Limit(what, parts[what], str(strategy.policy.stream) if what == "box" else "")
 
     def stage_cost(self, strategy: Strategy, tiles: int, graph: LayerGraph, costs: Costs) -> StageCost:
         """Return the cost of the whole model for a microbatch.
@@ -133,6 +164,8 @@ class StreamedStages:
 
     def _end(self, graph: LayerGraph) -> int:
         """Position in ``graph`` of what follows the region."""
+        if self._streamed.whole:
+            return len(graph.layers)
         made = {step.name for step in self._streamed.model.steps}
         return 1 + max(position for name, position in graph.position.items() if name in made)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,8 @@ from itertools import pairwise
 from parallel.space.box_bytes import BoxBytes, Cuts
 from parallel.space.grid import tile_cuts
 from parallel.space.parts import Part, Tile, divide, telling_boxes, wanted_from
-from parallel.space.step import Step, in_phases
+from parallel.space.phases import made_again, most_stored, phases_of
+from parallel.space.step import Step
 
 STORED_PER_PX = 32
 """Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
@@ -28,7 +30,8 @@ class StreamedModel:
     Attributes:
         steps: in the order of the model.
         sides: rows and columns of every map.
-        inputs: bytes of the maps that enter, by name; the first is the tile.
+        side: rows and columns of the tile.
+        inputs: bytes of the maps that enter, by name.
         leaving: names that are used after the region.
         whole: names of values that cannot be stored.
         images: names of what enters without a gradient.
@@ -38,17 +41,13 @@ class StreamedModel:
 
     steps: tuple[Step, ...]
     sides: Mapping[str, tuple[int, int]]
+    side: tuple[int, int]
     inputs: Mapping[str, int]
     leaving: tuple[str, ...]
     whole: frozenset[str] = frozenset()
     images: frozenset[str] = frozenset()
     tiles: int = 1
     ends_at: tuple[str, str] | None = None
-
-    @property
-    def side(self) -> tuple[int, int]:
-        """Rows and columns of the tile."""
-        return max(self.sides[name] for name in self.inputs)
 
     def of_tiles(self, tiles: int) -> StreamedModel:
         """Return the region of one tile for microbatches of ``tiles``."""
@@ -114,15 +113,23 @@ class Boxes:
 
     @property
     def host_bytes(self) -> int:
-        """Of the maps between parts, all of which are there when the forward pass ends; their gradients come as parts
-        go back, and take no more than what has gone by then."""
-        stored = {
-            step.name: step.value_bytes
-            for phase, part in self.parts()
-            for step in wanted_from(phase.steps, part.stop, phase.leaving, part.start)
-            if not step.sums and step.name not in self.model.leaving
-        }
-        return sum(stored.values())
+        """Of the maps between parts, and of their gradients, at the fullest moment: maps are there when the forward
+        pass ends, gradients come as parts go back, and both go with the part that made them."""
+        sizes, parts = self.model.sizes, []
+        for phase, part in self.parts():
+            steps = phase.steps[part.start : part.stop]
+            made = {step.name for step in steps}
+            fetched = {name for step in steps for name in step.maps} - made
+            parts.append(({step.name for step in _given(phase, part)}, fetched - self.model.images))
+        stored = set().union(*(given & other for given, _ in parts for _, other in parts))
+        gradients: set[str] = set()
+        most = 0
+        for given, fetched in reversed(parts):
+            gradients |= fetched & stored
+            most = max(most, sum(sizes[name] for name in stored) + sum(sizes[name] for name in gradients))
+            stored -= given
+            gradients -= given
+        return most
 
     @property
     def device_bytes(self) -> int:
@@ -204,19 +211,29 @@ def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) 
         ValueError: a value that is several maps would have to be stored.
     """
     rows, columns = model.side
-    if stored_bytes is None:
-        stored_bytes = STORED_PER_PX * rows * columns * model.tiles
+    again: frozenset[str] = frozenset()
+    if stored_bytes is not None:
+        again = made_again(model.steps, model.leaving, model.sizes, model.images, stored_bytes)
+    phases = phases_of(model.steps, model.leaving, again)
+    left = STORED_PER_PX * rows * columns * model.tiles
+    if stored_bytes is not None:
+        left = max(0, min(left, stored_bytes - most_stored(phases, model.sizes, model.images)))
     share = math.prod(min(1.0, box / side) for side in model.side)
-    tile = Tile(model.side, box, share * model.box_bytes, stored_bytes, model.inputs, model.images)
-    phases = in_phases(model.steps)
+    tile = Tile(model.side, box, share * model.box_bytes, left, model.inputs, model.images)
+    # A map has one place on the host: what several phases make none may store.
+    made = Counter(step.name for phase in phases for step in phase.steps)
+    barred = model.whole.union(name for name, phases_with in made.items() if phases_with > 1)
     planned = []
-    for k, (plain, steps) in enumerate(phases):
-        later = {name for _, more in phases[k + 1 :] for step in more for name in step.maps}
-        leaving = frozenset(later.union(model.leaving) | {step.name for step in steps if step.sums})
-        if later & model.whole:
-            raise ValueError(
-                f"--stream: {min(later & model.whole)} is several maps, which are used on both sides of a sum"
-            )
-        parts = divide(steps, leaving, model.sides, tile, model.whole, model.steps) if steps else []
-        planned.append(PhaseParts(tuple(plain), tuple(steps), leaving, tuple(parts)))
+    for phase in phases:
+        if several := model.whole & phase.fetched:
+            raise ValueError(f"--stream: {min(several)} is several maps, which are used on both sides of a sum")
+        parts = divide(phase.steps, phase.leaving, model.sides, tile, barred, model.steps) if phase.steps else []
+        planned.append(PhaseParts(phase.plain, phase.steps, phase.leaving, tuple(parts)))
+        within = [step for part in parts for step in _given(planned[-1], part) if step.name not in phase.leaving]
+        tile = replace(tile, stored_bytes=max(0, tile.stored_bytes - sum(step.value_bytes for step in within)))
     return Boxes(model, tuple(planned))
+
+
+def _given(phase: PhaseParts, part: Part) -> list[Step]:
+    """What leaves a part."""
+    return wanted_from(phase.steps, part.stop, phase.leaving, part.start)

@@ -22,7 +22,7 @@ FLOPS_PER_BYTE = 40.0
 """What storing a byte of a map costs, in multiply-adds times two: written, and its gradient made."""
 FETCHED_FLOPS_PER_BYTE = 20.0
 """What a byte costs that a box fetches: read in both passes, and a gradient added."""
-PLACES = 40
+PLACES = 24
 """Places to cut at that are looked at, at most."""
 HOPELESS = 4.0
 """Times the bytes that a box may take, beyond which no longer part is looked at."""

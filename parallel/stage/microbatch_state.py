@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.stage.arrivals import Arrival
+from parallel.streaming.images import Boxes
 
 
 @dataclass
@@ -31,7 +32,7 @@ class MicrobatchState:
 
     tiles: int
     values: dict[str, Any]
-    targets: Tensor | None
+    targets: Tensor | Boxes | None
     random: int | Tensor
     recomputed: bool
     buffers: list[Tensor | None] = field(default_factory=list)

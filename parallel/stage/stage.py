@@ -27,6 +27,9 @@ from parallel.stage.microbatch_state import MicrobatchState, edges_of, gradients
 from parallel.stage.recompute_context import recompute_context
 from parallel.stage.rng import drawing
 from parallel.stage.split_backward import DeferredWeights
+from parallel.streaming.box_sums import BoxSums
+from parallel.streaming.images import Boxes, whole
+from parallel.streaming.streamed_module import StreamedStage
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 
 LOSS = "#loss"
@@ -122,7 +125,7 @@ class Stage:
         values: dict[str, Any],
         random: int | Tensor,
         *,
-        targets: Tensor | None = None,
+        targets: Tensor | Boxes | None = None,
         recomputed: bool = False,
     ) -> dict[str, Any]:
         """Run the forward pass of microbatch ``i``.
@@ -196,10 +199,17 @@ class Stage:
         self._weights.backward_weight(i)
 
     @torch.no_grad()
-    def predict(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return by name what the module gives in evaluation mode; a value that only training makes is missing."""
+    def predict(self, values: Mapping[str, Any], sums: BoxSums | None = None) -> dict[str, Any]:
+        """Return by name what the module gives in evaluation mode; a value that only training makes is missing.
+
+        Args:
+            sums: wanted in place of the last stage's only value, where it is computed in boxes.
+        """
+        entering = (values.get(name) for name in self.module.inputs)
         with self._precision():
-            outputs = self.module(*(values.get(name) for name in self.module.inputs))
+            if sums is not None and isinstance(self.module, StreamedStage):
+                return {self.module.outputs[0]: self.module(*entering, sums=sums)}
+            outputs = self.module(*entering)
         return dict(zip(self.module.outputs, outputs, strict=True))
 
     def reset(self) -> None:
@@ -216,12 +226,12 @@ class Stage:
                     scopes.enter_context(self._weights.recording(i))
                 scopes.enter_context(self._saved_tensors.watching((self, i), self._state()))
             scopes.enter_context(self._in_segments())
-            values = self._run(*self._entering(microbatch))
-            outputs = dict(zip(self.module.outputs, self._updated.apart(values), strict=True))
-            if self._loss is not None:
-                (output,) = outputs.values()
+            if self._loss is None:
+                values = self._run(*self._entering(microbatch))
+                outputs = dict(zip(self.module.outputs, self._updated.apart(values), strict=True))
+            else:
                 assert microbatch.targets is not None
-                loss = self._loss(output, microbatch.targets)
+                loss = self._loss_of(self._entering(microbatch), microbatch.targets)
                 self._loss_dtype = loss.dtype
                 outputs = {LOSS: loss}
         if torch.is_grad_enabled():
@@ -235,6 +245,14 @@ class Stage:
         if state is not None:
             outputs[RANDOM_STATE] = state.end
         return outputs
+
+    def _loss_of(self, values: Iterator[Any], targets: Tensor | Boxes) -> Tensor:
+        assert self._loss is not None
+        if isinstance(self.module, StreamedStage) and isinstance(self._loss, SummedLoss):
+            asked = BoxSums(self._loss.sums, targets)
+            return self._loss.value(self._run(*values, sums=asked), asked.pixels)
+        (output,) = self._updated.apart(self._run(*values))
+        return self._loss(output, whole(targets))
 
     def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
         """Return the values the module takes. Where activations go to the host, the stage itself holds none of them."""

@@ -96,6 +96,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
         operations={**region.operations, name: operation},
         nodes={**region.nodes, name: output},
         leaving=(name,),
+        flows=region.flows | ({name} if source.name in region.flows else set()),
     )
 
 

@@ -1,13 +1,16 @@
-"""Maps between the parts of a region, and their gradients: whole, on the host, written and read box by box."""
+"""Maps between the parts of a region, and their gradients: whole, on the host, written and read box by box.
+
+Images may be there without being anywhere: boxes of them are made when they are fetched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from parallel.offload.live_bytes import not_counted
+from parallel.offload.host_space import HostSpace
 from parallel.streaming.images import Boxes
 from parallel.streaming.patch import Box
 
@@ -21,6 +24,7 @@ class Maps:
         shapes: of whole maps.
         dims: of rows and columns.
         device: that computes; boxes are fetched there.
+        host: where the others lie.
         here: names of maps that lie on that device.
     """
 
@@ -29,9 +33,10 @@ class Maps:
         shapes: Mapping[str, tuple[int, ...]],
         dims: Dims,
         device: torch.device,
+        host: HostSpace,
         here: frozenset[str] = frozenset(),
     ) -> None:
-        self._shapes, self._dims, self._device, self._here = shapes, dims, device, here
+        self._shapes, self._dims, self._device, self._host, self._here = shapes, dims, device, host, here
         self._whole: dict[str, Tensor] = {}
         self._boxes: dict[str, Boxes] = {}
 
@@ -54,27 +59,25 @@ class Maps:
     def write(self, name: str, box: Box, value: Tensor) -> None:
         """Boxes are disjoint."""
         if name not in self._whole:
-            self._whole[name] = self._made(name, value, torch.empty)
+            self._whole[name] = self._made(name, value)
         self._part(name, box).copy_(value)
 
     def add(self, name: str, box: Box, value: Tensor) -> None:
         """Boxes overlap, and add up."""
         if name not in self._whole:
-            self._whole[name] = self._made(name, value, torch.zeros)
+            self._whole[name] = self._made(name, value)
         part = self._part(name, box)
         part.add_(value.to(part.device))
 
     def fetch(self, name: str, box: Box) -> Tensor:
-        """A copy of a box on the device that computes, detached."""
+        """A box on the device that computes, detached; a copy of its own but for a whole map that lies there."""
         if name in self._boxes:
             return self._boxes[name].box(*box)
         part = self._part(name, box).detach()
         layout = torch.channels_last if _channels_last(self._whole[name]) else torch.contiguous_format
-        if part.device != self._device:
-            return part.to(self._device).contiguous(memory_format=layout)
-        if part.shape == self._whole[name].shape:
+        if name in self._here and part.shape == self._whole[name].shape:
             return part
-        return part.clone(memory_format=layout)
+        return part.to(self._device, copy=True, memory_format=layout)
 
     def _part(self, name: str, box: Box) -> Tensor:
         part = self._whole[name]
@@ -83,15 +86,18 @@ class Maps:
                 part = part.narrow(dim, span.start, span.size)
         return part
 
-    def _made(self, name: str, like: Tensor, make: Callable[..., Tensor]) -> Tensor:
+    def _made(self, name: str, like: Tensor) -> Tensor:
+        """Zeros, in the type and layout of a box."""
         shape = self._shapes[name]
-        layout = torch.channels_last if _channels_last(like) else torch.contiguous_format
+        if not _channels_last(like):
+            return self._zeros(name, shape, like.dtype)
+        n, c, h, w = shape
+        return self._zeros(name, (n, h, w, c), like.dtype).permute(0, 3, 1, 2)
+
+    def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name in self._here:
-            whole: Tensor = make(shape, dtype=like.dtype, device=self._device)
-            return whole.contiguous(memory_format=layout)
-        with not_counted():
-            flat: Tensor = make(shape, dtype=like.dtype, device="cpu")
-            return flat.contiguous(memory_format=layout)
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._host.zeros(shape, dtype)
 
 
 def _channels_last(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from parallel.space.proof import partition_faults, rule_faults, span_faults
 from parallel.space.span import Span
 from parallel.space.spans import needed_spans
 from parallel.space.step import Step
+from parallel.streaming.maps import Maps
 from parallel.streaming.narrowing import narrowed, with_parts
 from parallel.streaming.operation import Arguments, attribute
 from parallel.streaming.patch import Box, Patch, cut_of, cut_patch, had
@@ -120,7 +121,7 @@ def run_box(
     place: tuple[int, int],
     fetched: Mapping[str, Tensor],
     known: Mapping[str, Any],
-    stored: Callable[[str, Box], Tensor] | None = None,
+    stored: Maps | None = None,
 ) -> dict[str, Tensor]:
     """Return what a box gives, by name.
 
@@ -128,7 +129,7 @@ def run_box(
         module: has the modules and parameters.
         fetched: what it needs of each map that enters the part.
         known: values without rows, and random masks.
-        stored: gives a box of a map that the part gave before, when it is computed for its gradients alone.
+        stored: maps that the part gave before, when it is computed for its gradients alone.
     """
     run = _BoxRun(region, part, place, {step.name for step in part.giving(*place)})
     for name, value in fetched.items():
@@ -143,10 +144,11 @@ def run_box(
             run.parts.pop(name, None)
         whole = step.name in part.alone and all(patch.have == run.box(name) for name, patch in patches.items())
         operation = region.operations[step.name]
-        again = operation.again if stored is not None and step.name in run.giving else None
-        at_hand = None
-        if again is not None and stored is not None and not step.sums and run.users(step.name):
-            at_hand = stored(step.name, run.box(step.name))
+        again, at_hand = None, None
+        if stored is not None and step.name in run.giving:
+            looked_at = not step.sums and bool(run.users(step.name))
+            at_hand = stored.fetch(step.name, run.box(step.name)) if looked_at and step.name in stored else None
+            again = None if looked_at and at_hand is None else operation.again
         given = Arguments(module, region.nodes[step.name], patches, resolve, whole, known, stored=at_hand)
         run.put(step.name, (again or operation.compute)(given))
     return run.results()

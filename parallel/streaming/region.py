@@ -7,13 +7,18 @@ follows the region is computed whole.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from parallel.space.boxes import StreamedModel
@@ -25,6 +30,14 @@ from parallel.streaming.read_norm import ADVICE
 
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 """Methods that take no more of a map than its type and device."""
+WHOLE_TILE = (Fraction(1), Fraction(1))
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+READING = threading.Lock()
+"""Held while operations run on tensors without data: torch notes for all threads together how it calls them."""
+
+
+class NothingInBoxes(ValueError):
+    """No layer can be computed box by box; says which is the first, and why."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,9 @@ class Region:
         constants: values that are known without computing, by name: sizes, and what is made of them.
         fixed: names of plain steps that no gradient flows back through: computed once, random numbers among them.
         leaving: names that are used after the region.
+        inputs: names of the maps that enter.
+        given: names of the tensors without rows that enter, as a gate that an earlier stage made.
+        flows: names of steps that gradients flow back through, to parameters or to what enters.
         ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
     """
 
@@ -54,15 +70,31 @@ class Region:
     fixed: frozenset[str]
     leaving: tuple[str, ...]
     inputs: tuple[str, ...]
+    given: tuple[str, ...]
+    flows: frozenset[str]
     ends_at: tuple[str, str] | None = None
 
-    def on_paper(self) -> StreamedModel:
-        """Return what a plan of boxes asks for; what enters is taken for images."""
+    def on_paper(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> StreamedModel:
+        """Return what a plan of boxes asks for.
+
+        Args:
+            scale: rows and columns of the tile for each of the largest map that enters.
+        """
+        entering = max(self.sides[name] for name in self.inputs)
+        rows, columns = (round(side * each) for side, each in zip(entering, scale, strict=True))
         sizes = {name: math.prod(self.forms[name][0]) * self.forms[name][1].itemsize for name in self.inputs}
         whole = frozenset(name for name in self.dims if name not in self.forms)
         tiles = self.forms[self.inputs[0]][0][0]
         return StreamedModel(
-            self.steps, self.sides, sizes, self.leaving, whole, frozenset(self.inputs), tiles, self.ends_at
+            self.steps,
+            self.sides,
+            (rows, columns),
+            sizes,
+            self.leaving,
+            whole,
+            frozenset(self.inputs) - self.flows,
+            tiles,
+            self.ends_at,
         )
 
 
@@ -74,37 +106,55 @@ class _Found:
     constants: dict[str, Any] = field(default_factory=dict)
     fixed: set[str] = field(default_factory=set)
     plain: set[str] = field(default_factory=set)
+    barred: set[str] = field(default_factory=set)
     ends_at: tuple[str, str] | None = None
 
 
-def read_region(model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor | Boxes]) -> Region:
+def read_region(
+    model: nn.Module,
+    nodes: Sequence[fx.Node],
+    entering: Mapping[str, Tensor | Boxes],
+    given: Mapping[str, Any] = NOTHING,
+) -> Region:
     """Return the region of ``nodes``.
 
     Args:
         model: has the modules that they call, in the mode that they run in.
         nodes: in order.
         entering: what enters, images or maps (n, c, h, w), by name; only shapes and types matter.
+        given: what else enters, by name.
 
     Raises:
-        ValueError: it would be empty, or end at a norm, which is told with what to do.
+        NothingInBoxes: it would be empty.
+        ValueError: it would end at a norm, which is told with what to do.
     """
     reading, found = Reading(model), _Found()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+    with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
         for name, value in entering.items():
             if isinstance(value, Tensor):
                 reading.values[name] = fake.from_tensor(value.detach())
             else:
                 reading.values[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             reading.dims[name], reading.sides[name] = DIMS, tuple(value.shape[2:])  # type: ignore[assignment]
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                reading.values[name] = fake.from_tensor(value.detach())
+                found.plain.add(name)
+                if not value.requires_grad:
+                    found.fixed.add(name)
+            elif has_tensors(value):
+                found.barred.add(name)
+            else:
+                reading.values[name] = found.constants[name] = value
         for node in nodes:
-            if node.op == "output" or node.name in entering or node.op == "get_attr":
+            if node.op in ("output", "get_attr") or node.name in entering or node.name in given:
                 continue
             try:
                 _read(node, reading, found)
             except SpansImage as reason:
                 found.ends_at = (_where(node), str(reason))
                 break
-    return _finished(model, nodes, entering, reading, found)
+    return _finished(model, nodes, entering, given, reading, found)
 
 
 def _where(node: fx.Node) -> str:
@@ -115,6 +165,8 @@ def _where(node: fx.Node) -> str:
 def _read(node: fx.Node, reading: Reading, found: _Found) -> None:
     """Add what is known of ``node``."""
     maps = reading.maps(node)
+    if found.barred.intersection(argument.name for argument in node.all_input_nodes):
+        raise SpansImage("takes one of several maps that came together")
     if maps and node.op == "call_module":
         operation = read_node(reading, node)  # before it runs: a norm in training would count
         reading.of(node)
@@ -136,13 +188,24 @@ def _read(node: fx.Node, reading: Reading, found: _Found) -> None:
 def _plain(node: fx.Node, reading: Reading, found: _Found) -> None:
     """What is computed once, of sums and parameters."""
     others = tuple(argument.name for argument in node.all_input_nodes if argument.name in found.plain)
-    module = module_of(reading.model, node)
-    parameters = [*module.parameters()] if module is not None else []
-    parameters += [v for a in node.all_input_nodes if a.op == "get_attr" for v in [attribute(reading.model, a)]]
-    if not any(isinstance(p, nn.Parameter) for p in parameters) and all(name in found.fixed for name in others):
+    if not any(isinstance(p, nn.Parameter) for p in _read_by(reading.model, node)) and found.fixed.issuperset(others):
         found.fixed.add(node.name)
+    else:
+        module = module_of(reading.model, node)
+        for part in module.modules() if module is not None else ():
+            counts = isinstance(part, _BatchNorm) and part.track_running_stats
+            draws = isinstance(part, _DropoutNd) and part.p > 0
+            if part.training and (counts or draws):  # computed again in the backward pass
+                raise SpansImage("counts or draws what has no rows any more, which boxes would do twice")
     found.plain.add(node.name)
     found.steps.append(Step(node.name, others=others, plain=True))
+
+
+def _read_by(model: nn.Module, node: fx.Node) -> list[Any]:
+    """Return the parameters, and tensors of the model, that a node computes with."""
+    module = module_of(model, node)
+    own = [*module.parameters()] if module is not None else []
+    return own + [attribute(model, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
 
 
 def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found) -> None:
@@ -199,7 +262,12 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
 
 
 def _finished(
-    model: nn.Module, nodes: Sequence[fx.Node], entering: Mapping[str, Tensor | Boxes], reading: Reading, found: _Found
+    model: nn.Module,
+    nodes: Sequence[fx.Node],
+    entering: Mapping[str, Tensor | Boxes],
+    given: Mapping[str, Any],
+    reading: Reading,
+    found: _Found,
 ) -> Region:
     """Without what is made of the last sums, which what follows computes."""
     last = max((k for k, step in enumerate(found.steps) if not step.plain), default=-1)
@@ -208,7 +276,7 @@ def _finished(
     steps = found.steps[: last + 1]
     if not any(step.flops and not step.sums for step in steps):
         layer, reason = found.ends_at or ("the model", "has no layer that takes maps")
-        raise ValueError(f"--stream finds nothing to compute box by box: {layer} {reason}. Leave --stream out")
+        raise NothingInBoxes(f"--stream finds nothing to compute box by box: {layer} {reason}. Leave --stream out")
     made = {step.name for step in steps}
     by_name = {node.name: node for node in nodes}
     inside = made | found.constants.keys()
@@ -221,16 +289,25 @@ def _finished(
     whole = [name for name in leaving if isinstance(values.get(name), (tuple, list))]
     if whole:
         raise ValueError(f"--stream: {whole[0]} is several maps, which leave what is computed box by box together")
+    nodes_of = by_name | found.nodes
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    flows = {n for n, value in {**entering, **tensors}.items() if isinstance(value, Tensor) and value.requires_grad}
+    for step in steps:
+        trained = (isinstance(p, nn.Parameter) and p.requires_grad for p in _read_by(model, nodes_of[step.name]))
+        if step.name not in found.fixed and (flows.intersection(step.inputs) or any(trained)):
+            flows.add(step.name)
     return Region(
         tuple(replace(step) for step in steps),
         found.operations,
-        by_name | found.nodes,
+        nodes_of,
         reading.dims,
         reading.sides,
-        {name: (tuple(v.shape), v.dtype, v.device) for name, v in values.items() if isinstance(v, Tensor)},
+        {n: (tuple(v.shape), v.dtype, v.device) for n, v in {**values, **tensors}.items() if isinstance(v, Tensor)},
         found.constants,
         frozenset(found.fixed),
         leaving,
         tuple(entering),
+        tuple(tensors),
+        frozenset(flows),
         found.ends_at,
     )

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel.offload.host_space import HostSpace
 from parallel.space.boxes import plan_boxes
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
-from parallel.streaming.region import Region
-from parallel.units import bytes_text
+from parallel.streaming.region import WHOLE_TILE, Region
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,29 @@ class RegionRun:
     Args:
         region: as it was read.
         box: side of the boxes, px.
-        stored_bytes: that maps between parts may take on the host; None: 32 for each px of the tile, or what the sums
-            in the model ask for.
+        stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
+            for each px of the tile.
+        scale: rows and columns of the tile for each of the largest map that enters.
+        host: where maps are; None: in memory.
 
     Attributes:
         phases: in order.
 
     Raises:
-        ValueError: the sums in the model ask for more.
+        ValueError: a value of several maps is used on both sides of a sum.
     """
 
-    def __init__(self, region: Region, box: int, stored_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        region: Region,
+        box: int,
+        stored_bytes: int | None = None,
+        scale: tuple[Fraction, Fraction] = WHOLE_TILE,
+        host: HostSpace | None = None,
+    ) -> None:
         self.region = region
-        self.boxes = plan_boxes(region.on_paper(), box, stored_bytes)
+        self._host = host or HostSpace()
+        self.boxes = plan_boxes(region.on_paper(scale), box, stored_bytes)
         side = self.boxes.model.side
         self.phases = [
             Phase(
@@ -67,12 +78,6 @@ class RegionRun:
             )
             for phase in self.boxes.phases
         ]
-        if stored_bytes is not None and self.boxes.host_bytes > stored_bytes:
-            raise ValueError(
-                f"--stream stores maps of {bytes_text(self.boxes.host_bytes)} between the parts of this model, more "
-                f"than --developer offload-host allows, {bytes_text(stored_bytes)}: raise it, or use --norm frozen or "
-                "layer, before which nothing has to be stored"
-            )
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
 
@@ -83,10 +88,10 @@ class RegionRun:
 
         Args:
             keep: there will be one.
-            beside: what else steps are computed with, by name.
+            beside: what else enters, and steps are computed with, by name.
         """
         region, device = self.region, entering[0].device
-        kept = Kept(Maps(self._shapes, region.dims, device, frozenset(region.leaving)), dict(beside))
+        kept = Kept(Maps(self._shapes, region.dims, device, self._host, frozenset(region.leaving)), dict(beside))
         for name, value in zip(region.inputs, entering, strict=True):
             kept.maps.put(name, value)
         with torch.no_grad():
@@ -146,9 +151,13 @@ class RegionRun:
             gradients: of what leaves, in order.
             asked: names of what enters that a gradient is asked of.
         """
-        region, device = self.region, parameters[0].device if parameters else gradients[0].device  # type: ignore[union-attr]
+        region = self.region
+        device = next(tensor.device for tensor in (*parameters, *gradients) if tensor is not None)
         back = _Back(
-            Maps(self._shapes, region.dims, device, frozenset(asked)), {}, list(parameters), [None] * len(parameters)
+            Maps(self._shapes, region.dims, device, self._host, frozenset(asked)),
+            {},
+            list(parameters),
+            [None] * len(parameters),
         )
         for name, gradient in zip(region.leaving, gradients, strict=True):
             if gradient is None:
@@ -165,7 +174,8 @@ class RegionRun:
                     kept.maps.take(step.name)
                     back.maps.take(step.name)
             self._plain_backward(module, phase, kept, back)
-        return {name: back.maps.take(name) for name in asked}, back.sums
+        found = {name: back.maps.take(name) if name in region.dims else back.known.get(name) for name in asked}
+        return found, back.sums
 
     def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: _Back, silent: set[str]) -> None:
         region = self.region
@@ -183,7 +193,7 @@ class RegionRun:
                 if name not in silent:
                     value.requires_grad_()
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known, kept.maps.fetch)
+                values = run_box(module, region, part, place, fetched, known, kept.maps)
             outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
             del values
             if not outputs:

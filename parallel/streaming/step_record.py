@@ -99,6 +99,8 @@ class _Recording(nn.Module):
         }
         self.plain_steps = {step.name: step for step in region.steps if step.plain}
         self._known = _Known(self)
+        for name in region.given:
+            self._known[name] = torch.empty(meta[name][0], dtype=meta[name][1], device="meta")
         self.records: dict[str, StepRecord] = {}
 
     def forward(self) -> None:
@@ -113,7 +115,10 @@ class _Recording(nn.Module):
 
     def _run(self, step: Step, state: set[StorageWeakRef]) -> None:
         region, operation = self._region, self._region.operations[step.name]
-        leaves = {name: _leaf(self._around(step, name), name not in region.inputs) for name in step.maps}
+        leaves = {
+            name: _leaf(self._around(step, name), name not in region.inputs or name in region.flows)
+            for name in step.maps
+        }
         others = {n: _leaf(self._known[n], True) for n in step.others if n not in region.fixed}
         known = collections.ChainMap(others, self._known)
         recorder = OpRecorder(state)

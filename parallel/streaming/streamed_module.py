@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -11,15 +13,16 @@ from torch import Tensor, fx, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
+from parallel.offload.host_space import HostSpace
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
-from parallel.streaming.region import read_region
+from parallel.streaming.region import READING, WHOLE_TILE, NothingInBoxes, read_region
 from parallel.streaming.region_run import Kept, RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_code import compiled
-from parallel.trace.stage_module import Run, WholeModule
+from parallel.trace.stage_module import Run, StageModule
 from parallel.trace.trace_alone import trace_alone
 
 MOST_PLANS = 64
@@ -32,13 +35,14 @@ def streamed(
     shape: tuple[int, ...],
     communicator: Communicator,
     stored_bytes: int | None = None,
+    host: HostSpace | None = None,
 ) -> StreamedModule:
     """Return ``module`` computed in boxes of ``box`` px, with the names it has.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch; others may follow.
         communicator: all ranks; each calls it.
-        stored_bytes: as for ``RegionRun``.
+        stored_bytes, host: as for ``RegionRun``.
 
     Raises:
         ValueError: the model cannot be traced, or not be computed in boxes to where it has no rows any more; which
@@ -49,8 +53,8 @@ def streamed(
     assert isinstance(stage, StreamedModule)
     ends = stage.inputs, stage.outputs
     training, evaluation = (list(each.graph.nodes) for each in (traced.training, traced.evaluation))
-    run = StreamedRun(training, *ends, box, stored_bytes)
-    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes)
+    run = StreamedRun(training, *ends, box, stored_bytes, host=host)
+    stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes, host=host)
     parameter = next(module.parameters())
     example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
     stage.train()
@@ -59,11 +63,12 @@ def streamed(
     return stage
 
 
-class StreamedModule(WholeModule):
-    """A model computed in boxes of the tile as far as possible."""
+class StreamedStage(StageModule):
+    """A stage computed in boxes of the tile as far as possible."""
 
     def forward(self, *values: Any, sums: BoxSums | None = None) -> Any:
-        """Return the model's output, or the ``sums`` of it, box by box where the output has the rows of the tile."""
+        """Return the values named in ``outputs``; or the ``sums`` of the only one, box by box where it has the rows of
+        the tile."""
         if sums is None:
             return super().forward(*values)
         run = self._run_training if self.training else self._run_evaluation
@@ -71,14 +76,23 @@ class StreamedModule(WholeModule):
         return run.sums(self, sums, *values)
 
 
+class StreamedModule(StreamedStage):
+    """A model computed in boxes of the tile as far as possible."""
+
+    def forward(self, *values: Any, sums: BoxSums | None = None) -> Any:
+        """Return the model's output, or the ``sums`` of it."""
+        given = super().forward(*values, sums=sums)
+        return given[0] if sums is None else given
+
+
 class StreamedRun:
-    """Runs nodes of a traced model: a region in boxes, and what follows it whole.
+    """Runs nodes of a traced model: a region in boxes, and what follows it whole; all of it whole where no region is.
 
     Args:
         nodes: in order.
         inputs, outputs: names of the values that enter and leave.
-        box: side of the boxes, px.
-        stored_bytes: as for ``RegionRun``.
+        box: side of the boxes, px of the tile.
+        stored_bytes, scale, host: as for ``RegionRun``.
     """
 
     def __init__(
@@ -88,14 +102,20 @@ class StreamedRun:
         outputs: tuple[str, ...],
         box: int,
         stored_bytes: int | None = None,
+        scale: tuple[Fraction, Fraction] = WHOLE_TILE,
+        host: HostSpace | None = None,
     ) -> None:
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
-        self._box, self._stored_bytes = box, stored_bytes
-        self._plans: dict[Any, _Planned] = {}
+        self._box, self._stored_bytes, self._scale, self._host = box, stored_bytes, scale, host
+        self._plans: dict[Any, _Planned | NothingInBoxes] = {}
         self._records: dict[str, StepRecord] = {}
+        self._whole = compiled(nodes, inputs, outputs, {}, "a stage without boxes")
 
     def __call__(self, stage: nn.Module, *values: Any) -> tuple[Any, ...]:
-        plan = self.planned(stage, values)
+        try:
+            plan = self.planned(stage, values)
+        except NothingInBoxes:
+            return self._whole(stage, *(whole(value) if isinstance(value, Boxes) else value for value in values))
         leaving = plan.leaving(stage, values, {})
         by_name: dict[str, Any] = {**dict(zip(self._inputs, values, strict=True)), **plan.run.region.constants}
         by_name |= dict(zip(plan.run.region.leaving, leaving, strict=True))
@@ -103,12 +123,13 @@ class StreamedRun:
 
     def sums(self, stage: nn.Module, asked: BoxSums, *values: Any) -> Tensor:
         """Return the sums (n, K) that are asked of the only value given; box by box where it has the targets' rows."""
-        plan = self.planned(stage, values, asked.targets.shape)
-        if not plan.sums:
-            (output,) = self(stage, *values)
-            return asked.of_whole(output)
-        (sums,) = plan.leaving(stage, values, beside(plan.run.region, asked))
-        return sums
+        with contextlib.suppress(NothingInBoxes):
+            plan = self.planned(stage, values, asked.targets.shape)
+            if plan.sums:
+                (sums,) = plan.leaving(stage, values, beside(plan.run.region, asked))
+                return sums
+        (output,) = self(stage, *values)
+        return asked.of_whole(output)
 
     def planned(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int] = ()) -> _Planned:
         """The plan for values of these shapes and types.
@@ -119,17 +140,23 @@ class StreamedRun:
         Raises:
             ValueError: as ``read_region``.
         """
-        form = tuple((tuple(v.shape), v.dtype, v.device) if isinstance(v, Tensor | Boxes) else None for v in values)
-        key = form, tuple(targets)
-        self._plans[key] = plan = self._plans.pop(key, None) or self._plan(stage, values, targets)
+        key = tuple(map(_form, values)), tuple(targets)
+        try:
+            plan = self._plans.pop(key, None) or self._plan(stage, values, targets)
+        except NothingInBoxes as reason:
+            plan = reason
+        self._plans[key] = plan
         if len(self._plans) > MOST_PLANS:
             del self._plans[next(iter(self._plans))]  # the one that was used longest ago
+        if isinstance(plan, NothingInBoxes):
+            raise plan.with_traceback(None)
         return plan
 
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> _Planned:
-        entering = {name: value for name, value in zip(self._inputs, values, strict=True) if _is_map(value)}
-        region = read_region(stage, self._nodes, entering)
-        self._records = self._records or record(stage, region)
+        entering, given = parted(dict(zip(self._inputs, values, strict=True)))
+        region = read_region(stage, self._nodes, entering, given)
+        with READING:
+            self._records = self._records or record(stage, region)
         tiles = next(iter(entering.values())).shape[0]
         region = replace(region, steps=with_record(region.steps, self._records, tiles))
         if targets:
@@ -139,9 +166,9 @@ class StreamedRun:
             region = summed
         made = {step.name for step in region.steps}.union(region.constants, self._inputs)
         rest = [node for node in self._nodes if node.name not in made and node.op != "get_attr" and not targets]
-        used = {argument.name for node in rest for argument in node.all_input_nodes}
+        used = {argument.name for node in rest for argument in node.all_input_nodes}.union(self._outputs)
         constants = [node for node in self._nodes if node.op == "get_attr" and node.name in used]
-        inputs = tuple(name for name in (*region.leaving, *region.constants, *self._inputs) if name in used)
+        inputs = tuple(n for n in dict.fromkeys((*region.leaving, *region.constants, *self._inputs)) if n in used)
         run = compiled([*constants, *rest], inputs, () if targets else self._outputs, {}, "what follows boxes")
         paths = dict.fromkeys(
             str(region.nodes[step.name].target)
@@ -156,8 +183,36 @@ class StreamedRun:
             if argument.op == "get_attr"
         }
         filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
-        region_run = RegionRun(region, self._box, self._stored_bytes)
-        return _Planned(region_run, run, inputs, frozenset(filled), tuple(paths), tuple(read), bool(targets))
+        return _Planned(
+            RegionRun(region, self._box, self._stored_bytes, self._scale, self._host),
+            run,
+            inputs,
+            frozenset(filled.union(self._outputs)),
+            tuple(paths),
+            tuple(read),
+            bool(targets),
+            tuple(self._inputs.index(name) for name in (*region.inputs, *region.given)),
+        )
+
+
+def _form(value: Any) -> Any:
+    """Return what a plan depends on."""
+    if isinstance(value, Tensor | Boxes):
+        return tuple(value.shape), value.dtype, value.device, isinstance(value, Tensor) and value.requires_grad
+    return value if isinstance(value, (int, float, str, type(None))) else None
+
+
+def parted(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor | Boxes], dict[Any, Any]]:
+    """Return the maps among what enters, and all else: what an earlier stage pooled has no rows."""
+    maps = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor | Boxes)
+        and len(value.shape) == 4
+        and value.dtype.is_floating_point
+        and tuple(value.shape[2:]) != (1, 1)
+    }
+    return maps, {name: value for name, value in values.items() if name not in maps}
 
 
 class _Planned:
@@ -167,6 +222,7 @@ class _Planned:
         run: of the region.
         rest: what follows, of the values that ``rest_inputs`` names.
         sums: what leaves the region are sums of what the model gives.
+        places: of the tensors that enter the region among the values.
     """
 
     def __init__(
@@ -178,8 +234,9 @@ class _Planned:
         paths: tuple[str, ...],
         read: tuple[fx.Node, ...],
         sums: bool,
+        places: tuple[int, ...],
     ) -> None:
-        self.run, self.rest, self.rest_inputs, self.sums = run, rest, rest_inputs, sums
+        self.run, self.rest, self.rest_inputs, self.sums, self.places = run, rest, rest_inputs, sums, places
         self._filled, self._paths, self._read = filled, paths, read
 
     def for_rest(self, name: str, value: Any) -> Any:
@@ -192,22 +249,17 @@ class _Planned:
 
     def leaving(self, stage: nn.Module, values: Sequence[Any], beside: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Compute the region."""
-        entering = [value for value in values if _is_map(value)]
-        wants = torch.is_grad_enabled()
-        given: tuple[Tensor, ...] = _Streamed.apply(
+        entering, wants = [values[place] for place in self.places], torch.is_grad_enabled()
+        made: tuple[Tensor, ...] = _Streamed.apply(
             self.run, stage, beside, len(entering), wants, *entering, *self.parameters(stage)
         )
-        return given
+        return made
 
     def parameters(self, stage: nn.Module) -> list[nn.Parameter]:
         """Of the region, those that are trained, each once."""
         found = [p for path in self._paths for p in stage.get_submodule(path).parameters()]
         found += [value for node in self._read if isinstance(value := attribute(stage, node), nn.Parameter)]
         return list({id(p): p for p in found if p.requires_grad}.values())
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Tensor | Boxes) and len(value.shape) == 4
 
 
 def _takes_shape(node: fx.Node) -> bool:
@@ -233,10 +285,16 @@ class _Streamed(torch.autograd.Function):
         device = tensors[0].device.type
         ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.run, ctx.stage, ctx.count, ctx.parameters = run, stage, count, tensors[count:]
+        ctx.set_materialize_grads(False)
+        region = run.region
+        entering = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
+        maps = entering[: len(region.inputs)]
+        beside = {**beside, **dict(zip(region.given, entering[len(maps) :], strict=True))}
         with _precision(ctx):
-            images = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
-            leaving, kept = run.forward(stage, images, wants, beside)
+            leaving, kept = run.forward(stage, maps, wants, beside)
         ctx.kept = kept if wants else None
+        silent = [value for name, value in zip(region.leaving, leaving, strict=True) if name not in region.flows]
+        ctx.mark_non_differentiable(*silent)
         return leaving
 
     @staticmethod
@@ -246,7 +304,7 @@ class _Streamed(torch.autograd.Function):
             raise RuntimeError("a tile computed box by box goes back once")
         ctx.kept = None
         run: RegionRun = ctx.run
-        names = run.region.inputs
+        names = (*run.region.inputs, *run.region.given)
         asked = frozenset(name for k, name in enumerate(names) if ctx.needs_input_grad[5 + k])
         with _precision(ctx):
             entering, parameters = run.backward(ctx.stage, kept, gradients, ctx.parameters, asked)

@@ -16,7 +16,7 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment
 from parallel.trace.fake_run import state_of
-from parallel.trace.stage_code import compiled, paths_of, segment_runs
+from parallel.trace.stage_code import MakeRun, compiled, paths_of, segment_runs
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
 
@@ -27,12 +27,14 @@ def cut_stage(
     stage: int,
     segments: Sequence[Segment] = (),
     kind: type[StageModule] = StageModule,
+    make_run: MakeRun = compiled,
 ) -> StageModule:
     """Return stage ``stage`` of the model, in training mode or not as the model is.
 
     Args:
         segments: that cover it, where it is to be run segment by segment.
         kind: class of the module.
+        make_run: what runs its nodes in training, and in evaluation.
 
     Raises:
         ValueError: evaluation would need values that training does not send between these stages.
@@ -52,8 +54,8 @@ def cut_stage(
     _install_aliases(module, traced, unused=stage == partition.depth - 1)
     _order_as(traced.model, module)
     ends = module.inputs, module.outputs
-    module._run_training = compiled(training, *ends, {}, f"stage {stage} in training")
-    module._run_evaluation = compiled(evaluation, *ends, slots, f"stage {stage} in evaluation")
+    module._run_training = make_run(training, *ends, {}, f"stage {stage} in training")
+    module._run_evaluation = make_run(evaluation, *ends, slots, f"stage {stage} in evaluation")
     module.segments = tuple(segment_runs(module, traced, training, partition, segments))
     held = {id(submodule) for submodule in module.modules()}
     for path, modes in traced.modes.items():

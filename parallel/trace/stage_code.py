@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -12,6 +12,9 @@ from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 from parallel.trace.trace import Traced
+
+MakeRun = Callable[[Sequence[fx.Node], tuple[str, ...], tuple[str, ...], dict[str, str], str], Run]
+"""As ``compiled``."""
 
 
 def segment_runs(

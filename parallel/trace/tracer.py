@@ -121,7 +121,7 @@ class GraphTracer(DecidingTracer):
             return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
-            self.by_side = self.by_side or not type(m).__module__.startswith("torch.nn.")
+            self.by_side = self.by_side or not type(m).forward.__module__.startswith("torch.nn.")
             return super().call_module(m, forward, args, kwargs)
         self._paths.append(path)
         self._entered.append(_switches())

@@ -25,7 +25,7 @@ IGNORE = 255
 BLUR_PROBABILITY = 0.2
 
 _threads = threading.local()
-"""One albumentations pipeline per reading thread: it keeps its random state in itself."""
+"""Albumentations pipelines of each reading thread: they keep their random state in themselves."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class CpuAugment:
     seed: int
 
     def apply(self, sample: int, image: Pixels | None, target: NDArray[Any] | None) -> None:
-        """Vary ``image``, uint8 (h, h, 3), and ``target`` with it when that is a mask, uint8 (h, h); either alone is
-        varied as both together."""
+        """Vary ``image``, uint8 (h, w, 3), and ``target`` with it when that is a mask, uint8 (h, w); either alone is
+        varied as both together. Oblong ones are flipped and turned by halves, not by quarters."""
         is_mask = target is not None and target.ndim == 2
         if image is None and not is_mask:
             return
         numbers = sample_rng(self.seed, sample, ALBUMENTATIONS)
-        compose = self._compose()
+        height, width = image.shape[:2] if image is not None else target.shape  # type: ignore[union-attr]
+        compose = self._compose(height == width)
         compose.set_random_state(numbers, random.Random(int(numbers.integers(1 << 62))))
         if target is not None and is_mask:
             # The library draws for an image only; the pixels of a blank one are of no account.
@@ -62,20 +63,23 @@ class CpuAugment:
         if drawn.matrix is not None and drawn.shift is not None:
             stain.apply(image, drawn.matrix[0], drawn.shift[0])
 
-    def _compose(self) -> Any:
-        if getattr(_threads, "settings", None) != self.settings:
-            _threads.settings, _threads.compose = self.settings, _albumentations(self.settings)
-        return _threads.compose
+    def _compose(self, is_square: bool) -> Any:
+        made: dict[tuple[AugmentSettings, bool], Any] = _threads.__dict__.setdefault("made", {})
+        key = (self.settings, is_square)
+        if key not in made:
+            made[key] = _albumentations(*key)
+        return made[key]
 
 
-def _albumentations(settings: AugmentSettings) -> Any:
+def _albumentations(settings: AugmentSettings, is_square: bool) -> Any:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it asks the network for a newer version when imported
     import albumentations  # 2 s, and only for --augment cpu
     import cv2
 
     steps: list[Any] = []
     if settings.flip:
-        steps.append(albumentations.D4(p=1))
+        flips = [albumentations.HorizontalFlip(p=0.5), albumentations.VerticalFlip(p=0.5)]
+        steps += [albumentations.D4(p=1)] if is_square else flips
     if settings.affine:
         extent = settings.affine
         steps.append(

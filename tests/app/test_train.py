@@ -72,20 +72,47 @@ def test_killed_and_resumed_is_bit_identical(
     seed: int, reference: Path, classify_slides: Path, train: Train, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--checkpoint-every", "3", "--out", out)
+    kill_and_resume(("--slides", classify_slides, *QUICK, "--steps", "12", "--checkpoint-every", "3"), out, train, seed)
+    assert summary_of(out)["images"] == 48
+    assert_identical(out, reference)
+
+
+def kill_and_resume(arguments: tuple[str | Path, ...], out: Path, train: Train, seed: int) -> None:
+    """Some time after its first checkpoint."""
     process = subprocess.Popen(
-        train_command(*arguments), cwd=ROOT, env=train_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        train_command(*arguments, "--out", out),
+        cwd=ROOT,
+        env=train_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     wait_for(out / "checkpoints" / "last.pt", process)
     time.sleep(random.Random(seed).uniform(0, 0.15))
     process.kill()
     process.communicate(timeout=60)
-    done = train(*arguments, "--resume")
+    done = train(*arguments, "--out", out, "--resume")
     assert done.returncode == 0, done.stderr
-    assert equal(model_of(reference), model_of(out))
-    assert summary_of(out)["images"] == 48
+
+
+def assert_identical(run: Path, reference: Path) -> None:
+    assert equal(model_of(reference), model_of(run))
     columns = ("step", "loss", "lr", "images")
-    assert column(out, columns) == column(reference, columns)
+    assert column(run, columns) == column(reference, columns)
+
+
+@pytest.mark.process
+def test_killed_with_tiles_in_boxes_and_resumed_is_bit_identical(
+    classify_slides: Path, train: Train, tmp_path: Path
+) -> None:
+    """With augmentation, batch norm over boxes, and maps in a file, of which nothing is left."""
+    arguments: tuple[str | Path, ...] = ("--slides", classify_slides, *QUICK, "--steps", "5", "--checkpoint-every", "1")
+    arguments += ("--parallel", "single", "--stream", "96", "--developer", "offload-host=256KiB")
+    done = train(*arguments, "--out", tmp_path / "whole")
+    assert done.returncode == 0, done.stderr
+    assert summary_of(tmp_path / "whole")["file_bytes"][0] > 1 << 20
+    kill_and_resume(arguments, tmp_path / "killed", train, 1)
+    assert_identical(tmp_path / "killed", tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob("maps*"))
 
 
 def column(run: Path, names: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -133,6 +133,35 @@ def test_savings_asked_for_are_in_the_plan(tmp_path: Path) -> None:
     assert chosen(asked, tmp_path).policy == ActivationPolicy("block", offload="overlap", ahead=8 << 20)
 
 
+BOXES = replace(CONFIG, index=IndexSettings(tile=1024, stride=1024), net=ModelSettings(model="resnet18", norm="frozen"))
+
+
+def test_boxes_are_taken_where_nothing_else_fits(tmp_path: Path) -> None:
+    tight = replace(BOXES, strategy=StrategySettings(memory="490MiB", batch=1))
+    (said,) = run(tight, tmp_path)
+    strategy = chosen(tight, tmp_path)
+    assert f"single, m=1 +stream {strategy.policy.stream}, " in said
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["stream_px"] == strategy.policy.stream
+    assert written["host_bytes"] >= 3 * 1024**2
+    parameters_only = replace(tight, strategy=replace(tight.strategy, offload_state="parameters"))
+    with pytest.raises(RunError, match="nothing fits in 490 MiB a rank"):
+        run(parameters_only, tmp_path)
+
+
+def test_the_side_of_boxes_is_chosen_by_memory(tmp_path: Path) -> None:
+    sides = []
+    for memory in (None, "490MiB", "700MiB"):
+        asked = replace(BOXES, strategy=StrategySettings("single", memory=memory, batch=1, stream="auto"))
+        run(asked, tmp_path)
+        sides.append(chosen(asked, tmp_path).policy.stream)
+    assert sides[0] == 512
+    assert sides[1] < sides[2]
+    small = replace(BOXES, strategy=StrategySettings("single", memory="300MiB", batch=1, stream="auto"))
+    with pytest.raises(RunError, match="limited by parameters"):
+        run(small, tmp_path)
+
+
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.planning.machine import named_machine
 

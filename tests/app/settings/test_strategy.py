@@ -135,7 +135,14 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             {"stream": "512", "recompute": "block"},
             [
                 "--stream 512 computes a tile again box by box, and goes without --recompute block: leave that out",
-                "--stream 512 is for --parallel single and ddp, which compute the whole model on each rank; got",
+                "--stream 512 is not for --parallel auto, which does not plan boxes yet: name another strategy",
+            ],
+        ),
+        (
+            {"stream": "512", "parallel": "zero-bubble", "ranks": 2, "norm_statistics": "deferred"},
+            [
+                "--stream 512 computes a tile again box by box, and goes without --developer norm-statistics deferred",
+                "--stream 512 is not for --parallel zero-bubble, which splits a backward pass",
             ],
         ),
         (

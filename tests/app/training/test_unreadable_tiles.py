@@ -39,12 +39,15 @@ from app.training.throughput import Throughput
 from app.training.validation import spread
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from pipelines.backends.tiff_page import Tag
+from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, Slide, TileReadError
 from pipelines.tiles.index import IndexSettings
 from tests.helpers import tiny_models
+from tests.helpers.tiff_damage import tile_extent, with_bytes
 
 torch.manual_seed(0)
 MODELS = {"tiny": tiny_models.classifier(2), "segmenter": tiny_models.segmenter(2)}
@@ -125,7 +128,7 @@ def train(config: RunConfig, dataset: Dataset) -> RunFolder:
         finally:
             session.close()
         if communicator.rank == 0:  # what finished() would write; its sums over ranks are not what is tested
-            summary._write(loop.outcome.status, [[0], [0], [0], []], None)
+            summary._write(loop.outcome.status, [[0], [0], [0], [], *([size] for size in summary._on_host)], None)
 
     run_on_threads(config.strategy.world, rank, timeout_s=60)
     return folder
@@ -170,6 +173,7 @@ CASES = [
     ("segment", {}),
     ("segment", {"parallel": "gpipe", "ranks": 2}),
     ("segment", {"parallel": "master", "ranks": 2}),
+    ("segment", {"parallel": "ddp", "ranks": 2, "stream": "48"}),
 ]
 
 
@@ -242,6 +246,33 @@ def test_replaced_training_tiles_are_counted_and_their_labels_follow(
     assert 0 < asked < 12
     assert (summary["status"], summary["images"], summary["tiles_replaced"]) == ("completed", 24, asked)
     assert f"{asked} of 24" in render(read_run(folder.path))
+
+
+def test_a_tile_that_is_damaged_in_one_box_is_found_when_it_is_read(
+    classify_slides: Path, data: Dataset, tmp_path: Path
+) -> None:
+    """Before any of its boxes is computed: the whole tile is replaced, as without boxes."""
+    torn = data.splits.slides("train")[0]
+    (spec,) = (spec for spec in data.specs if spec.slide_id == torn)
+    row = np.flatnonzero(data.tiles.slide == data.tiles.slides.index(torn))[0]
+    page = read_tiff(spec.path).pages[0]
+    side = page.number(Tag.TILE_WIDTH, 0)
+    number = data.tiles.l0_y[row] // side * page.grid[0] + data.tiles.l0_x[row] // side
+    offset, count = tile_extent(spec.path, int(number))
+    damaged = dataclasses.replace(spec, path=with_bytes(spec.path, tmp_path / spec.path.name, offset, bytes(count)))
+    dataset = dataclasses.replace(data, specs=tuple(damaged if s is spec else s for s in data.specs))
+    runs = {}
+    for name, strategy in (("plain", {}), ("boxes", {"stream": "40", "offload_host": "64KiB"})):
+        folder = train(run_config(classify_slides, tmp_path / name, steps=8, **strategy), dataset)
+        told = [line[:2] for line in FailedSlides(folder.failed_slides).rows()]
+        runs[name] = summary_of(folder), sorted(told)
+    (plain, lost), (boxes, lost_too) = runs.values()
+    assert 0 < boxes["tiles_replaced"] == plain["tiles_replaced"] < 16
+    assert lost == lost_too
+    assert {slide for slide, _ in lost} == {torn}
+    assert boxes["final_loss"] == pytest.approx(plain["final_loss"], rel=1e-4)
+    assert boxes["file_bytes"][0] > 4 * 128 * 128 * 3, "tiles lie in a file, too"
+    assert [path.name for path in (tmp_path / "boxes").iterdir() if path.name.startswith("maps")] == []
 
 
 def test_a_run_of_replaced_tiles_fails_early(

@@ -6,7 +6,7 @@ import pytest
 
 from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
 from parallel.plan.plan import PlanRow
-from parallel.plan.savings import PLAIN, RECOMPUTE, Savings
+from parallel.plan.savings import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
 from parallel.strategy import Strategy
 
 
@@ -49,21 +49,22 @@ def test_savings_follow_each_other_as_far_as_they_gain_anything() -> None:
     def least(tile: int, name: str, savings: Savings) -> PlanRow:
         side = {"ddp": 1000, "fsdp": 600}[name]
         if name == "ddp":
-            side *= len(savings.offload) * (1 + (savings.recompute != ("none",)))
+            side *= len(savings.offload) * (1 + (savings.recompute != ("none",))) * (1 + 5 * savings.stream)
         return row(name, tile - side)
 
     found = largest_tiles(["ddp", "fsdp"], steps_of(Savings()), least)
     assert [(one.name, one.tile, one.savings) for one in found] == [
         ("ddp", 960, PLAIN),
-        ("ddp", 1984, Savings(offload=(False,))),
-        ("ddp", 3968, Savings()),
+        ("ddp", 1984, ON_DEVICE),
+        ("ddp", 3968, Savings(stream=False)),
+        ("ddp", 5952, BOXES),
         ("fsdp", 576, PLAIN),
     ]
 
 
 def test_steps_of_what_is_asked_for() -> None:
     assert steps_of(PLAIN) == [PLAIN]
-    block = [Savings(("block",), (False,)), Savings(("block",), (False, True))]
+    block = [Savings(("block",), (False,), False), Savings(("block",), (False, True), False)]
     assert steps_of(Savings(("block",))) == block
-    assert steps_of(Savings(("none",), (True,))) == [Savings(("none",), (True,))]
-    assert steps_of(Savings())[-1] == Savings(RECOMPUTE, (False, True))
+    assert steps_of(Savings(("none",), (True,))) == [Savings(("none",), (True,), False)]
+    assert steps_of(Savings())[-2:] == [Savings(RECOMPUTE, (False, True), False), BOXES]

@@ -9,6 +9,7 @@ from parallel.space.rule import SAME, Window
 from parallel.space.step import Step, in_phases
 
 WIDE, NARROW = 64_000, 4_000
+IMAGE = {"image": 0}
 
 
 def sides_of(steps: list[Step], side: int) -> dict[str, tuple[int, int]]:
@@ -22,7 +23,7 @@ def chain(blocks: int, side: int) -> tuple[list[Step], dict[str, tuple[int, int]
     for k in range(blocks):
         for name, size in ((f"a{k}", WIDE), (f"b{k}", NARROW)):
             steps.append(
-                Step(name, (before,), (), (conv, conv), (side, side), flops=1e9, kept_bytes=size, value_bytes=size)
+                Step(name, (before,), (), (conv, conv), (side, side), flops=1e9, saves=(name,), value_bytes=size)
             )
             before = name
     return steps, sides_of(steps, side)
@@ -31,7 +32,9 @@ def chain(blocks: int, side: int) -> tuple[list[Step], dict[str, tuple[int, int]
 @pytest.mark.parametrize("stored", [0, 2 * NARROW, 1e9])
 def test_parts_cover_the_steps_and_cut_where_little_crosses(stored: float) -> None:
     steps, sides = chain(6, 512)
-    parts = divide(steps, {"b5"}, sides, Tile((512, 512), 64, sum(s.kept_bytes for s in steps), stored))
+    parts = divide(
+        steps, {"b5"}, sides, Tile((512, 512), 64, 4 * sum(s.value_bytes for s in steps) / 64, stored, IMAGE)
+    )
     assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
     assert (parts[0].start, parts[-1].stop) == (0, len(steps))
     assert all(part.start % 2 == 0 for part in parts)
@@ -51,7 +54,7 @@ def test_deep_maps_are_computed_in_larger_boxes() -> None:
         )
         before = f"v{k}"
     sides = sides_of(steps, 1024)
-    parts = divide(steps, {"v3"}, sides, Tile((1024, 1024), 64, sum(s.kept_bytes for s in steps), 1e9))
+    parts = divide(steps, {"v3"}, sides, Tile((1024, 1024), 64, sum(s.kept_bytes for s in steps) / 256, 1e9, IMAGE))
     assert len(parts) > 1
     assert parts[-1].box > parts[0].box == 64
 

@@ -4,6 +4,7 @@ single device can fall into."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from app.training.exactness import CroppedImages
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
+from parallel.offload.host_space import HostSpace
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.span import Span
 from parallel.streaming.images import Boxes
@@ -188,7 +190,7 @@ def test_plans_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (32, 24, 40):
         ours(torch.randn(1, 3, 24, width)).sum().backward()
     kept = ours._run_training._plans
-    assert [key[0][0][3] for key in kept] == [24, 40]
+    assert [form[0][0][3] for form, _ in kept] == [24, 40]
     assert next(iter(kept.values())) is first
 
 
@@ -214,7 +216,7 @@ def test_channels_last_stays() -> None:
                 lambda _, given, __: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
             )
     ours(images).sum().backward()
-    assert len(seen) > 60
+    assert len(seen) > 30
     assert all(seen)
 
 
@@ -273,17 +275,22 @@ def test_layers_that_compute_other_than_their_kind_end_the_region() -> None:
         assert reason in ends[1]
 
 
-def test_maps_beyond_the_host_memory_are_refused_before_anything_is_computed() -> None:
-    model, shape = model_of("unet_w4", "batch"), (1, 3, 64, 64)
-    run = streamed(copy.deepcopy(model), 32, shape, LocalCommunicator())._run_training
-    assert isinstance(run, StreamedRun)
-    (plan,) = run._plans.values()
-    needed = plan.run.host_bytes
-    streamed(copy.deepcopy(model), 32, shape, LocalCommunicator(), needed)
-    with pytest.raises(
-        ValueError, match=r"stores maps of .* more than --developer offload-host allows, .* or use --norm frozen"
-    ):
-        streamed(model, 32, shape, LocalCommunicator(), needed - 1)
+def test_maps_beyond_the_budget_of_the_host_lie_in_files(tmp_path: Path) -> None:
+    """With the same bits in the gradients."""
+    model, images = model_of("unet_w4", "batch"), torch.randn(2, 3, 64, 64)
+    results = []
+    for budget in (None, 1 << 18):
+        host = HostSpace(budget, tmp_path)
+        ours = streamed(copy.deepcopy(model), 32, tuple(images.shape), LocalCommunicator(), None, host)
+        results.append(step(ours, images))
+        assert isinstance(ours._run_training, StreamedRun)
+        (plan,) = ours._run_training._plans.values()
+        assert host.peak_memory_bytes + host.peak_file_bytes > plan.run.boxes.host_bytes > 1 << 19
+        assert (host.peak_file_bytes > 1 << 18) == (budget is not None)
+    (expected, gradients), (found, found_gradients) = results
+    assert torch.equal(expected, found)
+    assert gradients.keys() == found_gradients.keys()
+    assert all(torch.equal(gradients[name], found_gradients[name]) for name in gradients)
 
 
 class _Attends(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import FrozenBatchNorm2d
+from parallel.comm.local import LocalCommunicator
 from parallel.space.rule import Resample
 from parallel.space.span import Span
 from parallel.streaming.local_ops import resample
 from parallel.streaming.patch import cut_patch
+from parallel.streaming.streamed_module import streamed
 from tests.helpers.streaming import in_boxes, planned, streaming_error
 
 EXACT = 1e-12
@@ -208,3 +211,33 @@ def test_two_backward_passes_are_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="goes back once"):
         loss.backward()
+
+
+class Counted(nn.Module):
+    """A gate with batch norm, and dropout that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+        self.norm, self.dropout = nn.BatchNorm2d(4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        gate = self.dropout(self.norm(y.mean((2, 3), keepdim=True)))
+        value: Tensor = self.last(y * torch.sigmoid(gate))
+        return value
+
+
+def test_what_counts_or_draws_in_a_gate_does_so_once() -> None:
+    """Boxes computed gates again in the backward pass: batch norm counted twice, dropout drew other numbers, and
+    gradients were a quarter off."""
+    torch.manual_seed(0)
+    net = Counted().double()
+    ours = streamed(copy.deepcopy(net), 8, (4, 3, 20, 20), LocalCommunicator())
+    images = torch.randn(4, 3, 20, 20, dtype=torch.float64)
+    for module in (net, ours):
+        torch.manual_seed(1)
+        module(images).square().sum().backward()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(net.named_buffers()), rtol=1e-12, atol=0)

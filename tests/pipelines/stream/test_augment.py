@@ -46,10 +46,11 @@ def tile(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(mask[..., None] * 60, 3, axis=2), mask
 
 
-def test_tile_and_mask_move_together() -> None:
+@pytest.mark.parametrize("width", [64, 40])
+def test_tile_and_mask_move_together(width: int) -> None:
     augment = CpuAugment(AugmentSettings(augment="cpu", stain=0, brightness=0, blur=0), 0)
     for sample in range(20):
-        image, mask = tile(sample)
+        image, mask = (np.ascontiguousarray(part[:, :width]) for part in tile(sample))
         before = mask.copy()
         augment.apply(sample, image, mask)
         inside = mask != 255

@@ -1,0 +1,51 @@
+"""Bytes of a streamed step on paper beside those that live: predicted before anything is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.registry import build_model
+from parallel.comm.local import LocalCommunicator
+from parallel.offload.live_bytes import LiveBytes
+from parallel.space.boxes import Boxes
+from parallel.streaming.streamed_module import StreamedRun, streamed
+
+
+def living(name: str, norm: str, tile: int, box: int) -> tuple[Boxes, int]:
+    """The plan, and the most bytes that live on the device in a step besides parameters and what follows the region."""
+    torch.manual_seed(0)
+    model = build_model(name, classes=2, norm=norm)  # type: ignore[arg-type]
+    for parameter in model.parameters():  # as many as count little
+        parameter.requires_grad_(parameter.numel() < 100_000)
+    run = streamed(model, box, (1, 3, tile, tile), LocalCommunicator())
+    image = torch.rand(1, 3, tile, tile)
+    live = LiveBytes()
+    with live:
+        loss = run(image).square().mean()
+        loss.backward()
+    training = run._run_training
+    assert isinstance(training, StreamedRun)
+    return training.planned(run, (image,)).run.boxes, live.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "tile", "box", "within"),
+    [
+        ("resnet18", "frozen", 256, 64, 0.1),
+        ("unet_w4", "frozen", 256, 128, 0.1),
+        ("resnet18", "batch", 192, 64, 0.15),  # a box that is the whole map is not copied on a CPU
+    ],
+)
+def test_the_bytes_of_the_fullest_box_are_foreseen(name: str, norm: str, tile: int, box: int, within: float) -> None:
+    boxes, measured = living(name, norm, tile, box)
+    leaving = sum(boxes.model.sizes[each] for each in boxes.model.leaving if each in boxes.model.sides)
+    assert boxes.device_bytes + 2 * leaving == pytest.approx(measured, rel=within)
+
+
+def test_boxes_keep_to_the_bytes_they_are_planned_for() -> None:
+    """A part that would not is cut, unless it is one step in boxes of the asked side."""
+    boxes, _ = living("resnet18", "frozen", 256, 64)
+    allowed = boxes.model.box_bytes / 16
+    for phase, part in boxes.parts():
+        assert part.box == 64 or boxes.part_bytes(phase, part) <= 1.05 * allowed
