@@ -69,4 +69,9 @@ def _stream_faults(asked: StrategySettings) -> list[str]:
             f"--stream {asked.stream} is not for --parallel {asked.parallel}, "
             f"{reasons.get(asked.parallel, 'which does not plan boxes yet')}: name another strategy"
         )
+    elif asked.box_undecided and asked.splits:
+        faults.append(
+            f"--stream auto is planned for --parallel single and ddp; got --parallel {asked.parallel}: name the side "
+            "of boxes in px, such as 512"
+        )
     return faults

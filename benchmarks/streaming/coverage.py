@@ -5,7 +5,7 @@ numbers, traced (without the comparison of graph and model that a run makes), an
 seconds a model. A model counts where all that leaves its region is sums, or the fixed number of cells that it is pooled
 to; of the others the layer and the reason are told.
 
-    python -m benchmarks.streaming.coverage [--only NAME ...]
+    python -m benchmarks.streaming.coverage [--only NAME ...] [--again]
 """
 
 from __future__ import annotations
@@ -125,18 +125,26 @@ def tables(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="models, as --model takes them; no README is written")
+    parser.add_argument("--again", action="store_true", help="also models that an earlier call looked at")
     asked = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     names = asked.only or [*torchvision_classifiers(), *(f"timm:{name}" for name in TIMM)]
-    rows = [measure(name) for name in names]
+    path = OUT / "coverage.json"
+    known = {}
+    if path.exists() and not asked.again:
+        known = {row["model"]: row for row in json.loads(path.read_text())["rows"]}
+    for name in names:
+        if name not in known:
+            known[name] = measure(name)
+            OUT.mkdir(exist_ok=True)
+            result = {"environment": measured_on(), "tile_px": TILE, "rows": list(known.values())}
+            path.write_text(json.dumps(result, indent=1) + "\n")
+    rows = [known[name] for name in names]
     streamed = sum(not row["frozen"] for row in rows)
     print(f"{streamed} of {len(rows)} models are computed box by box to their pooling; asked {ASKED:.0%}")
     reasons = Counter(row["frozen"].partition(": ")[2][:90] for row in rows if row["frozen"])
     print("\n".join(f"{count:3} {reason}" for reason, count in reasons.most_common()))
     if not asked.only:
-        OUT.mkdir(exist_ok=True)
-        result = {"environment": measured_on(), "tile_px": TILE, "rows": rows}
-        (OUT / "coverage.json").write_text(json.dumps(result, indent=1) + "\n")
         write_results(README, results(COMMAND, tables(rows)), "coverage")
     return 0 if streamed >= ASKED * len(rows) else 1
 

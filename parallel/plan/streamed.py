@@ -70,6 +70,7 @@ class StreamedStages:
 
     def __init__(self, streamed: Streamed, cluster: Cluster, slots: int) -> None:
         self._streamed, self._cluster, self._slots = streamed, cluster, slots
+        self._models: dict[int, StreamedModel] = {}
         self._boxes: dict[tuple[int, int, int | None], Boxes] = {}
         self._seconds: dict[tuple[int, int, int | None], tuple[float, float]] = {}
 
@@ -88,7 +89,9 @@ class StreamedStages:
         assert policy.stream is not None
         key = (policy.stream, tiles, policy.host_bytes)
         if key not in self._boxes:
-            self._boxes[key] = plan_boxes(self._streamed.model.of_tiles(tiles), policy.stream, policy.host_bytes)
+            if tiles not in self._models:
+                self._models[tiles] = self._streamed.model.of_tiles(tiles)
+            self._boxes[key] = plan_boxes(self._models[tiles], policy.stream, policy.host_bytes)
         return self._boxes[key]
 
     def rank_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> RankBytes:
@@ -175,17 +178,22 @@ class StreamedStages:
         assert policy.stream is not None
         key = (policy.stream, tiles, policy.host_bytes)
         if key not in self._seconds:
-            boxes, layers, times = self.boxes(strategy, 1), [], []
+            boxes, layers, times, at_hand = self.boxes(strategy, 1), [], [], []
             for number, (phase, part) in enumerate(boxes.parts()):
                 usual, of_all = boxes.work(phase, part)
+                given = boxes.stored_by(phase, part)
                 for step in phase.steps[part.start : part.stop]:
                     if usual.get(step.name):
                         layers.append(self._layer(step, number, usual[step.name]))
                         times.append(of_all[step.name] / usual[step.name])
+                        products = any(op.convolution for op in layers[-1].ops)
+                        at_hand.append(step.name in given and products)
             costs = self._streamed.estimate(LayerGraph(tuple(layers)))(tiles)
-            pairs = list(zip(costs.layers, times, strict=True))
-            once = sum(cost.forward_s * n for cost, n in pairs)
-            self._seconds[key] = once, once + sum(cost.backward_s * n for cost, n in pairs)
+            timed = list(zip(costs.layers, times, at_hand, strict=True))
+            once = sum(cost.forward_s * n for cost, n, _ in timed)
+            # Convolutions whose values are stored are not computed again.
+            again = sum(cost.forward_s * n for cost, n, stored in timed if not stored)
+            self._seconds[key] = once, again + sum(cost.backward_s * n for cost, n, _ in timed)
         return self._seconds[key]
 
     def _layer(self, step: Step, part: int, share: float) -> Layer:

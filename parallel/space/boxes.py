@@ -10,7 +10,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from parallel.space.box_bytes import BoxBytes, Cuts
@@ -48,6 +48,7 @@ class StreamedModel:
     images: frozenset[str] = frozenset()
     tiles: int = 1
     ends_at: tuple[str, str] | None = None
+    _again: dict[int, frozenset[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of_tiles(self, tiles: int) -> StreamedModel:
         """Return the region of one tile for microbatches of ``tiles``."""
@@ -66,6 +67,12 @@ class StreamedModel:
         )
         inputs = {name: size * tiles for name, size in self.inputs.items()}
         return replace(self, steps=tuple(steps), inputs=inputs, tiles=tiles)
+
+    def again(self, limit: int) -> frozenset[str]:
+        """Return names of the maps to make again so that the others take no more than ``limit`` bytes on the host."""
+        if limit not in self._again:
+            self._again[limit] = made_again(self.steps, self.leaving, self.sizes, self.images, limit)
+        return self._again[limit]
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -156,6 +163,10 @@ class Boxes:
         their rims add."""
         return self._walked(phase, part, self._usual(part))[1], self._of_all(phase, part)
 
+    def stored_by(self, phase: PhaseParts, part: Part) -> set[str]:
+        """Return names of the maps that a part gives to later ones."""
+        return {step.name for step in _given(phase, part) if not step.sums} - set(self.model.leaving)
+
     def fetched_bytes(self, phase: PhaseParts, part: Part) -> float:
         """Return the bytes that all boxes of a part fetch."""
         rows, columns = self.cuts(part)
@@ -211,13 +222,12 @@ def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) 
         ValueError: a value that is several maps would have to be stored.
     """
     rows, columns = model.side
-    again: frozenset[str] = frozenset()
-    if stored_bytes is not None:
-        again = made_again(model.steps, model.leaving, model.sizes, model.images, stored_bytes)
+    again = () if stored_bytes is None else model.again(stored_bytes)
     phases = phases_of(model.steps, model.leaving, again)
     left = STORED_PER_PX * rows * columns * model.tiles
     if stored_bytes is not None:
-        left = max(0, min(left, stored_bytes - most_stored(phases, model.sizes, model.images)))
+        # Maps within a phase may all have their gradients beside them.
+        left = max(0, min(left, (stored_bytes - most_stored(phases, model.sizes, model.images)) // 2))
     share = math.prod(min(1.0, box / side) for side in model.side)
     tile = Tile(model.side, box, share * model.box_bytes, left, model.inputs, model.images)
     # A map has one place on the host: what several phases make none may store.

@@ -45,7 +45,7 @@ def phases_of(steps: Sequence[Step], leaving: Collection[str], again: Collection
     base = in_phases(steps)
     order = {step.name: k for k, step in enumerate(steps)}
     makers = {step.name: step for _, local in base for step in local if not step.sums}
-    stored = crossing(steps) - set(again)
+    stored = _crossing(steps, base) - set(again)
     closed: list[tuple[list[Step], set[str]]] = []
     for _, local in base:
         there, fetched = {step.name: step for step in local}, set[str]()
@@ -68,13 +68,11 @@ def phases_of(steps: Sequence[Step], leaving: Collection[str], again: Collection
     return phases
 
 
-def crossing(steps: Sequence[Step]) -> set[str]:
+def _crossing(steps: Sequence[Step], base: Sequence[tuple[Sequence[Step], Sequence[Step]]]) -> set[str]:
     """Return names of the maps that a later phase uses than the one that makes them."""
-    made: dict[str, int] = {}
-    for k, (_, local) in enumerate(in_phases(steps)):
-        made |= {step.name: k for step in local if not step.sums}
-    phase_of = {step.name: k for k, (_, local) in enumerate(in_phases(steps)) for step in local}
-    return {name for step in steps for name in step.maps if name in made and made[name] < phase_of[step.name]}
+    phase_of = {step.name: k for k, (_, local) in enumerate(base) for step in local}
+    maps = {step.name for step in steps if not step.sums and not step.plain}
+    return {name for step in steps for name in step.maps if name in maps and phase_of[name] < phase_of[step.name]}
 
 
 def most_stored(phases: Sequence[Phase], sizes: Mapping[str, int], images: Collection[str]) -> int:
@@ -110,7 +108,7 @@ def made_again(
     if least <= limit:
         return again
     by_name = {step.name: step for step in steps}
-    across = crossing(steps)
+    across = _crossing(steps, in_phases(steps))
     cheap = {
         name for name in across if by_name[name].rules == (SAME, SAME) and _each(by_name[name]) <= CHEAP_FLOPS_PER_BYTE
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -218,6 +219,12 @@ def dropout(module: Any, reading: Reading, node: fx.Node) -> Operation:
     )
 
 
+def functional_dropout(reading: Reading, node: fx.Node) -> Operation:
+    """``F.dropout`` where it does nothing."""
+    given = reading.value({k: v for k, v in bound(node, ("input", "p", "training")).items() if k != "input"})
+    return dropout(SimpleNamespace(p=given.get("p", 0.5), training=given.get("training", True)), reading, node)
+
+
 def dropped_channels(module: Any, reading: Reading, node: fx.Node) -> Operation:
     """Dropout of whole channels: a number for each tile and channel, drawn as the layer draws them."""
     (source,) = reading.maps(node)
@@ -274,6 +281,7 @@ MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
 
 CALLS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
     **dict.fromkeys(FUNCTIONS | METHODS, pointwise),
+    F.dropout: functional_dropout,
     F.batch_norm: functional_batch_norm,
     F.group_norm: functional_group_norm,
     F.instance_norm: functional_instance_norm,

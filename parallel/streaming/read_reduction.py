@@ -16,6 +16,8 @@ from parallel.streaming.operation import Operation, Prior, Reading, SpansImage
 from parallel.streaming.read_window import MEAN_POOL, bound, mean_pool, pair
 
 MEAN, SUM = "~mean", "~sum"
+KNOWN = {"dim", "axis", "keepdim", "unbiased", "correction", "p", "ord"}
+"""Arguments."""
 MAXIMUM = "takes the largest of the whole image, which boxes do not add up: use an average pool"
 
 
@@ -62,6 +64,9 @@ def reduction(reading: Reading, node: fx.Node, names: tuple[str, ...], kind: str
     (source,) = reading.maps(node)
     count, dims = len(reading.shape(source)), reading.dims[source.name]
     asked = given.get("dim", given.get("axis"))
+    other = {name for name, value in given.items() if value is not None} - KNOWN
+    if other or isinstance(asked, bool):
+        raise SpansImage(f"is given {', '.join(sorted(other)) or 'no dim'}, which boxes do not take: leave it out")
     over = {d % count for d in ([asked] if isinstance(asked, int) else asked if asked is not None else range(count))}
     keep = bool(given.get("keepdim", False))
     if not over & set(dims):
@@ -82,8 +87,9 @@ def reduction(reading: Reading, node: fx.Node, names: tuple[str, ...], kind: str
 
 def _norm(numbers: Mapping[str, Any], over: set[int], keep: bool) -> Operation:
     """The Euclidean norm, as global response norm takes it."""
-    if numbers.get("p", 2) not in (2, "fro", None):
-        raise SpansImage(f"is a norm of order {numbers['p']}: use 2")
+    order = numbers.get("p", numbers.get("ord"))
+    if order not in (2, "fro", None):
+        raise SpansImage(f"is a norm of order {order}: use 2")
     dims = tuple(sorted(over))
 
     def squares(given: Any) -> Tensor:
@@ -98,7 +104,8 @@ def _spread(
 ) -> Operation:
     """Variance, or its root, in two sums: nothing cancels."""
     count, dims = _count(reading, source, over), tuple(sorted(over))
-    divisor = count - int(numbers.get("correction", numbers.get("unbiased", True)))
+    less = numbers.get("correction", numbers.get("unbiased"))
+    divisor = count - (1 if less is None else int(less))
     if divisor < 1:
         raise SpansImage("divides by no numbers")
 

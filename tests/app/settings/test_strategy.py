@@ -130,13 +130,17 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             ["--recompute takes none, stage, block, optimal or a number of layers from 1; got 'bl"],
         ),
         ({"recompute": "0"}, ["--recompute takes none, stage, block, optimal or a number of layers from 1; got '0'"]),
-        ({"stream": "0"}, ["--stream takes none or the side of boxes in px, such as 512; got '0'"]),
+        ({"stream": "0"}, ["--stream takes none, auto or the side of boxes in px, such as 512; got '0'"]),
         (
             {"stream": "512", "recompute": "block"},
             [
                 "--stream 512 computes a tile again box by box, and goes without --recompute block: leave that out",
                 "--stream 512 is not for --parallel auto, which does not plan boxes yet: name another strategy",
             ],
+        ),
+        (
+            {"stream": "auto", "parallel": "1f1b", "ranks": 2, "memory": "1GiB"},
+            ["--stream auto is planned for --parallel single and ddp; got --parallel 1f1b: name the side of boxes in"],
         ),
         (
             {"stream": "512", "parallel": "zero-bubble", "ranks": 2, "norm_statistics": "deferred"},

@@ -186,6 +186,7 @@ KINDS: dict[str, tuple[nn.Module, int]] = {
     "dropout of channels": (nn.Dropout2d(0.5), 4),
     "dropped paths": (DropPath(0.5), 4),
     "stochastic depth": (StochasticDepth(0.5, "row"), 4),
+    "functional dropout of nothing": (Call(lambda x: F.dropout(x, 0.5, training=False) * 2), 4),
     "dropout of nothing": (nn.Dropout(0.0), 4),
     "identity": (nn.Identity(), 4),
 }

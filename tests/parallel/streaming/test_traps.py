@@ -182,6 +182,23 @@ def test_a_maximum_over_the_image_is_refused_by_name() -> None:
     assert planned(run).region.ends_at == ("_1 (1)", reason)
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: torch.linalg.vector_norm(x, ord=1, dim=(2, 3)), "is a norm of order 1: use 2"),
+        (lambda x: x.sum((2, 3), dtype=torch.float64), "is given dtype, which boxes do not take: leave it out"),
+    ],
+)
+def test_reductions_of_other_kinds_are_refused_by_name(function: Callable[[Tensor], Tensor], reason: str) -> None:
+    """Read as those that are known they would give other numbers."""
+    net = Call(function)
+    run = in_boxes(net, 8)
+    run(net, torch.randn(1, 3, 18, 18))
+    ends = planned(run).region.ends_at
+    assert ends is not None
+    assert ends[1] == reason
+
+
 def test_norms_of_nothing_have_no_gradient() -> None:
     """That of a root is infinite at zero, and infinity times zero no number."""
     net = Call(lambda x: x + F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True))
