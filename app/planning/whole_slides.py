@@ -76,7 +76,7 @@ def check_largest(config: RunConfig, largest: tuple[int, int], classes: int, seg
         planner = Planner(work.task(asked.batch, machine.estimate), machine.cluster)
     except ValueError:  # not traced: nobody knows
         return
-    savings = Savings((asked.recompute,), (asked.offload != "none",))
+    savings = Savings((asked.recompute,), (asked.offload != "none",), stream=False)
     rows = planner.rows([asked.name], ranks=asked.world, m=asked.m, savings=savings)
     least = min((max(row.peak_bytes) for row in rows if row.peak_bytes), default=0)
     if least > machine.cluster.memory_bytes:

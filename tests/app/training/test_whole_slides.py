@@ -72,10 +72,10 @@ def test_trained_in_boxes_and_resumed_bit_for_bit(
 def test_slides_that_cannot_fit_are_refused_with_what_to_do(
     classify_slides: Path, indexed: Path, train: Train, tmp_path: Path
 ) -> None:
-    for parallel in ("single", "auto"):
+    for parallel, memory in (("single", "1MiB"), ("auto", "10KiB")):
         shutil.copytree(indexed, tmp_path / parallel)
         done = train(
-            *("--slides", classify_slides, *CUT, *STEP, *TINY, "--parallel", parallel, "--memory", "1MiB"),
+            *("--slides", classify_slides, *CUT, *STEP, *TINY, "--parallel", parallel, "--memory", memory),
             *("--steps", "1", "--out", tmp_path / parallel),
         )
         assert done.returncode == 1
