@@ -16,13 +16,13 @@ from parallel.graph.partition import Partition
 from parallel.offload.host_space import HostSpace
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
-from parallel.streaming.operation import attribute
+from parallel.streaming.planned_region import PlannedRegion
 from parallel.streaming.region import READING, WHOLE_TILE, NothingInBoxes, read_region
-from parallel.streaming.region_run import Kept, RegionRun
+from parallel.streaming.region_run import RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_code import compiled
-from parallel.trace.stage_module import Run, StageModule
+from parallel.trace.stage_module import StageModule
 from parallel.trace.trace_alone import trace_alone
 
 MOST_PLANS = 64
@@ -107,7 +107,7 @@ class StreamedRun:
     ) -> None:
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
         self._box, self._stored_bytes, self._scale, self._host = box, stored_bytes, scale, host
-        self._plans: dict[Any, _Planned | NothingInBoxes] = {}
+        self._plans: dict[Any, PlannedRegion | NothingInBoxes] = {}
         self._records: dict[str, StepRecord] = {}
         self._whole = compiled(nodes, inputs, outputs, {}, "a stage without boxes")
 
@@ -131,7 +131,7 @@ class StreamedRun:
         (output,) = self(stage, *values)
         return asked.of_whole(output)
 
-    def planned(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int] = ()) -> _Planned:
+    def planned(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int] = ()) -> PlannedRegion:
         """The plan for values of these shapes and types.
 
         Args:
@@ -152,7 +152,7 @@ class StreamedRun:
             raise plan.with_traceback(None)
         return plan
 
-    def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> _Planned:
+    def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> PlannedRegion:
         entering, given = parted(dict(zip(self._inputs, values, strict=True)))
         region = read_region(stage, self._nodes, entering, given)
         with READING:
@@ -183,7 +183,7 @@ class StreamedRun:
             if argument.op == "get_attr"
         }
         filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
-        return _Planned(
+        return PlannedRegion(
             RegionRun(region, self._box, self._stored_bytes, self._scale, self._host),
             run,
             inputs,
@@ -215,103 +215,8 @@ def parted(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor | Boxes], dict[A
     return maps, {name: value for name, value in values.items() if name not in maps}
 
 
-class _Planned:
-    """For values of one form.
-
-    Attributes:
-        run: of the region.
-        rest: what follows, of the values that ``rest_inputs`` names.
-        sums: what leaves the region are sums of what the model gives.
-        places: of the tensors that enter the region among the values.
-    """
-
-    def __init__(
-        self,
-        run: RegionRun,
-        rest: Run,
-        rest_inputs: tuple[str, ...],
-        filled: frozenset[str],
-        paths: tuple[str, ...],
-        read: tuple[fx.Node, ...],
-        sums: bool,
-        places: tuple[int, ...],
-    ) -> None:
-        self.run, self.rest, self.rest_inputs, self.sums, self.places = run, rest, rest_inputs, sums, places
-        self._filled, self._paths, self._read = filled, paths, read
-
-    def for_rest(self, name: str, value: Any) -> Any:
-        """Return a value as what follows takes it: images by boxes are made whole where more than their shape is."""
-        if not isinstance(value, Boxes):
-            return value
-        if name in self._filled:
-            return whole(value)
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-    def leaving(self, stage: nn.Module, values: Sequence[Any], beside: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Compute the region."""
-        entering, wants = [values[place] for place in self.places], torch.is_grad_enabled()
-        made: tuple[Tensor, ...] = _Streamed.apply(
-            self.run, stage, beside, len(entering), wants, *entering, *self.parameters(stage)
-        )
-        return made
-
-    def parameters(self, stage: nn.Module) -> list[nn.Parameter]:
-        """Of the region, those that are trained, each once."""
-        found = [p for path in self._paths for p in stage.get_submodule(path).parameters()]
-        found += [value for node in self._read if isinstance(value := attribute(stage, node), nn.Parameter)]
-        return list({id(p): p for p in found if p.requires_grad}.values())
-
-
 def _takes_shape(node: fx.Node) -> bool:
     """A node takes nothing but the shape of its tensor."""
     if node.op == "call_method":
         return node.target == "size"
     return bool(node.target is getattr and node.args[1] == "shape")
-
-
-class _Streamed(torch.autograd.Function):
-    """The region as one operation: each parameter has one gradient, given once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        run: RegionRun,
-        stage: nn.Module,
-        beside: Mapping[str, Any],
-        count: int,
-        wants: bool,
-        *tensors: Any,
-    ) -> Any:
-        device = tensors[0].device.type
-        ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        ctx.run, ctx.stage, ctx.count, ctx.parameters = run, stage, count, tensors[count:]
-        ctx.set_materialize_grads(False)
-        region = run.region
-        entering = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
-        maps = entering[: len(region.inputs)]
-        beside = {**beside, **dict(zip(region.given, entering[len(maps) :], strict=True))}
-        with _precision(ctx):
-            leaving, kept = run.forward(stage, maps, wants, beside)
-        ctx.kept = kept if wants else None
-        silent = [value for name, value in zip(region.leaving, leaving, strict=True) if name not in region.flows]
-        ctx.mark_non_differentiable(*silent)
-        return leaving
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        kept: Kept | None = ctx.kept
-        if kept is None:
-            raise RuntimeError("a tile computed box by box goes back once")
-        ctx.kept = None
-        run: RegionRun = ctx.run
-        names = (*run.region.inputs, *run.region.given)
-        asked = frozenset(name for k, name in enumerate(names) if ctx.needs_input_grad[5 + k])
-        with _precision(ctx):
-            entering, parameters = run.backward(ctx.stage, kept, gradients, ctx.parameters, asked)
-        return (None, None, None, None, None, *(entering.get(name) for name in names), *parameters)
-
-
-def _precision(ctx: Any) -> torch.autocast:
-    """That of the forward pass. Casts are not remembered, or those made without gradients would be used with them."""
-    device, dtype, enabled = ctx.precision
-    return torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)
