@@ -26,6 +26,7 @@ from parallel.engine.stage_groups import StageGroups
 from parallel.engine.state_dict import FullStateDict
 from parallel.engine.transfers import StageTransfers
 from parallel.graph.partition import Partition
+from parallel.memory.policy import ActivationPolicy
 from parallel.memory.segments import segments_of
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
@@ -124,16 +125,7 @@ def put_to_work(
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
     holders = StageGroups(communicator, placement, pairs=strategy.shard_optimizer)
     numbers = sorted({stage for stage, _ in placement.held_by(rank)})
-    cuts: Mapping[int, StageModule]
-    if policy.stream is None:
-        cuts = {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
-    else:
-        if splits:
-            raise ValueError(
-                "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
-            )
-        limit = policy.host_bytes and policy.host_bytes // _most_in_flight(schedule[rank])
-        cuts = streamed_stages(traced, partition, numbers, policy.stream, shape, limit, host)
+    cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[rank], host)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(
@@ -179,6 +171,30 @@ def put_to_work(
         batch=batch,
         m=strategy.m,
     )
+
+
+def _stage_modules(
+    traced: Traced,
+    partition: Partition,
+    numbers: Sequence[int],
+    policy: ActivationPolicy,
+    shape: tuple[int, ...],
+    actions: Sequence[Action],
+    host: HostSpace | None,
+) -> Mapping[int, StageModule]:
+    """Return the stages ``numbers``, whole, in segments or in boxes of the tile.
+
+    Args:
+        actions: of this rank.
+    """
+    if policy.stream is None:
+        return {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
+    if any(action.kind is Kind.BACKWARD_INPUT for action in actions):
+        raise ValueError(
+            "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
+        )
+    limit = policy.host_bytes and policy.host_bytes // _most_in_flight(actions)
+    return streamed_stages(traced, partition, numbers, policy.stream, shape, limit, host)
 
 
 def _most_in_flight(actions: Sequence[Action]) -> int:

@@ -196,10 +196,7 @@ def build_session(
     if channels_last:
         model.to(memory_format=torch.channels_last)
     train_rows = dataset.rows("train")
-    weights = (
-        balanced_weights(class_counts(dataset, train_rows)) if config.optimization.class_weights == "balanced" else None
-    )
-    loss = (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights).to(placement.device)
+    loss = _loss(config, dataset, train_rows).to(placement.device)
     host = None if strategy.policy.stream is None else _host_space(config, strategy)
     engine = build_engine(
         strategy,
@@ -249,6 +246,13 @@ def build_session(
         failed,
         host,
     )
+
+
+def _loss(config: RunConfig, dataset: Dataset, train_rows: NDArray[np.int64]) -> TileClassLoss | PixelClassLoss:
+    weights = (
+        balanced_weights(class_counts(dataset, train_rows)) if config.optimization.class_weights == "balanced" else None
+    )
+    return (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights)
 
 
 def _load_weights(model: nn.Module, path: Path) -> tuple[str, ...]:
