@@ -147,8 +147,8 @@ class Workload:
             except ValueError as fault:
                 refused[name] = str(fault)
         one_copy = copies_fault(traced.updated)
-        streamed, reason = self._streamed(traced, estimate)
-        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused, one_copy, streamed, reason)
+        in_boxes = functools.partial(self._streamed, traced, estimate)
+        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused, one_copy, in_boxes)
 
     def _streamed(
         self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]

@@ -69,7 +69,11 @@ class StageCache:
         self._memories: dict[int, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
         self._moved_s: dict[int, float] = {}
-        self._streamed = None if task.streamed is None else StreamedStages(task.streamed, cluster, task.slots)
+
+    @functools.cached_property
+    def _streamed(self) -> StreamedStages | None:
+        streamed = self.task.streamed
+        return None if streamed is None else StreamedStages(streamed, self.cluster, self.task.slots)
 
     @property
     def box_sides(self) -> list[int]:

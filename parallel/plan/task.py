@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,8 +22,7 @@ class Task:
         slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
         refused: strategy -> why the model cannot be trained with it.
         one_copy: why no two ranks may hold a copy of a stage; empty where they may.
-        streamed: the model as streaming sees it; None where it cannot be computed box by box.
-        not_streamed: why it cannot.
+        in_boxes: gives the model as streaming sees it, or None and why it cannot be computed box by box.
     """
 
     graph: LayerGraph
@@ -31,5 +31,18 @@ class Task:
     slots: int
     refused: Mapping[str, str] = field(default_factory=dict)
     one_copy: str = ""
-    streamed: Streamed | None = None
-    not_streamed: str = ""
+    in_boxes: Callable[[], tuple[Streamed | None, str]] = lambda: (None, "")
+
+    @property
+    def streamed(self) -> Streamed | None:
+        """The model as streaming sees it; None where it cannot be computed box by box."""
+        return self._boxes[0]
+
+    @property
+    def not_streamed(self) -> str:
+        """Why it cannot."""
+        return self._boxes[1]
+
+    @functools.cached_property
+    def _boxes(self) -> tuple[Streamed | None, str]:
+        return self.in_boxes()

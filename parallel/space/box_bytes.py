@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from parallel.space.grid import cells
+from parallel.space.grid import cell
 from parallel.space.span import Span
 from parallel.space.step import Step
 
@@ -45,7 +45,7 @@ class BoxBytes:
         images: Collection[str] = (),
     ) -> None:
         self._sides, self._sizes, self._images = sides, sizes, images
-        own = [{step.name: cells(cuts[axis], step.sides[axis])[box[axis]] for step in across} for axis in (0, 1)]
+        own = [{step.name: cell(cuts[axis], step.sides[axis], box[axis]) for step in across} for axis in (0, 1)]
         there = {step.name: step.sides for step in across if own[0][step.name].size and own[1][step.name].size}
         self._spans = tuple({name: own[axis][name] for name in there} for axis in (0, 1))
         self._given = {name: sizes[name] * self._share(name, side) for name, side in there.items()}

@@ -118,7 +118,7 @@ class Boxes:
             for part in phase.parts:
                 yield phase, part
 
-    @property
+    @functools.cached_property
     def host_bytes(self) -> int:
         """Of the maps between parts, and of their gradients, at the fullest moment: maps are there when the forward
         pass ends, gradients come as parts go back, and both go with the part that made them."""
@@ -138,7 +138,7 @@ class Boxes:
             gradients -= given
         return most
 
-    @property
+    @functools.cached_property
     def device_bytes(self) -> int:
         """That a step takes at most beside parameters, optimizer and what follows the region: of the fullest box, with
         the gradients of parameters that there are by then."""

@@ -6,7 +6,7 @@ strides led to it; where c_j is a multiple of the model's total stride, that is 
 
 from __future__ import annotations
 
-from itertools import pairwise
+import functools
 
 from parallel.space.span import Span
 
@@ -14,6 +14,7 @@ ALIGNED = 32
 """px that cuts of the tile are multiples of, where boxes are larger: the total stride of most networks."""
 
 
+@functools.lru_cache(1024)
 def tile_cuts(side: int, box: int) -> tuple[int, ...]:
     """Return where a tile of ``side`` rows is cut, both ends included, into equal boxes of ``box`` rows or a little
     more, where rounding asks for it."""
@@ -23,8 +24,13 @@ def tile_cuts(side: int, box: int) -> tuple[int, ...]:
     return (0, *sorted(cut for cut in inner if 0 < cut < side), side)
 
 
-def cells(cuts: tuple[int, ...], side: int) -> tuple[Span, ...]:
-    """Return the rows of each box in a map of ``side`` rows; some are empty in maps of fewer rows than boxes."""
+def cell(cuts: tuple[int, ...], side: int, number: int) -> Span:
+    """Return the rows of box ``number`` in a map of ``side`` rows; none in some maps of fewer rows than boxes."""
     tile = cuts[-1]
-    places = [(2 * cut * side + tile) // (2 * tile) for cut in cuts]
-    return tuple(Span(first, last) for first, last in pairwise(places))
+    first, last = ((2 * cut * side + tile) // (2 * tile) for cut in cuts[number : number + 2])
+    return Span(first, last)
+
+
+def cells(cuts: tuple[int, ...], side: int) -> tuple[Span, ...]:
+    """Return the rows of each box in a map of ``side`` rows."""
+    return tuple(cell(cuts, side, number) for number in range(len(cuts) - 1))
