@@ -10,7 +10,7 @@ from parallel.streaming import read_pointwise, read_reduction, read_window
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-ADVICE = "use layers of torch.nn and torch.nn.functional, which docs/memory.md lists"
+ADVICE = "use layers of torch.nn and torch.nn.functional, which docs/streaming.md lists"
 UNKNOWN = f"of a kind that boxes do not know: {ADVICE}"
 
 ALONE = read_pointwise.MODULES
