@@ -52,7 +52,7 @@ def make_slide(path: Path, side: int, source: Path = SOURCE, *, turned: bool = F
         shape=(side, side, 3),
         dtype=np.uint8,
         tile=(TILE, TILE),
-        photometric="ycbcr",
+        photometric="rgb",
         subsampling=(2, 2),
         compression="jpeg",
         compressionargs={"level": QUALITY},
