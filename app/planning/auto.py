@@ -115,7 +115,10 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     from app.planning.workload import Workload  # torch is imported once the settings are known to be right
 
     strategy = config.strategy
-    machine = _machine(config)
+    # One rank has hardly anything to choose by time, so nothing is calibrated for it, unless it is asked to choose what
+    # it computes again.
+    timed = strategy.world > 1 or strategy.runs_undecided
+    machine = machine_of(config, timed=timed, reserved=config.stream.read_ahead_bytes)
     work = Workload(
         config.net.model,
         config.index.side,
@@ -186,9 +189,13 @@ def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
     return row
 
 
-def _machine(config: RunConfig) -> Machine:
-    """This machine. One rank has hardly anything to choose by time, so nothing is calibrated for it, unless asked to
-    choose what it computes again."""
+def machine_of(config: RunConfig, *, timed: bool, reserved: int = 0) -> Machine:
+    """Return this machine, as a run uses it.
+
+    Args:
+        timed: calibrated, where it was not yet.
+        reserved: bytes that are not for the model.
+    """
     from app.planning.machine import this_machine
 
     strategy = config.strategy
@@ -200,8 +207,8 @@ def _machine(config: RunConfig) -> Machine:
         precision=strategy.precision,
         channels_last=strategy.channels_last,
         per_node=launch.local_world if launch else None,
-        reserved=config.stream.read_ahead_bytes,
-        timed=strategy.world > 1 or strategy.runs_undecided,
+        reserved=reserved,
+        timed=timed,
     )
 
 

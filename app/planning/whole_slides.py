@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from app.planning.auto import machine_of
 from app.settings.cli import RunError
-from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
@@ -46,22 +46,12 @@ def check_largest(config: RunConfig, largest: tuple[int, int], classes: int, seg
     Raises:
         RunError: the largest takes more than there is, by plan.
     """
-    from app.planning.machine import this_machine  # torch is imported once the settings are known to be right
-    from app.planning.workload import Workload
+    from app.planning.workload import Workload  # torch is imported once the settings are known to be right
 
     square, asked = as_square(config, largest), config.strategy
     if asked.stream_px is not None or asked.recompute.isdecimal():
         return
-    launch = find_launch()
-    machine = this_machine(
-        asked.world,
-        memory=asked.memory_bytes,
-        device=asked.device,
-        precision=asked.precision,
-        channels_last=asked.channels_last,
-        per_node=launch.local_world if launch else None,
-        timed=False,
-    )
+    machine = machine_of(config, timed=False)
     work = Workload(
         config.net.model,
         square.index.side,

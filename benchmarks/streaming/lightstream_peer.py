@@ -12,7 +12,7 @@ Its constructor asks for CUDA: it moves the network there after it has measured 
 nothing (``nn.Module.cuda`` is shadowed meanwhile) and its device is set to the CPU; else it is as published.
 
     pip install --no-deps --target FOLDER lightstream lightning pytorch-lightning lightning-utilities torchmetrics
-    python -m benchmarks.streaming.lightstream_peer --library FOLDER [--tile 2048] [--boxes 256 512]
+    python -m benchmarks.streaming.lightstream_peer --packages FOLDER [--tile 2048] [--boxes 256 512]
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from parallel.streaming.streamed_module import streamed
 
 README = Path(__file__).with_name("README.md")
 OUT = Path(__file__).with_name("results")
-COMMAND = "python -m benchmarks.streaming.lightstream_peer --library FOLDER"
+COMMAND = "python -m benchmarks.streaming.lightstream_peer --packages FOLDER"
 
 ERRORS = {
     "resnet18": ("frozen", 1536, 1280),
@@ -173,7 +173,7 @@ def measured(
     library: Path, name: str, norm: str, tile: int, way: str, size: int, *, with_error: bool
 ) -> dict[str, Any]:
     """Return a row, computed in a process of its own; why not, where it fails."""
-    words = [sys.executable, "-m", "benchmarks.streaming.lightstream_peer", "--library", str(library), "--cell"]
+    words = [sys.executable, "-m", "benchmarks.streaming.lightstream_peer", "--packages", str(library), "--cell"]
     words += [name, norm, str(tile), way, str(size), *(["--error"] if with_error else [])]
     done = subprocess.run(words, cwd=README.parents[2], capture_output=True, text=True, check=False)
     row: dict[str, Any] = {"model": name, "norm": norm, "tile_px": tile, "way": way, "size_px": size}
@@ -210,7 +210,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, required=True, help="folder that lightstream was installed into")
+    parser.add_argument("--packages", type=Path, required=True, help="folder that lightstream was installed into")
     parser.add_argument("--tile", type=int, default=2048, help="px")
     parser.add_argument("--pieces", type=int, nargs="+", default=[1280, 1536], help="px of lightstream's pieces")
     parser.add_argument("--boxes", type=int, nargs="+", default=[256, 512], help="px of ours")
@@ -220,18 +220,18 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     if asked.cell:
-        sys.path.append(str(asked.library.resolve()))
+        sys.path.append(str(asked.packages.resolve()))
         print(json.dumps(cell(asked)))
         return 0
     ways = [("plain", 0), *(("boxes", box) for box in asked.boxes), *(("lightstream", piece) for piece in asked.pieces)]
     rows = [
-        measured(asked.library, "resnet18", "frozen", asked.tile, *way, with_error=False) | {"kind": "cost"}
+        measured(asked.packages, "resnet18", "frozen", asked.tile, *way, with_error=False) | {"kind": "cost"}
         for way in ways
     ]
     for case, (norm, tile, piece) in ERRORS.items():
         if not asked.only or any(word in case for word in asked.only):
             for way, size in (("lightstream", piece), ("boxes", BOX)):
-                row = measured(asked.library, case.split(",")[0].split()[0], norm, tile, way, size, with_error=True)
+                row = measured(asked.packages, case.split(",")[0].split()[0], norm, tile, way, size, with_error=True)
                 rows.append(row | {"kind": "error", "case": case})
     print(tables(rows))
     if not asked.only:

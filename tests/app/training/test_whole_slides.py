@@ -37,6 +37,7 @@ def indexed(classify_slides: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
+@pytest.mark.long
 def test_trained_in_boxes_and_resumed_bit_for_bit(
     classify_slides: Path, indexed: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
