@@ -88,8 +88,8 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
         return None
     if not smallest:
         return LargestTile(name, savings, 0, None, known[low], known[low])
-    while 2 * low <= LIMIT and fits(2 * low):
-        low *= 2
+    while low < LIMIT and fits(min(2 * low, LIMIT)):
+        low = min(2 * low, LIMIT)
     high = min(2 * low, LIMIT)
     while high - low > STEP:
         middle = (low + high) // 2 // STEP * STEP

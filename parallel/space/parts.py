@@ -7,6 +7,7 @@ cuts and boxes cost the least is found by dynamic programming over the places wh
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ def _costs(
     return best
 
 
+@functools.cache
 def telling_boxes(cuts: Cuts) -> list[tuple[int, int]]:
     """Return (row, column) of the boxes that take most: one in the middle, and one at an edge, where padding copies
     what it pads."""
