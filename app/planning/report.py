@@ -6,8 +6,8 @@ Takes the command; runs the planner. A row for each strategy, its best candidate
 
 from __future__ import annotations
 
-import dataclasses
 import contextlib
+import dataclasses
 import gc
 import json
 from collections.abc import Iterator, Sequence

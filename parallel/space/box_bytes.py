@@ -70,10 +70,8 @@ class AxisNeeds:
             start, stop = rule.need(own, side)
             before, after = -start if start < 0 else 0, stop - side if stop > side else 0
             lopsided |= before != after
-            if not before and not after and start < stop:
-                need = Span(start, stop)
-            else:
-                need = Span(start, stop).touching(side)
+            inside = not before and not after and start < stop
+            need = Span(start, stop) if inside else Span(start, stop).touching(side)
             earlier = spans.get(name)
             spans[name] = need = need if earlier is None else need.hull(earlier)
             of_maps.append(need[1] - need[0])
