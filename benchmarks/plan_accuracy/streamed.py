@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each")
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
+    torch.set_flush_denormal(True)  # as app.train does
     torch.set_num_threads(1)
     found = {}
     OUT.parent.mkdir(exist_ok=True)
