@@ -12,7 +12,7 @@ from tests.helpers.benchmark_run import assert_runs
     ("command", "says"),
     [
         ("benchmarks.engine.run --tile 64 --steps 1", "engine_over_plain"),
-        ("benchmarks.engine.replicas --tile 64 --rounds 1", "4 microbatches a rank"),
+        ("benchmarks.engine.replicas --model resnet20_v2 --tile 64 --rounds 1", "4 microbatches a rank"),
         ("benchmarks.data_wait.run --tile 256 --steps 1", "data_wait_fraction"),
         ("benchmarks.big_slide.run --size 3000 --tile 512 --steps 1", "1 tiles trained on"),
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
