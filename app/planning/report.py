@@ -7,6 +7,7 @@ Takes the command; runs the planner. A row for each strategy, its best candidate
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 from collections.abc import Iterator, Sequence
@@ -157,8 +158,12 @@ def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequ
         planner = planner_at(2 * found.tile or STEP) if found.doubled else None
         return str(planner.limit(found.doubled)) if planner and found.doubled else ""
 
+    def timed(found: LargestTile) -> LargestTile:
+        planner = planner_at(found.tile) if found.row else None
+        return dataclasses.replace(found, row=planner.timed(found.row)) if planner and found.row else found
+
     asked = dict.fromkeys(("single", *names) if command.ranks > 1 else names)
-    found = largest_tiles(asked, steps_of(command.savings), least)
+    found = [timed(one) for one in largest_tiles(asked, steps_of(command.savings), least)]
     limits = [limit(one) for one in found]
     print_largest(found, limits, machine.cluster.memory_bytes)
     return [

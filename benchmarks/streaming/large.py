@@ -55,6 +55,8 @@ class Case:
         tile: px.
         stream: px of the boxes.
         task: classify or segment.
+        norm: as for ``--norm``.
+        host: that maps may take, as for ``--developer offload-host=``; "" leaves it to the run.
     """
 
     model: str
@@ -63,6 +65,8 @@ class Case:
     task: str = "classify"
     steps: int = 3
     memory: str = "2GiB"
+    norm: str = "frozen"
+    host: str = ""
 
 
 CASES = {
@@ -70,7 +74,8 @@ CASES = {
     "resnet18-8192": Case("resnet18", 8192, 512),
     "resnet18-16384": Case("resnet18", 16384, 512),
     "resnet50-8192": Case("resnet50", 8192, 512),
-    "unet-4096": Case("unet", 4096, 256, "segment"),
+    "resnet50-batch-4480": Case("resnet50", 4480, 256, norm="batch", host="15.5GiB"),
+    "unet-4096": Case("unet", 4096, 384, "segment", steps=2),
 }
 """The first two: device bytes are to be those of the third."""
 
@@ -132,9 +137,13 @@ def warm_weights(case: Case, slides: Path, out: Path) -> Path:
 
 def measure(case: Case, slides: Path, out: Path) -> dict[str, Any]:
     """Return what ``app.train`` says of the large tile, with a row for each step."""
-    weights, run = warm_weights(case, slides, out), out / "run"
+    run = out / "run"
     large = ["--tile", str(case.tile), "--stream", str(case.stream), "--batch", "1", "--steps", str(case.steps)]
-    large += ["--norm", "frozen", "--weights", str(weights), "--memory", case.memory]
+    large += ["--norm", case.norm, "--memory", case.memory]
+    if case.norm == "frozen":
+        large += ["--weights", str(warm_weights(case, slides, out))]
+    if case.host:
+        large += ["--developer", f"offload-host={case.host}"]
     _train(slides, run, case, *large)
     summary = json.loads((run / "summary.json").read_text())
     with (run / "metrics.csv").open() as file:
@@ -143,6 +152,7 @@ def measure(case: Case, slides: Path, out: Path) -> dict[str, Any]:
     (device_bytes,), (process_bytes,) = summary["device_bytes"], summary["peak_memory_bytes"]
     return {
         **{name: summary[name] for name in kept},
+        "norm": case.norm,
         "device_bytes": device_bytes,
         "host_bytes": process_bytes - device_bytes,
         "resident_bytes": summary["peak_resident_bytes"][0],
@@ -171,9 +181,12 @@ def table(folder: Path) -> str:
         seconds = ", ".join(f"{step['seconds']:.0f}" for step in result["steps"])
         sizes = [f"{result[name] / 2**20:,.0f}" for name in ("device_bytes", "host_bytes")]
         tile = f"{result['tile_px']:,}"
-        lines.append([result["model"], tile, result["tissue"], str(result["stream_px"]), losses, seconds, *sizes])
+        lines.append(
+            [result["model"], result["norm"], tile, result["tissue"], str(result["stream_px"]), losses, seconds, *sizes]
+        )
     header = [
         "model",
+        "norm",
         "tile px",
         "tissue",
         "boxes px",
@@ -193,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tile", type=int, help="px, instead of the case's")
     parser.add_argument("--stream", type=int, help="px of the boxes, instead of the case's")
-    parser.add_argument("--steps", type=int, help="instead of three")
+    parser.add_argument("--steps", type=int, help="instead of the case's")
     parser.add_argument("--write", action="store_true", help="the table of all results into the README")
     asked = parser.parse_args(argv)
     changed = {name: getattr(asked, name) for name in ("tile", "stream", "steps") if getattr(asked, name)}
@@ -205,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     result |= {"case": asked.case, "tissue": tissue, "environment": measured_on()}
     folder = RESULTS if asked.write else OUT
     folder.mkdir(exist_ok=True)
-    draw_picture(slides, case, folder / f"large_{name}.png")
+    draw_picture(slides, case, folder / f"large_{name}.jpg")
     (folder / f"large_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(folder))
     if asked.write:

@@ -102,9 +102,13 @@ class Planner:
             slowest = max(map(sum, held)) if not candidate.paired else sum(loads) / candidate.depth
         return self.task.batch / (microbatches * slowest) if slowest else math.inf
 
-    def row(self, candidate: Strategy, savings: Savings = ANY) -> PlanRow:
+    def row(self, candidate: Strategy, savings: Savings = ANY, *, seconds: bool = True) -> PlanRow:
         """Return, of ``candidate`` with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost
-        about as much; the variant that misses by least where none does."""
+        about as much; the variant that misses by least where none does.
+
+        Args:
+            seconds: those of tiles computed box by box are told, too, which takes a while.
+        """
         tried: list[_Fitting] = []
         for tier in savings.tiers(candidate):
             own, fastest = [], None
@@ -119,11 +123,12 @@ class Planner:
             tried = own + tried
         if savings.boxes and (streamed := self._in_boxes(candidate)):
             if streamed.fits:
-                return self._timed(streamed)
+                return self._timed(streamed, seconds)
             tried = [streamed, *tried]
         if not tried:
             return PlanRow(candidate, refused=savings.refusal(candidate))
-        return self._timed(min(tried, key=lambda fitting: fitting.over_bytes))
+        nearest = min(tried, key=lambda fitting: fitting.over_bytes)
+        return self._timed(nearest, seconds or nearest.strategy.policy.stream is None)
 
     def in_boxes(self, candidate: Strategy) -> PlanRow | None:
         """Return the row of ``candidate`` in the largest boxes that fit, or in the smallest; None where it cannot be
@@ -197,18 +202,23 @@ class Planner:
 
     def least(self, name: str, ranks: int, savings: Savings = ANY) -> PlanRow | None:
         """Return, of strategy ``name``, the first candidate that fits, from microbatches of one tile on, or the one
-        that misses by least; None where the strategy cannot run."""
+        that misses by least; None where the strategy cannot run. ``timed`` tells the seconds of those in boxes."""
         nearest: PlanRow | None = None
         given = candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages)
         if name in self.task.refused:
             return None
         for candidate in leanest(each for each in given if each.copies == 1 or not self.task.one_copy):
-            row = self.row(candidate, savings)
+            row = self.row(candidate, savings, seconds=False)
             if row.fits:
                 return row
             if not row.refused and (nearest is None or row.over_bytes < nearest.over_bytes):
                 nearest = row
         return nearest
+
+    def timed(self, row: PlanRow) -> PlanRow:
+        """Return ``row`` of ``least`` with its seconds."""
+        fitting = self._least(row.strategy) if row.step_s is None and not row.refused else None
+        return row if fitting is None else self._timed(fitting)
 
     def forecast(self, candidate: Strategy, *, within: bool = False) -> PlanRow | None:
         """Return the row of ``candidate`` as it is.
@@ -235,13 +245,13 @@ class Planner:
         decided = self.cutting.decided(candidate, partition)
         return None if decided is None else _Fitting(decided, partition, self.cutting)
 
-    def _timed(self, fitting: _Fitting) -> PlanRow:
-        step = self._forecast(fitting.strategy, fitting.partition)
+    def _timed(self, fitting: _Fitting, seconds: bool = True) -> PlanRow:
+        step = self._forecast(fitting.strategy, fitting.partition) if seconds else None
         return PlanRow(
             fitting.strategy,
-            self.task.batch / step.step_s if step.step_s else None,
-            step.step_s or None,
-            step.bubble,
+            self.task.batch / step.step_s if step and step.step_s else None,
+            step.step_s or None if step else None,
+            step.bubble if step else None,
             fitting.peak_bytes,
             fitting.over_bytes,
             host_bytes=self.cutting.host_bytes(fitting.strategy, fitting.partition),

@@ -3,13 +3,15 @@
 Takes the steps of a part one by one, from the last to the first; gives the rows and columns of each map that the box
 needs, and the most that lives at a time: what it fetched, what autograd keeps of each step up to the one that goes
 back, the gradients that wait, and the work space of that one. A part that begins earlier only adds to it, so that all
-parts that end at one step are known from one walk towards the start.
+parts that end at one step are known from one walk towards the start. Boxes in one row of boxes need the same rows,
+which are looked up once for all of them. No torch here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from parallel.space.grid import cell
 from parallel.space.span import Span
@@ -20,6 +22,62 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 Sides = Mapping[str, tuple[int, int]]
 
 
+class Needed(NamedTuple):
+    """What a box needs along one axis to compute a step.
+
+    Attributes:
+        size: rows of its value, or of what it sums; 0 where the box computes none.
+        of_maps: rows of each map that it takes, those included which later steps of the part need.
+        lopsided: they are padded on one side more than on the other.
+    """
+
+    size: int
+    of_maps: tuple[int, ...] = ()
+    lopsided: bool = False
+
+
+NOTHING = Needed(0)
+
+
+class AxisNeeds:
+    """Rows of every map that boxes in one row need, of a part that ends at some step and grows towards the start.
+
+    Args:
+        across: steps whose values leave the part.
+        sides: rows and columns of every map.
+        cuts: of the tile, along the axis.
+        axis: 0 of rows, 1 of columns.
+        number: of the row of boxes.
+
+    Attributes:
+        spans: the rows by name of the map.
+        own: rows of what leaves the part that are of these boxes alone, by name.
+    """
+
+    def __init__(self, across: Sequence[Step], sides: Sides, cuts: tuple[int, ...], axis: int, number: int) -> None:
+        self._sides, self._axis = sides, axis
+        self.spans = {step.name: cell(cuts, step.sides[axis], number) for step in across}
+        self.own = {name: span.size for name, span in self.spans.items()}
+
+    def begin_with(self, step: Step) -> Needed:
+        """Let the part begin with ``step``, before all that it has."""
+        own = self.spans.get(step.name)
+        if own is None or own.stop <= own.start:
+            return NOTHING
+        rule, spans, of_maps, lopsided = step.rules[self._axis], self.spans, [], False
+        for name in step.maps:
+            side = self._sides[name][self._axis]
+            start, stop = rule.need(own, side)
+            before, after = -start if start < 0 else 0, stop - side if stop > side else 0
+            lopsided |= before != after
+            inside = not before and not after and start < stop
+            need = Span(start, stop) if inside else Span(start, stop).touching(side)
+            earlier = spans.get(name)
+            spans[name] = need = need if earlier is None else need.hull(earlier)
+            of_maps.append(need[1] - need[0])
+        return Needed(own.stop - own.start, tuple(of_maps), lopsided)
+
+
 class BoxBytes:
     """Of a part that ends at some step and grows towards the start.
 
@@ -27,8 +85,7 @@ class BoxBytes:
         across: steps whose values leave the part.
         sides: rows and columns of every map.
         sizes: bytes of every whole map.
-        cuts: of the tile into boxes.
-        box: (row, column) of the box.
+        needs: (rows, columns) of the box, before any step.
         images: names of maps that have no gradient.
 
     Attributes:
@@ -40,15 +97,14 @@ class BoxBytes:
         across: Sequence[Step],
         sides: Sides,
         sizes: Mapping[str, int],
-        cuts: Cuts,
-        box: tuple[int, int],
+        needs: tuple[AxisNeeds, AxisNeeds],
         images: Collection[str] = (),
     ) -> None:
         self._sides, self._sizes, self._images = sides, sizes, images
-        own = [{step.name: cell(cuts[axis], step.sides[axis], box[axis]) for step in across} for axis in (0, 1)]
-        there = {step.name: step.sides for step in across if own[0][step.name].size and own[1][step.name].size}
-        self._spans = tuple({name: own[axis][name] for name in there} for axis in (0, 1))
-        self._given = {name: sizes[name] * self._share(name, side) for name, side in there.items()}
+        own = {step.name: needs[0].own[step.name] * needs[1].own[step.name] for step in across}
+        self._given = {
+            step.name: sizes[step.name] * own[step.name] / math.prod(step.sides) for step in across if own[step.name]
+        }
         self._pulled = sum(self._given.values())
         self.fetched: dict[str, float] = {}
         self._waiting: dict[str, float] = {}
@@ -56,14 +112,17 @@ class BoxBytes:
         self._resident = self._peak = self._params = 0.0
         self.fetched_bytes = self._all_waiting = 0.0
 
-    def begin_with(self, step: Step) -> float:
+    def begin_with(self, step: Step, rows: Needed, columns: Needed) -> float:
         """Let the part begin with ``step``, before all that it has; return the share of the step's whole value, or of
         what it sums, that the box computes."""
-        if step.name not in self._spans[0]:
+        if not rows.size or not columns.size:
             return 0.0
-        copies = self._need(step) and step.copies_pads
-        share = self._share(step.name, step.sides)
-        taken = {name: self._sizes[name] * self._share(name, self._sides[name]) for name in step.maps}
+        copies = step.copies_pads and (rows.lopsided or columns.lopsided)
+        share = rows.size * columns.size / (step.sides[0] * step.sides[1])
+        taken: dict[str, float] = {}
+        for name, high, wide in zip(step.maps, rows.of_maps, columns.of_maps, strict=True):
+            side = self._sides[name]
+            taken[name] = self._sizes[name] * high * wide / (side[0] * side[1])
         size = 0.0 if step.sums else self._sizes[step.name] * share
         held = self._hold(step, size, copies)
         arrives, crossing, makes = self._gradients(step, size, taken)
@@ -82,23 +141,6 @@ class BoxBytes:
     def bytes(self) -> float:
         """The most that lives at a time, gradients of the part's own parameters included."""
         return self._peak + self._pulled + self._resident + self.fetched_bytes
-
-    def _share(self, name: str, side: tuple[int, int]) -> float:
-        return self._spans[0][name].size * self._spans[1][name].size / math.prod(side)
-
-    def _need(self, step: Step) -> bool:
-        """Note the rows and columns that ``step`` needs; return whether they are padded on one side more than on the
-        other."""
-        lopsided = False
-        for axis in (0, 1):
-            spans = self._spans[axis]
-            for name in step.maps:
-                side = self._sides[name][axis]
-                need = step.rules[axis].need(spans[step.name], side)
-                lopsided |= max(0, -need.start) != max(0, need.stop - side)
-                touched: Span = need.touching(side)
-                spans[name] = touched.hull(spans.get(name))
-        return lopsided
 
     def _hold(self, step: Step, size: float, copies: bool) -> float:
         """Return the bytes of the step's value that are kept for backward passes of the part."""
@@ -128,3 +170,39 @@ class BoxBytes:
             self._waiting[source] = max(new, before)  # sums are as large as what adds up
             self._all_waiting += self._waiting[source] - before
         return arrives, crossing, makes
+
+
+class PartNeeds:
+    """The same of several boxes of a part.
+
+    Args:
+        places: (row, column) of each box.
+        square: rows and columns are alike, in the tile and in every step.
+    """
+
+    def __init__(
+        self,
+        across: Sequence[Step],
+        sides: Sides,
+        sizes: Mapping[str, int],
+        cuts: Cuts,
+        places: Sequence[tuple[int, int]],
+        images: Collection[str] = (),
+        square: bool = False,
+    ) -> None:
+        keys = [((0, row), (0 if square else 1, column)) for row, column in places]
+        axes = dict.fromkeys(key for pair in keys for key in pair)
+        self._axes = {(axis, k): AxisNeeds(across, sides, cuts[axis], axis, k) for axis, k in axes}
+        self._keys = keys
+        self.boxes = [BoxBytes(across, sides, sizes, (self._axes[r], self._axes[c]), images) for r, c in keys]
+
+    def begin_with(self, step: Step) -> list[float]:
+        """Let the part begin with ``step``; return the share of it that each box computes."""
+        needed = {key: axis.begin_with(step) for key, axis in self._axes.items()}
+        pairs = zip(self.boxes, self._keys, strict=True)
+        return [box.begin_with(step, needed[row], needed[column]) for box, (row, column) in pairs]
+
+    @property
+    def bytes(self) -> float:
+        """Of the fullest box."""
+        return max(box.bytes for box in self.boxes)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from parallel.space.box_bytes import BoxBytes, Cuts
+from parallel.space.box_bytes import AxisNeeds, Cuts, PartNeeds
 from parallel.space.grid import tile_cuts
 from parallel.space.parts import Part, Tile, divide, telling_boxes, wanted_from
 from parallel.space.phases import made_again, most_stored, phases_of
@@ -79,12 +79,18 @@ class StreamedModel:
         """Bytes of every map."""
         return {**self.inputs, **{step.name: step.value_bytes for step in self.steps}}
 
+    @functools.cached_property
+    def square(self) -> bool:
+        """Rows and columns are alike, in the tile and in every step."""
+        sides = (self.side, *self.sides.values())
+        return all(rows == columns for rows, columns in (*sides, *(step.rules for step in self.steps)))
+
     @property
     def box_bytes(self) -> float:
         """Bytes that one box takes which is the whole tile: of smaller boxes without rims, their share of it."""
         across = [step for step in self.steps if step.name in self.leaving and not step.plain]
         rows, columns = self.side
-        counted = BoxBytes(across, self.sides, self.sizes, ((0, rows), (0, columns)), (0, 0), self.images)
+        counted = PartNeeds(across, self.sides, self.sizes, ((0, rows), (0, columns)), [(0, 0)], self.images)
         for step in reversed(self.steps):
             if not step.plain:
                 counted.begin_with(step)
@@ -153,15 +159,23 @@ class Boxes:
 
     def part_bytes(self, phase: PhaseParts, part: Part) -> float:
         """Return the bytes of the fullest box of a part."""
-        rows, columns = self.cuts(part)
-        return max(
-            self._walked(phase, part, (row, column))[0].bytes for row in _kinds(rows) for column in _kinds(columns)
-        )
+        rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
+        square = self.model.square
+        return self._needs(phase, part, [(r, c) for r in rows for c in columns if r <= c or not square]).bytes
 
     def work(self, phase: PhaseParts, part: Part) -> tuple[dict[str, float], dict[str, float]]:
         """Return by step the share of it that a usual box computes, and that all boxes compute together: 1 and what
         their rims add."""
-        return self._walked(phase, part, self._usual(part))[1], self._of_all(phase, part)
+        steps, across = phase.steps[part.start : part.stop], _given(phase, part)
+        usual, of_all = ({step.name: 1.0 for step in steps} for _ in range(2))
+        for axis, (cuts, middle) in enumerate(zip(self.cuts(part), self._usual(part), strict=True)):
+            counts = _counts(cuts)
+            needs = {kind: AxisNeeds(across, self.model.sides, cuts, axis, kind) for kind in {*counts, middle}}
+            for step in reversed(steps):
+                sizes = {kind: need.begin_with(step).size for kind, need in needs.items()}
+                usual[step.name] *= sizes[middle] / step.sides[axis]
+                of_all[step.name] *= sum(count * sizes[kind] for kind, count in counts.items()) / step.sides[axis]
+        return {name: share for name, share in usual.items() if share}, of_all
 
     def stored_by(self, phase: PhaseParts, part: Part) -> set[str]:
         """Return names of the maps that a part gives to later ones."""
@@ -170,28 +184,19 @@ class Boxes:
     def fetched_bytes(self, phase: PhaseParts, part: Part) -> float:
         """Return the bytes that all boxes of a part fetch."""
         rows, columns = self.cuts(part)
-        return self._walked(phase, part, self._usual(part))[0].fetched_bytes * (len(rows) - 1) * (len(columns) - 1)
+        box = self._needs(phase, part, [self._usual(part)]).boxes[0]
+        return box.fetched_bytes * (len(rows) - 1) * (len(columns) - 1)
 
     def _usual(self, part: Part) -> tuple[int, int]:
         return telling_boxes(self.cuts(part))[0]
 
-    def _of_all(self, phase: PhaseParts, part: Part) -> dict[str, float]:
-        """A sum over boxes, of which all inner ones count like the largest: exact where they are alike."""
-        counts = [_counts(cuts) for cuts in self.cuts(part)]
-        total: dict[str, float] = {}
-        for row, of_row in counts[0].items():
-            for column, of_column in counts[1].items():
-                for name, share in self._walked(phase, part, (row, column))[1].items():
-                    total[name] = total.get(name, 0.0) + share * of_row * of_column
-        return total
-
-    def _walked(self, phase: PhaseParts, part: Part, box: tuple[int, int]) -> tuple[BoxBytes, dict[str, float]]:
-        """Bytes of one box of a part, and the share of each step that it computes."""
-        across = wanted_from(phase.steps, part.stop, phase.leaving, part.start)
-        model = self.model
-        counted = BoxBytes(across, model.sides, model.sizes, self.cuts(part), box, model.images)
-        steps = reversed(phase.steps[part.start : part.stop])
-        return counted, {step.name: share for step in steps if (share := counted.begin_with(step))}
+    def _needs(self, phase: PhaseParts, part: Part, boxes: Sequence[tuple[int, int]]) -> PartNeeds:
+        """What some boxes of a part take."""
+        model, across = self.model, _given(phase, part)
+        needs = PartNeeds(across, model.sides, model.sizes, self.cuts(part), boxes, model.images, model.square)
+        for step in reversed(phase.steps[part.start : part.stop]):
+            needs.begin_with(step)
+        return needs
 
     def cuts(self, part: Part) -> Cuts:
         """Return where the boxes of a part begin and end."""
@@ -229,7 +234,7 @@ def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) 
         # Maps within a phase may all have their gradients beside them.
         left = max(0, min(left, (stored_bytes - most_stored(phases, model.sizes, model.images)) // 2))
     share = math.prod(min(1.0, box / side) for side in model.side)
-    tile = Tile(model.side, box, share * model.box_bytes, left, model.inputs, model.images)
+    tile = Tile(model.side, box, share * model.box_bytes, left, model.inputs, model.images, model.square)
     # A map has one place on the host: what several phases make none may store.
     made = Counter(step.name for phase in phases for step in phase.steps)
     barred = model.whole.union(name for name, phases_with in made.items() if phases_with > 1)

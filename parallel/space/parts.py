@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel.space.box_bytes import BoxBytes, Cuts
+from parallel.space.box_bytes import Cuts, PartNeeds
 from parallel.space.grid import cells, tile_cuts
 from parallel.space.span import Span
 from parallel.space.step import Step
@@ -52,6 +52,7 @@ class Tile:
         stored_bytes: that the maps between parts may take.
         entering: bytes of the maps that enter the region, by name.
         images: names of those of them that have no gradient.
+        square: rows and columns are alike, in the tile and in every step.
     """
 
     side: tuple[int, int]
@@ -60,6 +61,7 @@ class Tile:
     stored_bytes: float
     entering: Mapping[str, int]
     images: frozenset[str] = frozenset()
+    square: bool = False
 
     def sizes(self, steps: Sequence[Step]) -> dict[str, int]:
         """Return the bytes of every map that ``steps`` make, or that enters."""
@@ -151,18 +153,18 @@ def _costs(
             break
         cuts = (tile_cuts(tile.side[0], box), tile_cuts(tile.side[1], box))
         count = math.prod(len(axis) - 1 for axis in cuts)
-        boxes = [BoxBytes(across, sides, sizes, cuts, place, tile.images) for place in telling_boxes(cuts)]
+        boxes = PartNeeds(across, sides, sizes, cuts, telling_boxes(cuts), tile.images, tile.square)
         flops = stored = 0.0
         for position in range(stop - 1, -1, -1):
             step = steps[position]
-            share, *_ = [each.begin_with(step) for each in boxes]
+            share, *_ = boxes.begin_with(step)
             flops += step.flops * share * count
             stored += step.value_bytes if step.name in stored_names else 0
             if position not in ends:
                 continue
-            excess = max(each.bytes for each in boxes) / tile.box_bytes
+            excess = boxes.bytes / tile.box_bytes
             if excess <= 1 or multiple == 1:
-                rims = boxes[0].fetched_bytes * count
+                rims = boxes.boxes[0].fetched_bytes * count
                 cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * rims
                 if position not in best or cost < best[position][0]:
                     best[position] = cost, stored, box
