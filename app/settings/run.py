@@ -31,7 +31,8 @@ class DataSettings:
     """CSV with columns slide, label and optionally patient, mpp. Default: labels.csv beside the slides, else
     sub-folders by class, inside of train/, val/ and test/ where the folders are called so: these are the split then."""
     annotations: Path | None = None
-    """Folder of annotations by slide name: QuPath GeoJSON, mask TIFF or PNG. Default: those beside the slides."""
+    """Folder of annotations by slide name: QuPath GeoJSON, ASAP or ImageScope XML, mask TIFF or PNG. Default: those
+    beside the slides."""
     task: Literal["auto", "classify", "segment"] = "auto"
     """What to learn. auto: segment with annotations, classify with labels. classify with annotations gives each tile
     the class that covers most of it."""

@@ -1,7 +1,8 @@
 """Class ids of the pixels of a tile, from what was drawn on its slide.
 
-Takes annotation files (QuPath GeoJSON, mask TIFF, mask PNG), one per slide; gives ``SlideAnnotations``, whose
-``read_mask`` fills a uint8 array for any region: 0 background, then the classes, 255 where the loss must not look.
+Takes annotation files (GeoJSON, ASAP and ImageScope XML, mask TIFF and PNG), one per slide; gives
+``SlideAnnotations``, whose ``read_mask`` fills a uint8 array for any region: 0 background, then the classes, 255 where
+the loss must not look.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_cache import AnnotationCache, damaged_is_slide_error
 from pipelines.labels.annotation_files import AnnotationFiles, classes_files
-from pipelines.labels.geojson import UNNAMED_CLASS, Drawing
+from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin
 from pipelines.labels.rasterize import PixelGrid, paint
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide, SlideError
 
 logger = logging.getLogger(__name__)
 
-BACKGROUND = "background"
 IGNORE = 255
 """Written where pixels shall not count: outside no class was decided on."""
 
@@ -88,7 +88,9 @@ class SlideAnnotations:
             if isinstance(annotation, Drawing):
                 out[...] = 0
                 ids = np.array([class_id(name, self.classes) for name in annotation.classes], np.uint8)
-                paint(annotation, ids, grid, (slide.bounds.l0_x, slide.bounds.l0_y), out)
+                bounds = slide.bounds
+                corner = (bounds.l0_x, bounds.l0_y) if annotation.origin is Origin.BOUNDS else (0, 0)
+                paint(annotation, ids, grid, corner, out)
                 return
             columns, rows = _mask_pixels(annotation, slide, grid)
             annotation.sample(columns, rows, out)

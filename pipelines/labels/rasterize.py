@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.labels.geojson import Drawing
+from pipelines.labels.drawing import Drawing
 from pipelines.slides.geometry import Region, plan_read
 from pipelines.slides.slide import Slide
 
@@ -85,10 +85,15 @@ def paint(
     # t_: tile px, measured from the centre of the first pixel, so that centres are whole numbers
     t_scale = np.array([grid.l0_step_x, grid.l0_step_y])
     l0_origin = np.array([grid.l0_x - l0_shift[0], grid.l0_y - l0_shift[1]])
-    t_box = (drawing.box.reshape(-1, 2, 2) - l0_origin) / t_scale - 0.5
-    polygons = np.flatnonzero((t_box[:, 0] <= [width, height]).all(axis=1) & (t_box[:, 1] >= 0).all(axis=1))
-    count = np.diff(drawing.first_edge)[polygons]
-    edges = _ranges(drawing.first_edge[polygons], count)
+    l0_bottom = l0_origin[1] + (height + 1) * grid.l0_step_y
+    edges = drawing.bands.within(float(l0_origin[1] - grid.l0_step_y), float(l0_bottom))
+    polygon = drawing.edge_polygon[edges]
+    polygons = polygon[np.flatnonzero(np.diff(polygon, prepend=-1))]  # ascending, as the edges are
+    t_box = (drawing.box[polygons].reshape(-1, 2, 2) - l0_origin) / t_scale - 0.5
+    meets = (t_box[:, 0] <= [width, height]).all(axis=1) & (t_box[:, 1] >= 0).all(axis=1)
+    polygons = polygons[meets]
+    count = np.diff(np.flatnonzero(np.diff(polygon, prepend=-1, append=-1)))
+    edges, polygon = edges[np.repeat(meets, count)], np.repeat(np.arange(len(polygons)), count[meets])
 
     t_start_y = (drawing.start[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
     t_end_y = (drawing.end[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
@@ -98,7 +103,7 @@ def paint(
         raise ValueError(f"{rows.sum()} crossings of edges with the rows of one tile, above {CROSSINGS}")
     crossing = np.flatnonzero(rows)
     edges, row, rows = edges[crossing], row[crossing], rows[crossing]
-    polygon = np.repeat(np.arange(len(polygons)), count)[crossing]
+    polygon = polygon[crossing]
 
     # Every edge is taken downwards: both neighbours of a common edge then compute the same crossings, bit for bit.
     upwards = (t_start_y > t_end_y)[crossing, None]
