@@ -25,7 +25,7 @@ from pipelines.labels.annotation_cache import AnnotationCache, damaged_is_slide_
 from pipelines.labels.annotation_files import AnnotationFiles, classes_files
 from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin
 from pipelines.labels.rasterize import PixelGrid, paint
-from pipelines.slides.geometry import Region
+from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import Slide, SlideError
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def read_annotations(
                 values[slide] = content[1]
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
-    mask_names = _mask_classes(values, files)
+    mask_names = mask_classes(values, files)
     drawn = sorted(
         n for n in names - set(mask_names.values()) if not IGNORED_CLASS.match(n) and n.casefold() != BACKGROUND
     )
@@ -181,11 +181,15 @@ def class_id(name: str, classes: Sequence[str]) -> int:
     return 0 if name.casefold() == BACKGROUND else classes.index(name)
 
 
-def _mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
-    """Class name by mask value."""
+def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
+    """Return the class name by mask value, given the values in the mask of each slide.
+
+    Raises:
+        ValueError: ids without a name.
+    """
     if not values:
         return {}
-    named = _named_ids(classes_files(files))
+    named = named_ids(classes_files(files))
     present = set().union(*values.values()) - {0}
     if not named and present in ({1}, {IGNORE}):
         return {present.pop(): UNNAMED_CLASS}
@@ -205,8 +209,12 @@ def _mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dic
     return classes
 
 
-def _named_ids(paths: Sequence[Path]) -> dict[int, str]:
-    """Class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name."""
+def named_ids(paths: Sequence[Path]) -> dict[int, str]:
+    """Return class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name.
+
+    Raises:
+        ValueError: no UTF-8, a line that is no id and name, or an id of two names.
+    """
     named: dict[int, str] = {}
     for path in paths:
         try:
@@ -229,20 +237,30 @@ def _named_ids(paths: Sequence[Path]) -> dict[int, str]:
     return named
 
 
-def _mask_pixels(mask: Mask, slide: Slide, grid: PixelGrid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Column and row of the mask under each column and row of the grid; may lie outside the mask."""
+def mask_box(mask: Mask, slide: Slide) -> Bounds:
+    """Return the part of level 0 that a mask covers: all of it, or the bounds where only these have its proportions.
+
+    Raises:
+        SlideError: neither has.
+    """
     level, bounds = slide.levels[0], slide.bounds
-    boxes = [(0, 0, level.width, level.height), (bounds.l0_x, bounds.l0_y, bounds.width, bounds.height)]
-    for l0_x, l0_y, width, height in boxes:
+    for box in (Bounds(0, 0, level.width, level.height), bounds):
         # a reduced mask is rounded to whole pixels, up or down
-        if abs(width / height * mask.height - mask.width) <= 1 + width / height + 0.005 * mask.width:
-            columns = np.floor((grid.centres_x() - l0_x) * (mask.width / width))
-            rows = np.floor((grid.centres_y() - l0_y) * (mask.height / height))
-            return columns.astype(np.int64), rows.astype(np.int64)
+        proportion = box.width / box.height
+        if abs(proportion * mask.height - mask.width) <= 1 + proportion + 0.005 * mask.width:
+            return box
     raise SlideError(
         f"mask {mask.path} must have the proportions of its slide; it is {mask.width} x {mask.height} px, "
         f"{slide.path.name} is {level.width} x {level.height} px. Is it the mask of another slide, or of a part of it?"
     )
+
+
+def _mask_pixels(mask: Mask, slide: Slide, grid: PixelGrid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Column and row of the mask under each column and row of the grid; may lie outside the mask."""
+    box = mask_box(mask, slide)
+    columns = np.floor((grid.centres_x() - box.l0_x) * (mask.width / box.width))
+    rows = np.floor((grid.centres_y() - box.l0_y) * (mask.height / box.height))
+    return columns.astype(np.int64), rows.astype(np.int64)
 
 
 def _log(files: AnnotationFiles, failed: Mapping[str, str], unlabelled: Sequence[str], without_area: int) -> None:
