@@ -16,8 +16,9 @@ from pipelines.backends.mask import Mask
 from pipelines.backends.mask_writer import BAND_ROWS, write_mask
 from pipelines.labels.annotation_cache import damaged_is_slide_error, read_annotation
 from pipelines.labels.annotation_files import CLASSES_FILE, AnnotationFiles
-from pipelines.labels.annotations import IGNORE, IGNORED_CLASS, class_id, mask_box, mask_classes, named_ids
+from pipelines.labels.annotations import mask_box, mask_classes, named_ids
 from pipelines.labels.asap import write_asap
+from pipelines.labels.class_names import IGNORE, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, Drawing, Origin, make_drawing
 from pipelines.labels.geojson import write_geojson
 from pipelines.labels.imagescope import write_imagescope
@@ -125,7 +126,7 @@ def _class_ids(drawing: Drawing, path: Path) -> list[str]:
     named = named_ids([path]) if path.is_file() else {}
     classes = [BACKGROUND, *(named.get(index, "") for index in range(1, IGNORE))]
     for name in drawing.classes:
-        if not IGNORED_CLASS.match(name) and name.casefold() != BACKGROUND and name not in classes:
+        if is_learned(name) and name not in classes:
             if "" not in classes:
                 raise ValueError(f"{path} has no id left for class {name!r}: a mask holds {IGNORE - 1} classes")
             classes[classes.index("")] = name

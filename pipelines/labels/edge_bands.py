@@ -28,26 +28,26 @@ class EdgeBands:
     Attributes:
         top, height: of the first band, level-0 px.
         first: int64 (bands + 1,): band b has edge[first[b]..first[b + 1]].
-        edge: int64 (entries,), indices of edges, ascending within a band.
-        edges: number of all edges.
+        edge: int64 (entries,), indices of edges.
+        is_first: bool (entries,), whether the band is the first of that edge.
     """
 
     top: float
     height: float
     first: NDArray[np.int64]
     edge: NDArray[np.int64]
-    edges: int
+    is_first: NDArray[np.bool_]
 
     @property
     def nbytes(self) -> int:
-        return self.first.nbytes + self.edge.nbytes
+        return self.first.nbytes + self.edge.nbytes + self.is_first.nbytes
 
     @classmethod
     def of(cls, start_y: NDArray[np.float64], end_y: NDArray[np.float64]) -> Self:
         """Return the bands of edges from ``start_y`` to ``end_y``, float64 (edges,) each."""
         edges = len(start_y)
         if edges == 0:
-            return cls(0.0, 1.0, np.zeros(2, np.int64), np.zeros(0, np.int64), 0)
+            return cls(0.0, 1.0, np.zeros(2, np.int64), np.zeros(0, np.int64), np.zeros(0, bool))
         low, high = np.minimum(start_y, end_y), np.maximum(start_y, end_y)
         top, extent = float(low.min()), float(high.max() - low.min())
         bands = min(MOST_BANDS, max(1, edges // EDGES_PER_BAND)) if extent > 0 else 1
@@ -60,18 +60,17 @@ class EdgeBands:
                 break
             bands = max(1, bands // 2)
         ends = np.cumsum(copies)
-        band = np.arange(int(ends[-1])) - np.repeat(ends - copies - first_band, copies)
+        nth = np.arange(int(ends[-1])) - np.repeat(ends - copies, copies)  # band of its edge
+        band = nth + np.repeat(first_band, copies)
         order = np.argsort(band, kind="stable")
         first = np.searchsorted(band[order], np.arange(bands + 1))
-        return cls(top, height, first, np.repeat(np.arange(edges), copies)[order], edges)
+        return cls(top, height, first, np.repeat(np.arange(edges), copies)[order], (nth == 0)[order])
 
     def within(self, top: float, bottom: float) -> NDArray[np.int64]:
-        """Return the edges, ascending, that may have a point between the rows ``top`` and ``bottom``."""
+        """Return the edges, each once, that may have a point between the rows ``top`` and ``bottom``."""
         bands = len(self.first) - 1
         if bottom < self.top or top > self.top + self.height * (bands + 1):
             return self.edge[:0]
         a, b = (int(np.clip((y - self.top) / self.height, 0, bands - 1)) for y in (top, bottom))
-        if a == 0 and b == bands - 1:
-            return np.arange(self.edges)
-        entries = self.edge[self.first[a] : self.first[b + 1]]
-        return entries if a == b else np.unique(entries)
+        later = slice(self.first[a + 1], self.first[b + 1])
+        return np.concatenate([self.edge[self.first[a] : self.first[a + 1]], self.edge[later][self.is_first[later]]])

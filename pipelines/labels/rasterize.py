@@ -85,15 +85,11 @@ def paint(
     # t_: tile px, measured from the centre of the first pixel, so that centres are whole numbers
     t_scale = np.array([grid.l0_step_x, grid.l0_step_y])
     l0_origin = np.array([grid.l0_x - l0_shift[0], grid.l0_y - l0_shift[1]])
-    l0_bottom = l0_origin[1] + (height + 1) * grid.l0_step_y
-    edges = drawing.bands.within(float(l0_origin[1] - grid.l0_step_y), float(l0_bottom))
-    polygon = drawing.edge_polygon[edges]
-    polygons = polygon[np.flatnonzero(np.diff(polygon, prepend=-1))]  # ascending, as the edges are
-    t_box = (drawing.box[polygons].reshape(-1, 2, 2) - l0_origin) / t_scale - 0.5
-    meets = (t_box[:, 0] <= [width, height]).all(axis=1) & (t_box[:, 1] >= 0).all(axis=1)
-    polygons = polygons[meets]
-    count = np.diff(np.flatnonzero(np.diff(polygon, prepend=-1, append=-1)))
-    edges, polygon = edges[np.repeat(meets, count)], np.repeat(np.arange(len(polygons)), count[meets])
+    l0_end = l0_origin + np.array([width + 1, height + 1]) * t_scale
+    edges = drawing.bands.within(float(l0_origin[1] - t_scale[1]), float(l0_end[1]))
+    polygon = drawing.edge_polygon[edges].astype(np.int64)
+    beside = (drawing.box[polygon, 0] <= l0_end[0]) & (drawing.box[polygon, 2] >= l0_origin[0] - t_scale[0])
+    edges, polygon = edges[beside], polygon[beside]
 
     t_start_y = (drawing.start[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
     t_end_y = (drawing.end[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
@@ -118,7 +114,7 @@ def paint(
     order = np.sort((polygon[edge] * height + t_row) * (width + 1) + column).reshape(-1, 2)
     line, span = order[:, 0] // (width + 1), order % (width + 1)
     filled = span[:, 0] < span[:, 1]
-    _fill(line[filled], span[filled], ids[drawing.polygon_class[polygons]], out)
+    _fill(line[filled], span[filled], ids[drawing.polygon_class], out)
 
 
 def _fill(line: NDArray[np.int64], span: NDArray[np.int64], ids: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:

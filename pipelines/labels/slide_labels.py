@@ -16,6 +16,7 @@ from pipelines.catalog.catalog import SlideNames, SlideSpec
 from pipelines.catalog.table import Table, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
+from pipelines.labels.class_names import ClassMap
 from pipelines.labels.splits import split_folders
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,12 @@ class SlideLabels:
 
 
 def find_labels(
-    root: Path, specs: Sequence[SlideSpec], *, labels: Path | None = None, annotations: Path | None = None
+    root: Path,
+    specs: Sequence[SlideSpec],
+    *,
+    labels: Path | None = None,
+    annotations: Path | None = None,
+    class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
 ) -> SlideLabels | SlideAnnotations:
     """Return the labels of ``specs``, from the first of these that is there.
 
@@ -60,7 +66,7 @@ def find_labels(
        called like splits (``train``, ``val``, ``test``).
 
     With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
-    patients. Slides without a label and labels without a slide are logged.
+    patients. Slides without a label and labels without a slide are logged. ``class_map`` is for annotations.
 
     Raises:
         ValueError: none of them, or all faults of the one that was found.
@@ -68,11 +74,11 @@ def find_labels(
     table_path = labels if labels is not None else root / LABELS_FILE
     table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
     if annotations is not None:
-        return read_annotations(annotations_in(annotations, specs), specs, _patients(table, specs))
+        return read_annotations(annotations_in(annotations, specs), specs, _patients(table, specs), class_map)
     if table is not None and (labels is not None or "label" in table.roles):
         return _labels_from_table(read_table(table_path, ("slide", "label")), specs)
     if beside := annotations_beside(root, specs):
-        return read_annotations(beside, specs, _patients(table, specs))
+        return read_annotations(beside, specs, _patients(table, specs), class_map)
     if by_folder := _labels_from_folders(root, specs):
         return by_folder
     raise ValueError(
