@@ -66,7 +66,8 @@ def arguments_for(config_type: type, values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         key = name.replace("_", "-")
         if value is not None:
-            words += [f"--{BLOCK}", f"{key}={value}"] if name in hidden else [f"--{key}", str(value)]
+            texts = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+            words += [f"--{BLOCK}", f"{key}={value}"] if name in hidden else [f"--{key}", *texts]
     return words
 
 

@@ -16,6 +16,8 @@ from app.settings.checkpoint import CheckpointSettings
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
+from pipelines.labels.class_names import ClassMap
+from pipelines.labels.tile_label import TileLabel
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index import IndexSettings
@@ -31,10 +33,17 @@ class DataSettings:
     """CSV with columns slide, label and optionally patient, mpp. Default: labels.csv beside the slides, else
     sub-folders by class, inside of train/, val/ and test/ where the folders are called so: these are the split then."""
     annotations: Path | None = None
-    """Folder of annotations by slide name: QuPath GeoJSON, mask TIFF or PNG. Default: those beside the slides."""
+    """Folder of annotations by slide name: QuPath GeoJSON, ASAP or ImageScope XML, mask TIFF or PNG. Default: those
+    beside the slides."""
     task: Literal["auto", "classify", "segment"] = "auto"
     """What to learn. auto: segment with annotations, classify with labels. classify with annotations gives each tile
-    the class that covers most of it."""
+    a class, as --tile-label says."""
+    class_map: tuple[str, ...] = ()
+    """Classes of annotations by other names, as Tumor=tumour "Immune cells=background" Necrosis=ignore; several may
+    lead to one, * stands for all that are not listed. Default: learned as they are drawn."""
+    tile_label: str = "majority"
+    """Class of a tile, from annotations. majority: the class that covers most of it, background included; any: the
+    class drawn on most of it, if there is one; a fraction, such as 0.25: that class if it covers so much of it."""
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say; column mpp of the CSV goes before it."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
@@ -43,9 +52,18 @@ class DataSettings:
     """Processes that search slides for tissue; 0: one per core."""
 
     def validate(self) -> list[str]:
+        faults = []
         if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
-            return [f"--slide-mpp must be within {MPP_MIN}-{MPP_MAX} um/px; got {self.slide_mpp:g}"]
-        return []
+            faults.append(f"--slide-mpp must be within {MPP_MIN}-{MPP_MAX} um/px; got {self.slide_mpp:g}")
+        try:
+            ClassMap.parse(self.class_map)
+        except ValueError as fault:
+            faults.append(str(fault))
+        try:
+            TileLabel.parse(self.tile_label)
+        except ValueError as fault:
+            faults.append(str(fault))
+        return faults
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
+from pipelines.labels.class_names import ClassMap
 from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
 from pipelines.labels.splits import Splits, fixed_splits, make_splits, split_folders
+from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
@@ -90,7 +92,13 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         picture_mpp=config.index.picture_mpp,
         backend=data.backend,
     )
-    truth = find_labels(data.slides, specs, labels=data.labels, annotations=data.annotations)
+    truth = find_labels(
+        data.slides,
+        specs,
+        labels=data.labels,
+        annotations=data.annotations,
+        class_map=ClassMap.parse(data.class_map),
+    )
     task = _task(config, truth)
     known = truth.label if isinstance(truth, SlideLabels) else truth.paths
     if isinstance(truth, SlideAnnotations):
@@ -108,9 +116,10 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     if tiles.sides is not None:
         progress(f"whole slides as tiles: {sides_text(tiles)} at {config.index.mpp:g} um/px")
     usable = [slide_id for slide_id in tiles.slides if slide_id in known]
-    tiles, areas = tiles.of_slides(usable), None
+    tiles, drawn_labels = tiles.of_slides(usable), None
     if task == "classify" and isinstance(truth, SlideAnnotations):
         tiles, areas = _drawn_areas(tiles, truth, specs, FailedSlides(folder.failed_slides))
+        tiles, drawn_labels = _labelled(tiles, TileLabel.parse(data.tile_label).classes(areas), progress)
         usable = list(tiles.slides)
     specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
     slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
@@ -121,8 +130,8 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     elif isinstance(truth, SlideLabels):
         tile_labels = np.array([slide_labels[s] for s in tiles.slides], np.int64)[tiles.slide]
     else:
-        assert areas is not None
-        tile_labels = areas.argmax(1)
+        assert drawn_labels is not None
+        tile_labels = drawn_labels
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
     _check_training_part(dataset)
     return dataset
@@ -138,6 +147,15 @@ def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> 
 
 def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     asked = config.data.task
+    if config.data.class_map and isinstance(truth, SlideLabels):
+        raise ValueError(
+            f"--class-map is for annotations, and only slide labels were found ({truth.source}): rename them there"
+        )
+    if config.data.tile_label != "majority" and (isinstance(truth, SlideLabels) or asked != "classify"):
+        raise ValueError(
+            f"--tile-label {config.data.tile_label} is for --task classify with annotations; got --task {asked} with "
+            f"{truth.source}: leave it out"
+        )
     if asked == "segment" and isinstance(truth, SlideLabels):
         raise ValueError(
             f"--task segment needs annotations, and only slide labels were found ({truth.source}): "
@@ -197,6 +215,18 @@ def _drawn_areas(
         raise SlideError(f"no annotation can be read; {failed.path} says why")
     kept = [slide_id for slide_id in tiles.slides if slide_id not in lost]
     return tiles.of_slides(kept), areas[[tiles.slide_id(row) not in lost for row in range(len(tiles))]]
+
+
+def _labelled(
+    tiles: TileTable, labels: NDArray[np.int64], progress: Callable[[str], None]
+) -> tuple[TileTable, NDArray[np.int64]]:
+    """The tiles that have a class, and their classes; those that are ignored as a whole are told."""
+    rows = np.flatnonzero(labels != NOTHING_COUNTS)
+    if len(rows) == len(labels):
+        return tiles, labels
+    progress(f"{len(labels) - len(rows)} tiles are left out: all that is drawn on them is to be ignored")
+    kept = tiles.select(rows)
+    return kept.of_slides([kept.slides[k] for k in np.unique(kept.slide)]), labels[rows]
 
 
 def _class_areas(tiles: TileTable, row: int, truth: SlideAnnotations, pool: SlidePool) -> NDArray[np.int64]:

@@ -13,8 +13,10 @@ from pathlib import Path
 from threading import Lock
 
 from pipelines.backends.mask import Mask, open_mask
-from pipelines.labels.annotation_files import MASK_SUFFIXES
-from pipelines.labels.geojson import Drawing, read_geojson
+from pipelines.labels.annotation_files import MASK_SUFFIXES, XML_SUFFIX
+from pipelines.labels.annotation_xml import read_xml
+from pipelines.labels.drawing import Drawing
+from pipelines.labels.geojson import read_geojson
 from pipelines.slides.slide import SlideError
 
 FILES = 64
@@ -31,6 +33,14 @@ def damaged_is_slide_error(path: Path) -> Iterator[None]:
     except Exception as fault:
         text = f"{type(fault).__name__}: {fault}".strip(": ")
         raise SlideError(f"annotation {path} is damaged ({text}). Export it again") from fault
+
+
+def read_annotation(path: Path) -> Drawing | Mask:
+    """Return what a file of annotations holds, by its suffix. Raises SlideError where it cannot be read."""
+    suffix = path.suffix.lower()
+    if suffix in MASK_SUFFIXES:
+        return open_mask(path)
+    return read_xml(path) if suffix == XML_SUFFIX else read_geojson(path)
 
 
 class AnnotationCache:
@@ -56,7 +66,7 @@ class AnnotationCache:
                     self._kept.move_to_end(path)
                     return self._kept[path]
             with damaged_is_slide_error(path):
-                annotation = open_mask(path) if path.suffix.lower() in MASK_SUFFIXES else read_geojson(path)
+                annotation = read_annotation(path)
             with self._lock:
                 self._kept[path] = annotation
                 self._let_go()

@@ -1,8 +1,8 @@
 """Which file is the drawing of which slide: by name, in a folder of annotations or beside the slides.
 
 Takes the slides, gives ``AnnotationFiles``: a path per slide, and what fits nothing. A file belongs to the slide of its
-stem: ``x.geojson``, ``x.svs.geojson``, ``x_mask.tif`` are all of slide ``x``. Of several kinds for one slide GeoJSON
-goes before a mask, and both before ``.json``, which also holds other things.
+stem: ``x.geojson``, ``x.svs.geojson``, ``x.xml``, ``x_mask.tif`` are all of slide ``x``. Of several kinds for one slide
+GeoJSON goes before a mask, and both before ``.xml`` and ``.json``, which also hold other things.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 from pipelines.catalog.catalog import MASK_ENDINGS, SlideNames, SlideSpec, slide_stem
 from pipelines.catalog.table import listed
 
-GEOJSON_SUFFIXES = (".geojson", ".json")
+XML_SUFFIX = ".xml"
+DRAWING_SUFFIXES = (".geojson", ".json", XML_SUFFIX)
 MASK_SUFFIXES = (".tif", ".tiff", ".png")
-RANK = {".geojson": 0} | dict.fromkeys(MASK_SUFFIXES, 1) | {".json": 2}
+RANK = {".geojson": 0} | dict.fromkeys(MASK_SUFFIXES, 1) | {XML_SUFFIX: 2, ".json": 3}
 
 CLASSES_FILE = "classes.txt"
 """Names the class ids of the masks in its folder."""
@@ -51,16 +52,10 @@ def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
         raise ValueError(f"--annotations must be a folder of annotation files; {folder} is none. Check the path")
     files = _assign(_files_below(folder), specs, str(folder))
     if not files.path:
-        others = sorted({f.suffix for f in folder.rglob("*") if f.is_file()} - set(RANK))
         raise ValueError(
             f"--annotations {folder} holds nothing for the slides: looked, sub-folders included, for <slide>.geojson, "
-            f"<slide>.json, <slide>.tif and <slide>.png, for example {specs[0].slide_id}.geojson. "
+            f"<slide>.xml, <slide>.json, <slide>.tif and <slide>.png, for example {specs[0].slide_id}.geojson. "
             + (f"Found annotations for {listed([f.stem for f in files.unknown])}. " if files.unknown else "")
-            + (
-                f"Other files end in {', '.join(others)}: ASAP and Aperio XML are not read. "
-                if ".xml" in others
-                else ""
-            )
             + "Name the files after the slides"
         )
     return files
@@ -76,7 +71,9 @@ def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFile
     files: list[Path] = []
     for folder in folders:
         # A picture beside a slide is a slide itself unless its name says mask.
-        files += [f for f in _files_in(folder) if f not in slides and (f.suffix in GEOJSON_SUFFIXES or _is_mask(f))]
+        files += [
+            f for f in _files_in(folder) if f not in slides and (f.suffix.lower() in DRAWING_SUFFIXES or _is_mask(f))
+        ]
         for name in BESIDE_FOLDERS:
             files += _files_below(folder / name)
     assigned = _assign(files, specs, f"annotations beside the slides of {root}")
@@ -97,7 +94,7 @@ def _assign(files: Iterable[Path], specs: Sequence[SlideSpec], source: str) -> A
         slide = next((s for name in _names(file) if (s := slides.match(name)) is not None), None)
         if slide is not None:
             by_slide[slide].append(file)
-        elif file.suffix.lower() != ".json":
+        elif file.suffix.lower() not in (XML_SUFFIX, ".json"):
             unknown.append(file)
     path: dict[str, Path] = {}
     faults: list[str] = []

@@ -1,7 +1,8 @@
 """Class ids of the pixels of a tile, from what was drawn on its slide.
 
-Takes annotation files (QuPath GeoJSON, mask TIFF, mask PNG), one per slide; gives ``SlideAnnotations``, whose
-``read_mask`` fills a uint8 array for any region: 0 background, then the classes, 255 where the loss must not look.
+Takes annotation files (GeoJSON, ASAP and ImageScope XML, mask TIFF and PNG), one per slide; gives
+``SlideAnnotations``, whose ``read_mask`` fills a uint8 array for any region: 0 background, then the classes, 255 where
+the loss must not look.
 """
 
 from __future__ import annotations
@@ -22,19 +23,13 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_cache import AnnotationCache, damaged_is_slide_error
 from pipelines.labels.annotation_files import AnnotationFiles, classes_files
-from pipelines.labels.geojson import UNNAMED_CLASS, Drawing
+from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
+from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin
 from pipelines.labels.rasterize import PixelGrid, paint
-from pipelines.slides.geometry import Region
+from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import Slide, SlideError
 
 logger = logging.getLogger(__name__)
-
-BACKGROUND = "background"
-IGNORE = 255
-"""Written where pixels shall not count: outside no class was decided on."""
-
-IGNORED_CLASS = re.compile(r"ignore|exclude", re.IGNORECASE)
-"""Areas of a class that starts like this are not learnt from; QuPath itself has a class ``Ignore*``."""
 
 CLASS_LINE = re.compile(r"([0-9]{1,9})[\s:=,;]+(\S.*)")
 
@@ -49,6 +44,7 @@ class SlideAnnotations:
         source: where the drawings come from, for the log.
         paths: annotation file by slide id; only slides whose file could be read.
         mask_ids: class id by value, for mask files.
+        class_map: names to learn by names as drawn.
         failed: what is wrong with the annotation, by slide id, for slides whose file is damaged.
         unlabelled: slides without an annotation file; they take no part.
         unknown: annotation files without a slide.
@@ -59,6 +55,7 @@ class SlideAnnotations:
     source: str
     paths: Mapping[str, Path]
     mask_ids: Mapping[int, int] = field(default_factory=dict)
+    class_map: ClassMap = field(default_factory=ClassMap)
     failed: Mapping[str, str] = field(default_factory=dict)
     unlabelled: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -87,8 +84,11 @@ class SlideAnnotations:
             annotation = self._cache.get(path)
             if isinstance(annotation, Drawing):
                 out[...] = 0
-                ids = np.array([class_id(name, self.classes) for name in annotation.classes], np.uint8)
-                paint(annotation, ids, grid, (slide.bounds.l0_x, slide.bounds.l0_y), out)
+                learned = map(self.class_map.learned, annotation.classes)
+                ids = np.array([class_id(name, self.classes) for name in learned], np.uint8)
+                bounds = slide.bounds
+                corner = (bounds.l0_x, bounds.l0_y) if annotation.origin is Origin.BOUNDS else (0, 0)
+                paint(annotation, ids, grid, corner, out)
                 return
             columns, rows = _mask_pixels(annotation, slide, grid)
             annotation.sample(columns, rows, out)
@@ -99,16 +99,20 @@ class SlideAnnotations:
 
 
 def read_annotations(
-    files: AnnotationFiles, specs: Sequence[SlideSpec], patient: Mapping[str, str]
+    files: AnnotationFiles,
+    specs: Sequence[SlideSpec],
+    patient: Mapping[str, str],
+    class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
 ) -> SlideAnnotations:
     """Read every file once for the classes in it, and settle the class ids: sorted by name; for masks by value.
 
     Masks with the values 0 and 1, or 0 and 255, have one class, ``foreground``. Other masks hold class ids 1, 2, ...
     without a gap; where a ``classes.txt`` in their folder (lines ``1 tumour``) names ids, these and no others count.
-    255 is then "ignore", as are areas of a class named ``ignore...`` or ``exclude...``.
+    255 is then "ignore", as are classes named ``ignore...`` or ``exclude...``. ``class_map`` gives the names.
 
     Raises:
-        ValueError: no file can be read, nothing is drawn in any of them, or ids without a name.
+        ValueError: no file can be read, nothing is drawn in any of them, ids without a name, or a class map that lists
+            what is not drawn.
     """
     cache = AnnotationCache()
     slides = sorted(files.path)
@@ -146,11 +150,11 @@ def read_annotations(
                 values[slide] = content[1]
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
-    mask_names = _mask_classes(values, files)
-    drawn = sorted(
-        n for n in names - set(mask_names.values()) if not IGNORED_CLASS.match(n) and n.casefold() != BACKGROUND
-    )
-    classes = (BACKGROUND, *dict.fromkeys(mask_names[value] for value in sorted(mask_names)), *drawn)
+    mask_names = mask_classes(values, files)
+    class_map.check(names | set(mask_names.values()))
+    mask_names = {value: class_map.learned(mask_names[value]) for value in sorted(mask_names)}
+    drawn = sorted(set(map(class_map.learned, names)))
+    classes = (BACKGROUND, *filter(is_learned, dict.fromkeys([*mask_names.values(), *drawn])))
     if not 2 <= len(classes) < IGNORE:
         raise ValueError(
             f"{files.source}: the {len(slides) - len(failed)} files that can be read must draw between 1 and "
@@ -164,7 +168,8 @@ def read_annotations(
         {slide: patient[slide] for slide in slides if slide not in failed},
         files.source,
         {slide: files.path[slide] for slide in slides if slide not in failed},
-        {value: classes.index(name) for value, name in mask_names.items()},
+        {value: class_id(name, classes) for value, name in mask_names.items()},
+        class_map,
         failed,
         unlabelled,
         tuple(map(str, files.unknown)),
@@ -172,18 +177,15 @@ def read_annotations(
     )
 
 
-def class_id(name: str, classes: Sequence[str]) -> int:
-    """Return what is painted for a class name: its id, ``IGNORE``, or 0 for an area that is named background."""
-    if IGNORED_CLASS.match(name):
-        return IGNORE
-    return 0 if name.casefold() == BACKGROUND else classes.index(name)
+def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
+    """Return the class name by mask value, given the values in the mask of each slide.
 
-
-def _mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
-    """Class name by mask value."""
+    Raises:
+        ValueError: ids without a name.
+    """
     if not values:
         return {}
-    named = _named_ids(classes_files(files))
+    named = named_ids(classes_files(files))
     present = set().union(*values.values()) - {0}
     if not named and present in ({1}, {IGNORE}):
         return {present.pop(): UNNAMED_CLASS}
@@ -203,8 +205,12 @@ def _mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dic
     return classes
 
 
-def _named_ids(paths: Sequence[Path]) -> dict[int, str]:
-    """Class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name."""
+def named_ids(paths: Sequence[Path]) -> dict[int, str]:
+    """Return class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name.
+
+    Raises:
+        ValueError: no UTF-8, a line that is no id and name, or an id of two names.
+    """
     named: dict[int, str] = {}
     for path in paths:
         try:
@@ -227,20 +233,30 @@ def _named_ids(paths: Sequence[Path]) -> dict[int, str]:
     return named
 
 
-def _mask_pixels(mask: Mask, slide: Slide, grid: PixelGrid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Column and row of the mask under each column and row of the grid; may lie outside the mask."""
+def mask_box(mask: Mask, slide: Slide) -> Bounds:
+    """Return the part of level 0 that a mask covers: all of it, or the bounds where only these have its proportions.
+
+    Raises:
+        SlideError: neither has.
+    """
     level, bounds = slide.levels[0], slide.bounds
-    boxes = [(0, 0, level.width, level.height), (bounds.l0_x, bounds.l0_y, bounds.width, bounds.height)]
-    for l0_x, l0_y, width, height in boxes:
+    for box in (Bounds(0, 0, level.width, level.height), bounds):
         # a reduced mask is rounded to whole pixels, up or down
-        if abs(width / height * mask.height - mask.width) <= 1 + width / height + 0.005 * mask.width:
-            columns = np.floor((grid.centres_x() - l0_x) * (mask.width / width))
-            rows = np.floor((grid.centres_y() - l0_y) * (mask.height / height))
-            return columns.astype(np.int64), rows.astype(np.int64)
+        proportion = box.width / box.height
+        if abs(proportion * mask.height - mask.width) <= 1 + proportion + 0.005 * mask.width:
+            return box
     raise SlideError(
         f"mask {mask.path} must have the proportions of its slide; it is {mask.width} x {mask.height} px, "
         f"{slide.path.name} is {level.width} x {level.height} px. Is it the mask of another slide, or of a part of it?"
     )
+
+
+def _mask_pixels(mask: Mask, slide: Slide, grid: PixelGrid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Column and row of the mask under each column and row of the grid; may lie outside the mask."""
+    box = mask_box(mask, slide)
+    columns = np.floor((grid.centres_x() - box.l0_x) * (mask.width / box.width))
+    rows = np.floor((grid.centres_y() - box.l0_y) * (mask.height / box.height))
+    return columns.astype(np.int64), rows.astype(np.int64)
 
 
 def _log(files: AnnotationFiles, failed: Mapping[str, str], unlabelled: Sequence[str], without_area: int) -> None:

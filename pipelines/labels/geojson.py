@@ -1,63 +1,29 @@
-"""Areas drawn on a slide, read from GeoJSON as QuPath exports it.
+"""Areas drawn on a slide, read from GeoJSON as QuPath exports it, and written so that QuPath takes them.
 
-Takes a file, gives a ``Drawing``: the edges of all polygons in flat arrays, in file order, with the class of each
-polygon. Format: RFC 7946, in pixels of the slide's level 0 instead of degrees; classes as in QuPath's
-``properties.classification``. All three of QuPath's layouts are read: FeatureCollection, plain list, single Feature.
+Format: RFC 7946, in pixels of the slide's level 0 instead of degrees, counted from the corner of the slide's bounds;
+classes as in QuPath's ``properties.classification``. All three of QuPath's layouts are read: FeatureCollection, plain
+list, single Feature.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.labels.drawing import FILE_BYTES, UNNAMED_CLASS, Drawing, Origin, make_drawing, printable_name
 from pipelines.slides.slide import SlideError
-
-UNNAMED_CLASS = "foreground"
-"""Class of an area that has neither a classification nor a name."""
-
-FILE_BYTES = 2 << 30
-"""Largest file that is read: parsed, it takes about ten times as much."""
-
-FARTHEST_PX = 1e9
-"""A coordinate beyond is no pixel of any slide."""
 
 AREAS = frozenset({"Polygon", "MultiPolygon"})
 NO_AREAS = frozenset({"Point", "MultiPoint", "LineString", "MultiLineString"})
 
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """Polygons in the order they are painted.
-
-    A polygon's edges are those of its outer ring and of its holes; a point is inside where a ray from it crosses an odd
-    number of them. The parts of a multipolygon are polygons of their own, so that parts that overlap do not cancel out.
-
-    Attributes:
-        start, end: float64 (edges, 2), (x, y) of each edge in level-0 px from the corner of the slide's bounds.
-        first_edge: int64 (polygons + 1,): polygon i has edges first_edge[i]..first_edge[i + 1].
-        box: float64 (polygons, 4): left, top, right, bottom.
-        polygon_class: int32 (polygons,) index into ``classes``.
-        classes: names in the order of their first polygon.
-        without_area: number of features left out: points, lines.
-    """
-
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
-    first_edge: NDArray[np.int64]
-    box: NDArray[np.float64]
-    polygon_class: NDArray[np.int32]
-    classes: tuple[str, ...]
-    without_area: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.start.nbytes + self.end.nbytes + self.box.nbytes
+EMPTY = "empty feature"
+MISSING_CORE = "missing TMA core"
 
 
 def read_geojson(path: Path) -> Drawing:
@@ -75,23 +41,24 @@ def read_geojson(path: Path) -> Drawing:
     except (ValueError, RecursionError) as fault:
         raise SlideError(f"annotation {path} is damaged: not JSON ({fault}). Export it again") from fault
     polygons: list[Sequence[Any]] = []
-    polygon_class: list[int] = []
-    classes: dict[str, int] = {}
-    without_area = 0
+    names: list[str] = []
+    left_out: Counter[str] = Counter()
     where = "feature 1: "
     try:
         for number, feature in enumerate(_features(document), start=1):
-            geometry = feature["geometry"]
-            areas = [] if geometry is None else list(_polygons(geometry))
-            without_area += not areas
+            geometry, properties = feature["geometry"], feature.get("properties") or {}
+            areas = [] if geometry is None or properties.get("isMissing") is True else list(_polygons(geometry))
+            if not areas:
+                kind = EMPTY if geometry is None else geometry["type"]
+                left_out[MISSING_CORE if properties.get("isMissing") is True else kind] += 1
             for rings in areas:
                 if not rings or min(map(len, rings)) < 3:
                     raise ValueError("a polygon has at least one ring, a ring at least three points")
                 polygons.append(rings)
-                polygon_class.append(classes.setdefault(class_name(feature.get("properties") or {}), len(classes)))
+                names.append(class_name(properties))
             where = f"feature {number + 1}: "
         where = ""
-        return _drawing(polygons, polygon_class, tuple(classes), without_area)
+        return make_drawing(polygons, names, left_out, Origin.BOUNDS)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError) as fault:
         raise SlideError(
             f"annotation {path} is damaged or no GeoJSON: {where}{type(fault).__name__}: {fault}. "
@@ -99,16 +66,44 @@ def read_geojson(path: Path) -> Drawing:
         ) from fault
 
 
+def write_geojson(drawing: Drawing, path: Path) -> None:
+    """Write ``drawing``, counted from the bounds, as a FeatureCollection: a Polygon for each, in painting order.
+
+    Outer rings turn left and holes right, as RFC 7946 (3.1.6) asks for.
+    """
+    assert drawing.origin is Origin.BOUNDS
+    features = []
+    for polygon, index in enumerate(drawing.polygon_class.tolist()):
+        rings = [_closed(ring, left=k == 0) for k, ring in enumerate(drawing.rings(polygon))]
+        features.append(
+            {
+                "type": "Feature",
+                "geometry": {"type": "Polygon", "coordinates": rings},
+                "properties": {"objectType": "annotation", "classification": {"name": drawing.classes[index]}},
+            }
+        )
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}), encoding="utf-8")
+
+
+def _closed(ring: NDArray[np.float64], left: bool) -> list[list[float]]:
+    points = (ring if (signed_area(ring) > 0) == left else ring[::-1]).tolist()
+    return [*points, points[0]]
+
+
+def signed_area(ring: NDArray[np.float64]) -> float:
+    """Return the area of a ring, float64 (n, 2), in px squared: positive where it turns from x towards y."""
+    x, y = (ring - ring[0]).T
+    return float(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2
+
+
 def class_name(properties: Mapping[str, Any]) -> str:
-    """Class of a feature: its classification, else its name, else ``UNNAMED_CLASS``."""
+    """Return the class of a feature: its classification, else its name, else ``UNNAMED_CLASS``."""
     classification = properties.get("classification")
     if isinstance(classification, dict):
         # QuPath 0.5 and later write derived classes ("Tumor: Positive") as a list of names
         names = classification.get("names")
         classification = ": ".join(map(str, names)) if names else classification.get("name")
-    name = str(classification or properties.get("name") or UNNAMED_CLASS)
-    # It is printed, and written into files: no line breaks, no terminal's commands, no half of a character.
-    return " ".join("".join(c if c.isprintable() else " " for c in name).split()) or UNNAMED_CLASS
+    return printable_name(str(classification or properties.get("name") or UNNAMED_CLASS))
 
 
 def _features(document: Any) -> Iterator[Mapping[str, Any]]:
@@ -138,31 +133,3 @@ def _polygons(geometry: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
             yield from _polygons(member)
     elif kind not in NO_AREAS:
         raise ValueError(f"unknown geometry {kind!r}")
-
-
-def _drawing(
-    polygons: list[Sequence[Any]], polygon_class: list[int], classes: tuple[str, ...], without_area: int
-) -> Drawing:
-    rings = [ring for polygon in polygons for ring in polygon]
-    # a position may have a third value, a height: not used
-    numbers = np.fromiter((n for ring in rings for p in ring for n in (p[0], p[1])), np.float64)
-    if not (np.abs(numbers) <= FARTHEST_PX).all():
-        raise ValueError(f"a coordinate is not a finite number of px within {FARTHEST_PX:g}")
-    start = numbers.reshape(-1, 2)
-    following = np.arange(1, len(start) + 1)
-    ring_ends = np.cumsum([len(ring) for ring in rings], dtype=np.int64)
-    following[ring_ends - 1] = np.concatenate([[0], ring_ends])[
-        :-1
-    ]  # closes open rings; an edge of no length otherwise
-    first_edge = np.zeros(len(polygons) + 1, np.int64)
-    np.cumsum([sum(map(len, polygon)) for polygon in polygons], out=first_edge[1:])
-    corners = [np.minimum.reduceat(start, first_edge[:-1]), np.maximum.reduceat(start, first_edge[:-1])]
-    return Drawing(
-        start,
-        start[following],
-        first_edge,
-        np.concatenate(corners, axis=1),
-        np.asarray(polygon_class, np.int32),
-        classes,
-        without_area,
-    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.labels.geojson import Drawing
+from pipelines.labels.drawing import Drawing
 from pipelines.slides.geometry import Region, plan_read
 from pipelines.slides.slide import Slide
 
@@ -85,10 +85,11 @@ def paint(
     # t_: tile px, measured from the centre of the first pixel, so that centres are whole numbers
     t_scale = np.array([grid.l0_step_x, grid.l0_step_y])
     l0_origin = np.array([grid.l0_x - l0_shift[0], grid.l0_y - l0_shift[1]])
-    t_box = (drawing.box.reshape(-1, 2, 2) - l0_origin) / t_scale - 0.5
-    polygons = np.flatnonzero((t_box[:, 0] <= [width, height]).all(axis=1) & (t_box[:, 1] >= 0).all(axis=1))
-    count = np.diff(drawing.first_edge)[polygons]
-    edges = _ranges(drawing.first_edge[polygons], count)
+    l0_end = l0_origin + np.array([width + 1, height + 1]) * t_scale
+    edges = drawing.bands.within(float(l0_origin[1] - t_scale[1]), float(l0_end[1]))
+    polygon = drawing.edge_polygon[edges].astype(np.int64)
+    beside = (drawing.box[polygon, 0] <= l0_end[0]) & (drawing.box[polygon, 2] >= l0_origin[0] - t_scale[0])
+    edges, polygon = edges[beside], polygon[beside]
 
     t_start_y = (drawing.start[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
     t_end_y = (drawing.end[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
@@ -98,7 +99,7 @@ def paint(
         raise ValueError(f"{rows.sum()} crossings of edges with the rows of one tile, above {CROSSINGS}")
     crossing = np.flatnonzero(rows)
     edges, row, rows = edges[crossing], row[crossing], rows[crossing]
-    polygon = np.repeat(np.arange(len(polygons)), count)[crossing]
+    polygon = polygon[crossing]
 
     # Every edge is taken downwards: both neighbours of a common edge then compute the same crossings, bit for bit.
     upwards = (t_start_y > t_end_y)[crossing, None]
@@ -113,7 +114,7 @@ def paint(
     order = np.sort((polygon[edge] * height + t_row) * (width + 1) + column).reshape(-1, 2)
     line, span = order[:, 0] // (width + 1), order % (width + 1)
     filled = span[:, 0] < span[:, 1]
-    _fill(line[filled], span[filled], ids[drawing.polygon_class[polygons]], out)
+    _fill(line[filled], span[filled], ids[drawing.polygon_class], out)
 
 
 def _fill(line: NDArray[np.int64], span: NDArray[np.int64], ids: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:

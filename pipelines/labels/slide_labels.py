@@ -16,6 +16,7 @@ from pipelines.catalog.catalog import SlideNames, SlideSpec
 from pipelines.catalog.table import Table, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
+from pipelines.labels.class_names import ClassMap
 from pipelines.labels.splits import split_folders
 
 logger = logging.getLogger(__name__)
@@ -49,18 +50,23 @@ class SlideLabels:
 
 
 def find_labels(
-    root: Path, specs: Sequence[SlideSpec], *, labels: Path | None = None, annotations: Path | None = None
+    root: Path,
+    specs: Sequence[SlideSpec],
+    *,
+    labels: Path | None = None,
+    annotations: Path | None = None,
+    class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
 ) -> SlideLabels | SlideAnnotations:
     """Return the labels of ``specs``, from the first of these that is there.
 
     1. ``labels``: a table with columns slide and label, and as it likes patient and mpp.
-    2. ``annotations``: a folder of ``<slide>.geojson``, or mask ``.tif`` or ``.png``.
+    2. ``annotations``: a folder of ``<slide>.geojson``, ``.xml`` of ASAP or ImageScope, or mask ``.tif`` or ``.png``.
     3. beside the slides: ``labels.csv``, or such annotation files, also in ``annotations/`` and ``masks/``.
     4. class sub-folders of ``root``: ``root/CLASS/slide.svs``, or ``root/SPLIT/CLASS/slide.svs`` where the folders are
        called like splits (``train``, ``val``, ``test``).
 
     With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
-    patients. Slides without a label and labels without a slide are logged.
+    patients. Slides without a label and labels without a slide are logged. ``class_map`` is for annotations.
 
     Raises:
         ValueError: none of them, or all faults of the one that was found.
@@ -68,19 +74,20 @@ def find_labels(
     table_path = labels if labels is not None else root / LABELS_FILE
     table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
     if annotations is not None:
-        return read_annotations(annotations_in(annotations, specs), specs, _patients(table, specs))
+        return read_annotations(annotations_in(annotations, specs), specs, _patients(table, specs), class_map)
     if table is not None and (labels is not None or "label" in table.roles):
         return _labels_from_table(read_table(table_path, ("slide", "label")), specs)
     if beside := annotations_beside(root, specs):
-        return read_annotations(beside, specs, _patients(table, specs))
+        return read_annotations(beside, specs, _patients(table, specs), class_map)
     if by_folder := _labels_from_folders(root, specs):
         return by_folder
     raise ValueError(
         f"the slides of {root} have no labels. Give them in one of four ways:\n"
         "  1. --labels FILE.csv with a line per slide and columns slide,label (patient and mpp are read too)\n"
-        "  2. --annotations DIR with <slide>.geojson from QuPath, or masks <slide>.tif or <slide>.png\n"
-        f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson, <slide>_mask.tif or .png, or folders "
-        "annotations/ or masks/\n"
+        "  2. --annotations DIR with <slide>.geojson from QuPath, <slide>.xml from ASAP or ImageScope, or masks "
+        "<slide>.tif or <slide>.png\n"
+        f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson or .xml, <slide>_mask.tif or .png, "
+        "or folders annotations/ or masks/\n"
         f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one"
         + (
             f"\nIts folders {', '.join(sorted(set(splits.values())))} are taken for splits, not for classes: make "

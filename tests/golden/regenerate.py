@@ -29,6 +29,7 @@ RESULTS = ROOT / "docs" / "results.md"
 DEVELOPER = ROOT / "docs" / "developer.md"
 SCHEDULE_FILES = ROOT / "tests" / "golden" / "schedules"
 COMMANDS = {
+    "app.convert": "ConvertCommand",
     "app.doctor": "DoctorCommand",
     "app.index": "IndexCommand",
     "app.bench": "BenchCommand",

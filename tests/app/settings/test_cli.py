@@ -12,6 +12,8 @@ import yaml
 from tyro.conf import Suppress
 
 from app.settings.cli import RunError, run_command
+from app.settings.fields import arguments_for, flat
+from app.settings.run import DataSettings, RunConfig
 from pipelines.slides.slide import SlideError
 
 ROOT = Path(__file__).parents[3]
@@ -203,3 +205,12 @@ def test_indexing_where_there_is_no_room(options: str, reason: str, mend: str, t
     (error,) = done.stderr.splitlines()
     assert reason in error
     assert mend in error
+
+
+@pytest.mark.parametrize("entries", [(), ("Fat=background", "Immune cells=ignore")])
+def test_settings_as_words_are_read_as_they_were(entries: tuple[str, ...]) -> None:
+    """What ``app.bench`` starts ``app.train`` with."""
+    data = DataSettings(Path("slides"), class_map=entries, index_workers=3)
+    read: list[RunConfig] = []
+    assert run_command(RunConfig, read.append, arguments_for(RunConfig, flat(data)), "python -m app.train") == 0
+    assert [config.data for config in read] == [data]

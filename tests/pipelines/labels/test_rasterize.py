@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shapely.geometry import shape
 
 from pipelines.backends.memory import memory_slide
-from pipelines.labels.geojson import Drawing, read_geojson
+from pipelines.labels.drawing import Drawing
+from pipelines.labels.geojson import read_geojson
 from pipelines.labels.rasterize import PixelGrid, paint
 from pipelines.slides.geometry import Region
 from tests.helpers.drawings import Ring, area, blank_slide, box, edge_distance, inside, write_geojson

@@ -1,0 +1,63 @@
+"""``app.convert`` as a user calls it: files in, files out, and one message where that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import imagecodecs
+import numpy as np
+import pytest
+
+from app import convert
+from pipelines.labels.geojson import read_geojson
+from tests.helpers.drawings import box, write_geojson
+
+SAMPLES = Path(__file__).parents[1] / "data" / "annotations"
+
+
+@pytest.fixture
+def slide(tmp_path: Path) -> str:
+    path = tmp_path / "slide.png"
+    path.write_bytes(imagecodecs.png_encode(np.full((60, 80, 3), 255, np.uint8)))
+    return str(path)
+
+
+def test_to_xml_to_mask_and_back(tmp_path: Path, slide: str, capsys: pytest.CaptureFixture[str]) -> None:
+    point = {"type": "Feature", "geometry": {"type": "Point", "coordinates": [1, 2]}}
+    source = write_geojson(tmp_path / "in.geojson", box(10, 20, 30, 50, "Tumor"), box(1, 1, 5, 5, "Stroma"), point)
+    given = ["--slide", slide, "--slide-mpp", "0.5"]
+    made = [tmp_path / name for name in ("a.xml", "b.xml", "out/c.tif", "d.geojson")]
+    for path, extra in zip(made, ([], ["--xml", "imagescope"], ["--mpp", "0.5"], []), strict=True):
+        assert convert.main([str(source), str(path), *given, *extra]) == 0
+        source = path
+    said = capsys.readouterr().out
+    assert "2 polygons of 10 points, classes Tumor, Stroma; left out: 1 x Point" in said
+    assert "c.tif: 80 x 60 px at 0.5 um/px" in said
+    assert "<Annotations>" in made[1].read_text()
+    drawing = read_geojson(made[3])
+    boxes = {drawing.classes[k]: drawing.box[i].tolist() for i, k in enumerate(drawing.polygon_class)}
+    assert boxes == {"Tumor": [10, 20, 30, 50], "Stroma": [1, 1, 5, 5]}
+
+
+def test_faults_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there.geojson").write_text("")
+    assert convert.main([str(tmp_path / "a.svs"), str(tmp_path / "there.geojson"), "--mpp", "1"]) == 2
+    said = capsys.readouterr().err
+    for fault in (
+        "IN must end in .geojson",
+        "a.svs is none",
+        "there.geojson does. Remove it",
+        "--mpp is the resolution",
+    ):
+        assert fault in said
+    assert convert.main([str(SAMPLES / "asap-polygon.xml"), str(tmp_path / "a.tif")]) == 2
+    assert "a.tif: a mask covers a slide: give --slide FILE" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.xml").write_text("<!DOCTYPE x><Annotations/>")
+    assert convert.main([str(tmp_path / "a.xml"), str(tmp_path / "a.geojson")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "declares a document type ('x')" in said
+    assert not (tmp_path / "a.geojson").exists()

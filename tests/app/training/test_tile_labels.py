@@ -1,0 +1,54 @@
+"""Tiles that get their class from what is drawn on them, as ``app.train --task classify`` prepares them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.settings.run import DataSettings, RunConfig
+from app.training.dataset import Dataset, prepare
+from app.training.run_folder import RunFolder
+from pipelines.catalog.catalog import find_slides
+from pipelines.tiles.index import IndexSettings
+from tests.helpers.drawings import box, write_geojson
+
+HALF = 768
+
+
+def prepared(slides: Path, folder: Path, said: list[str] | None = None, **data: object) -> Dataset:
+    for spec in find_slides(slides):
+        write_geojson(
+            folder / "drawn" / f"{spec.slide_id}.geojson",
+            box(0, 0, HALF + 64, 2 * HALF, "Tumor"),  # a quarter of the tiles to the right of the middle
+            box(HALF, HALF, 2 * HALF, 2 * HALF, "Ignore*"),
+        )
+    settings = DataSettings(slides, annotations=folder / "drawn", task="classify")
+    config = RunConfig(dataclasses.replace(settings, **data), IndexSettings(tile=256), out=folder / "run")  # type: ignore[arg-type]
+    return prepare(config, RunFolder(config.out), lambda line: said.append(str(line)) if said is not None else None)
+
+
+@pytest.mark.parametrize(("rule", "quarter"), [("any", 1), ("0.3", 0)])
+def test_rules_and_ignored_tiles(segment_slides: Path, tmp_path: Path, rule: str, quarter: int) -> None:
+    said: list[str] = []
+    dataset = prepared(segment_slides, tmp_path, said, tile_label=rule)
+    assert dataset.tile_labels is not None
+    tiles = [dataset.tiles.region(row) for row in range(len(dataset.tiles))]
+    assert not any(tile.l0_x >= HALF and tile.l0_y >= HALF for tile in tiles)
+    assert any("tiles are left out: all that is drawn on them is to be ignored" in line for line in said)
+    expected = [1 if tile.l0_x < HALF else quarter if tile.l0_x == HALF else 0 for tile in tiles]
+    np.testing.assert_array_equal(dataset.tile_labels, expected)
+    assert set(expected) == {0, 1}
+
+
+def test_settings_that_do_not_fit_are_refused(classify_slides: Path, segment_slides: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--class-map names tumor, which no annotation has; drawn are Ignore"):
+        prepared(segment_slides, tmp_path / "a", class_map=("tumor=x",))
+    with pytest.raises(ValueError, match="--tile-label any is for --task classify with annotations; got --task seg"):
+        prepared(segment_slides, tmp_path / "b", tile_label="any", task="segment")
+    with pytest.raises(ValueError, match="--class-map is for annotations, and only slide labels were found"):
+        prepared(classify_slides, tmp_path / "c", annotations=None, task="auto", class_map=("a=b",))
+    faults = DataSettings(tmp_path, class_map=("a",), tile_label="most").validate()
+    assert [fault.split()[0] for fault in faults] == ["--class-map", "--tile-label"]

@@ -1,0 +1,134 @@
+"""Every format into every other and back: the areas stay, holes, order and corners included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import imagecodecs
+import numpy as np
+import pytest
+import shapely
+
+from pipelines.backends.mask import open_mask
+from pipelines.labels.annotation_cache import read_annotation
+from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
+from pipelines.labels.drawing import Drawing, Origin
+from pipelines.labels.geojson import read_geojson
+from pipelines.labels.rasterize import PixelGrid, paint
+from pipelines.slides.geometry import Bounds
+from pipelines.slides.slide import SlideError
+from tests.helpers.drawings import area, blank_slide, box, write_geojson
+
+SAMPLES = Path(__file__).parents[2] / "data" / "annotations"
+WITH_AREAS = sorted(
+    path for path in SAMPLES.iterdir() if path.stem not in ("qupath-polyline", "qupath-multipoint", "asap-pointset")
+)
+
+
+def class_masks(drawing: Drawing, l0_box: np.ndarray, side: int = 400) -> dict[str, np.ndarray]:
+    """bool (side, side) by class name: the painted drawing over a box of level 0."""
+    left, top, right, bottom = l0_box
+    grid = PixelGrid(left, top, (right - left) / side, (bottom - top) / side, side, side)
+    out = np.zeros((side, side), np.uint8)
+    paint(drawing, np.arange(1, len(drawing.classes) + 1, dtype=np.uint8), grid, (0, 0), out)
+    return {name: out == index for index, name in enumerate(drawing.classes, start=1)}
+
+
+def least_iou(drawing: Drawing, other: Drawing) -> float:
+    """Of all classes."""
+    assert drawing.classes == other.classes
+    l0_box = np.concatenate([drawing.box[:, :2].min(axis=0) - 1, drawing.box[:, 2:].max(axis=0) + 1])
+    ours, theirs = class_masks(drawing, l0_box), class_masks(other, l0_box)
+    assert all(mask.any() for mask in ours.values())
+    return min((ours[name] & theirs[name]).sum() / (ours[name] | theirs[name]).sum() for name in ours)
+
+
+def shapes(drawing: Drawing) -> shapely.Geometry:
+    """The union of all areas, as shapely has it."""
+    polygons = [drawing.rings(k) for k in range(len(drawing.box))]
+    return shapely.union_all([shapely.make_valid(shapely.Polygon(outer, holes)) for outer, *holes in polygons])
+
+
+@pytest.mark.parametrize("path", WITH_AREAS, ids=lambda path: path.name)
+def test_real_files_through_every_format(tmp_path: Path, path: Path) -> None:
+    before = read_annotation(path)
+    assert isinstance(before, Drawing)
+    at = path
+    for file_format, name in (("asap", "a.xml"), ("imagescope", "b.xml"), ("geojson", "c.geojson"), ("asap", "d.xml")):
+        write_areas(read_areas(at, None), tmp_path / name, file_format, None)
+        at = tmp_path / name
+        assert least_iou(before, read_areas(at, None)) >= 0.999, name
+    first, last = shapes(before), shapes(read_areas(tmp_path / "c.geojson", None))
+    assert first.intersection(last).area / first.union(last).area >= 0.999
+
+
+def drawn(folder: Path) -> Path:
+    """Holes with an island, a class on top of another and below a third, and areas that are ignored."""
+    outer, hole = [(10, 10), (90, 15), (80, 90), (12, 70)], [(30, 30), (60, 32), (55, 60), (28, 55)]
+    return write_geojson(
+        folder / "drawn.geojson",
+        area([outer, hole], "Tumor"),
+        box(40, 40, 50, 50, "Tumor"),
+        box(5, 20, 25, 40, 'fat & "stroma"'),
+        box(15, 25, 20, 60, "Tumor"),
+        box(70, 70, 95, 95, "Ignore*"),
+    )
+
+
+def test_holes_islands_order_and_names_stay(tmp_path: Path) -> None:
+    before = read_geojson(drawn(tmp_path))
+    for file_format, name in (("asap", "a.xml"), ("imagescope", "b.xml"), ("geojson", "c.geojson")):
+        write_areas(before, tmp_path / name, file_format, None)
+        assert least_iou(before, read_areas(tmp_path / name, None)) == 1.0
+
+
+@pytest.mark.parametrize("suffix", [".tif", ".png"])
+@pytest.mark.parametrize("mpp", [0.5, 1.3])
+def test_masks_to_areas_and_back(tmp_path: Path, suffix: str, mpp: float) -> None:
+    slide = blank_slide(701, 523)
+    size = write_area_mask(read_geojson(drawn(tmp_path)), tmp_path / f"a{suffix}", slide, mpp)
+    assert (size.width, size.height) == (round(701 * 0.5 / mpp), round(523 * 0.5 / mpp))
+    assert (tmp_path / "classes.txt").read_text() == '1 Tumor\n2 fat & "stroma"\n'
+    write_areas(read_areas(tmp_path / f"a{suffix}", slide), tmp_path / "b.geojson", "geojson", slide)
+    write_area_mask(read_geojson(tmp_path / "b.geojson"), tmp_path / f"c{suffix}", slide, mpp)
+    pixels = []
+    for name in ("a", "c"):
+        pixels.append(np.empty((size.height, size.width), np.uint8))
+        open_mask(tmp_path / f"{name}{suffix}").sample(np.arange(size.width), np.arange(size.height), pixels[-1])
+    assert np.unique(pixels[0]).tolist() == [0, 1, 2, 255]
+    np.testing.assert_array_equal(*pixels)
+
+
+def test_a_mask_at_level_0_has_the_areas_that_were_drawn(tmp_path: Path) -> None:
+    before = read_geojson(SAMPLES / "histoqc-holed.geojson")
+    before = before.moved(*(9 - before.box[:, :2].min(axis=0)).tolist(), Origin.LEVEL0)
+    slide = blank_slide(*(int(side) + 9 for side in before.box[:, 2:].max(axis=0)))
+    write_area_mask(before, tmp_path / "a.tif", slide, slide.mpp)
+    after = shapes(read_areas(tmp_path / "a.tif", slide))
+    assert after.intersection(shapes(before)).area / after.union(shapes(before)).area >= 0.999
+
+
+def test_bounds_are_added_and_taken_off(tmp_path: Path) -> None:
+    slide = blank_slide(4000, 3000, bounds=Bounds(1000, 700, 2000, 1500))
+    write_areas(
+        read_geojson(write_geojson(tmp_path / "a.geojson", box(10, 20, 30, 50))), tmp_path / "a.xml", "asap", slide
+    )
+    assert read_areas(tmp_path / "a.xml", slide).box.tolist() == [[1010, 720, 1030, 750]]
+    write_areas(read_areas(tmp_path / "a.xml", slide), tmp_path / "b.geojson", "geojson", slide)
+    assert read_geojson(tmp_path / "b.geojson").box.tolist() == [[10, 20, 30, 50]]
+    write_area_mask(read_geojson(tmp_path / "b.geojson"), tmp_path / "m.tif", slide, 1.0)
+    assert read_areas(tmp_path / "m.tif", slide).box.tolist() == [[1010, 720, 1030, 750]]
+
+
+def test_ids_of_a_folder_stay_when_classes_come(tmp_path: Path) -> None:
+    slide = blank_slide(100, 100)
+    (tmp_path / "classes.txt").write_text("2 Tumor\n")
+    write_area_mask(read_geojson(drawn(tmp_path)), tmp_path / "a.png", slide, 0.5)
+    assert (tmp_path / "classes.txt").read_text() == '1 fat & "stroma"\n2 Tumor\n'
+    assert imagecodecs.png_decode((tmp_path / "a.png").read_bytes())[20, 50] == 2
+
+
+def test_a_mask_of_another_slide_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(imagecodecs.png_encode(np.eye(100, dtype=np.uint8)))
+    with pytest.raises(SlideError, match="proportions of its slide"):
+        read_areas(tmp_path / "a.png", blank_slide(400, 100))
