@@ -125,6 +125,7 @@ def _predict_share(command: PredictCommand, rank: int, world: int) -> int:
             "step": model.step,
             "task": model.task,
             "classes": list(model.classes),
+            "shown": list(model.shown.values()),
             "tile": model.tile,
             "mpp": asked["mpp"],
             "overlap": command.overlap,

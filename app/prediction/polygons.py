@@ -49,11 +49,12 @@ def ring_area(ring: Ring) -> float:
 
 
 def polygons_of(mask: NDArray[np.bool_]) -> list[Polygon]:
-    """Return the 4-connected areas of ``mask`` (h, w) with their holes, corners in px.
+    """Return the areas of ``mask`` (h, w) with their holes, corners in px.
 
-    Where two px touch at a corner alone, one of the two beside is added: rings that touch themselves are not valid.
+    Args:
+        mask: as ``without_saddles`` gives it: rings that touch themselves are not valid.
     """
-    doubled = _without_saddles(mask).view(np.uint8).repeat(2, 0).repeat(2, 1)
+    doubled = mask.view(np.uint8).repeat(2, 0).repeat(2, 1)
     contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
     if not contours:
         return []
@@ -69,8 +70,27 @@ def polygons_of(mask: NDArray[np.bool_]) -> list[Polygon]:
     ]
 
 
-def _without_saddles(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """``mask`` with a px added wherever two touch at a corner alone."""
+def peaks(
+    mask: NDArray[np.bool_], polygons: Sequence[Polygon], values: NDArray[np.uint8]
+) -> list[tuple[int, int, int]]:
+    """Return the px (x, y) of the largest of ``values`` (h, w) in each of the ``polygons`` of ``mask``, and that."""
+    if not polygons:
+        return []
+    _, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=4, ltype=cv2.CV_32S)
+    inside = np.flatnonzero(mask)
+    of_px = labels.ravel()[inside]
+    order = np.lexsort((-values.ravel()[inside].astype(np.int64), of_px))
+    firsts = np.searchsorted(of_px[order], np.arange(labels.max() + 1))
+    found = []
+    for polygon in polygons:
+        x, y = polygon.outer[np.lexsort((polygon.outer[:, 0], polygon.outer[:, 1]))[0]].astype(int)
+        place = int(inside[order[firsts[labels[y, x]]]])  # the px below the leftmost of the highest corners is inside
+        found.append((place % mask.shape[1], place // mask.shape[1], int(values.flat[place])))
+    return found
+
+
+def without_saddles(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return ``mask`` with a px added beside any two that touch at a corner alone."""
     filled = mask.copy()
     while True:
         a, b, c, d = filled[:-1, :-1], filled[:-1, 1:], filled[1:, :-1], filled[1:, 1:]

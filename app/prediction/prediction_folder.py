@@ -41,7 +41,7 @@ class PredictionFolder:
             ValueError: it was not; names what differs.
             OSError: it cannot be written.
         """
-        for name in ("heat_maps", "overlays", "geojson", "tiles", "slides"):
+        for name in ("heat_maps", "overlays", "geojson", "masks", "areas", "tiles", "slides"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         path = self.path / SETTINGS
         if not path.exists():
@@ -68,6 +68,12 @@ class PredictionFolder:
     def geojson(self, slide_id: str) -> Path:
         return self.path / "geojson" / f"{slide_id}.geojson"
 
+    def mask(self, slide_id: str) -> Path:
+        return self.path / "masks" / f"{slide_id}.png"
+
+    def areas(self, slide_id: str) -> Path:
+        return self.path / "areas" / f"{slide_id}.csv"
+
     def tiles(self, slide_id: str) -> Path:
         return self.path / "tiles" / f"{slide_id}.csv"
 
@@ -76,13 +82,30 @@ class PredictionFolder:
         record = self.path / "slides" / f"{slide_id}.json"
         return record.exists() and SlideState(**json.loads(record.read_text())["state"]).is_of(path)
 
-    def finish(self, slide_id: str, row: Mapping[str, Any], state: SlideState) -> None:
-        """Write down that a slide is done, with its row of the table."""
-        _write_json(self.path / "slides" / f"{slide_id}.json", {"row": dict(row), "state": asdict(state)})
+    def finish(self, slide_id: str, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any]) -> None:
+        """Write down that a slide is done, with its row of the table and where its maps lie."""
+        record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas)}
+        _write_json(self.path / "slides" / f"{slide_id}.json", record)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the predictions were made with.
+
+        Raises:
+            ValueError: the folder holds none.
+        """
+        path = self.path / SETTINGS
+        if not path.is_file():
+            raise ValueError(f"{self.path} holds no predictions: {path} is not there; give the --out of app.predict")
+        settings: dict[str, Any] = json.loads(path.read_text())
+        return settings
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return ``row``, ``state`` and ``canvas`` of all slides that are done, by slide."""
+        return [json.loads(path.read_text()) for path in sorted((self.path / "slides").glob("*.json"))]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all slides that are done, by slide."""
-        return [json.loads(path.read_text())["row"] for path in sorted((self.path / "slides").glob("*.json"))]
+        return [record["row"] for record in self.records()]
 
     def write_table(self) -> None:
         """Write ``slides.csv`` anew; of several ranks one after the other, so that the last has all rows."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import choose_autocast
+from app.training.memory_layout import takes_channels_last
 from models.registry import build_model
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device_pixels import PixelMaker
@@ -102,8 +103,11 @@ def load_model(path: Path, named: str | None, device: torch.device) -> TrainedMo
         )
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
     module.load_state_dict(state["model"])
-    module.to(device).eval()
-    pixels = PixelMaker(device, AugmentSettings(augment="none"), 0, channels_last=False)
+    channels_last = settings["channels_last"] and takes_channels_last(
+        module, (1, 3, settings["tile"], settings["tile"])
+    )
+    module.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format).eval()
+    pixels = PixelMaker(device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
     autocast = choose_autocast(settings["precision"], device)
     blank = np.full((1, settings["tile"], settings["tile"], 3), 255, np.uint8)
     shape = tuple(_outputs(module, pixels, blank, autocast).shape[1:])

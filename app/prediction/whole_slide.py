@@ -15,13 +15,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from app.launch.place import rank_cores
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.overlay import colour_of, draw_prediction
-from app.prediction.polygons import collection, feature, polygons_of
+from app.prediction.polygons import collection, feature, peaks, polygons_of, without_saddles
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
@@ -93,7 +94,17 @@ def predict_slide(
         **{f"score_{name}": float(of_slide[c]) for c, name in enumerate(model.classes)},
         **{f"area_um2_{name}": areas[name] for name in model.shown.values()},
     }
-    folder.finish(spec.slide_id, row, windows.state)
+    height, width = scored.areas_map.shape[1:]
+    bounds = windows.bounds
+    canvas = {
+        "mpp": windows.slide_mpp,
+        "l0_size": list(windows.l0_size),
+        "l0_bounds": [bounds.l0_x, bounds.l0_y, bounds.width, bounds.height],
+        "l0_px": windows.l0_cell * scored.factor,
+        "width": width,
+        "height": height,
+    }
+    folder.finish(spec.slide_id, row, windows.state, canvas)
     return row
 
 
@@ -207,21 +218,34 @@ def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
 def _write_areas(
     model: TrainedModel, windows: SlideWindows, scored: Scored, folder: PredictionFolder, slide_id: str
 ) -> dict[str, float]:
-    """Write the areas of the classes shown as GeoJSON; um2 of each class."""
+    """Write the areas of the classes shown as GeoJSON, as a table and as a mask; um2 of each class."""
     l0_px = windows.l0_cell * scored.factor
     likeliest = scored.areas_map.argmax(0)
     looked_at = scored.areas_map.sum(0, dtype=np.int64) >= 128
-    features, areas = [], {}
+    limits = (float(windows.bounds.width), float(windows.bounds.height))
+    features, rows, areas = [], [], {}
+    whole = np.zeros(likeliest.shape, np.uint8)
     for number, (c, name) in enumerate(model.shown.items()):
-        limits = (float(windows.bounds.width), float(windows.bounds.height))
-        polygons = [p.scaled(l0_px, limits) for p in polygons_of((likeliest == c) & looked_at)]
-        um2 = [polygon.area * windows.slide_mpp**2 for polygon in polygons]
-        features += [
-            feature(polygon, name, colour_of(number), {"Area µm^2": round(area, 2)})
-            for polygon, area in zip(polygons, um2, strict=True)
-        ]
-        areas[name] = round(sum(um2), 2)
-    folder.geojson(slide_id).write_text(json.dumps(collection(features)))
+        mask = (likeliest == c) & looked_at
+        whole[mask] = number + 1
+        mask = without_saddles(mask)
+        polygons = polygons_of(mask)
+        areas[name] = 0.0
+        for polygon, (x, y, value) in zip(polygons, peaks(mask, polygons, scored.areas_map[c]), strict=True):
+            placed = polygon.scaled(l0_px, limits)
+            um2 = round(placed.area * windows.slide_mpp**2, 2)
+            areas[name] += um2
+            probability = round(value / 255, 4)
+            features.append(
+                feature(placed, name, colour_of(number), {"Area µm^2": um2, "Max probability": probability})
+            )
+            rows.append([name, um2, probability, round((x + 0.5) * l0_px, 2), round((y + 0.5) * l0_px, 2)])
+    folder.geojson(slide_id).write_text(json.dumps(collection(features), ensure_ascii=False), encoding="utf-8")
+    done, png = cv2.imencode(".png", whole)
+    assert done
+    folder.mask(slide_id).write_bytes(png.tobytes())
+    with folder.areas(slide_id).open("w", newline="", encoding="utf-8") as file:
+        write_rows(file, [["class", "area_um2", "max_probability", "l0_x", "l0_y"], *rows])
     return areas
 
 

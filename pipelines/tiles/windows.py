@@ -56,6 +56,7 @@ class SlideWindows:
         tissue: float32 (n,), the part of each that is tissue.
         width, height: of the canvas in cells: all that is scanned of the slide.
         l0_cell: level-0 px of a cell's side.
+        l0_size: width and height of level 0.
         bounds: where the canvas lies; its last cells may reach beyond.
         slide_mpp: um/px of level 0.
         thumbnail: the slide, small.
@@ -70,6 +71,7 @@ class SlideWindows:
     width: int
     height: int
     l0_cell: float
+    l0_size: tuple[int, int]
     bounds: Bounds
     slide_mpp: float
     thumbnail: Overview
@@ -171,6 +173,7 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
             width,
             height,
             l0_cell,
+            (slide.levels[0].width, slide.levels[0].height),
             slide.bounds,
             slide.mpp,
             thumbnail,

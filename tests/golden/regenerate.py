@@ -30,9 +30,11 @@ DEVELOPER = ROOT / "docs" / "developer.md"
 SCHEDULE_FILES = ROOT / "tests" / "golden" / "schedules"
 COMMANDS = {
     "app.doctor": "DoctorCommand",
+    "app.evaluate": "EvaluateCommand",
     "app.index": "IndexCommand",
     "app.bench": "BenchCommand",
     "app.plan": "PlanCommand",
+    "app.predict": "PredictCommand",
     "app.report": "ReportCommand",
     "app.synth": "SynthCommand",
     "app.train": "RunConfig",
