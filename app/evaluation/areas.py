@@ -26,7 +26,7 @@ from pipelines.labels.annotation_files import annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.slides.geometry import Bounds, Level, Region
 from pipelines.slides.pyramid import PyramidSlide
-from pipelines.slides.slide import LevelReader, SlideError
+from pipelines.slides.slide import LevelReader, Slide, SlideError
 
 BAND_ROWS = 1024
 """Rows of annotations painted at a time."""
@@ -88,7 +88,8 @@ def score_areas(folder: PredictionFolder, shown: Sequence[str], annotations: Pat
         except SlideError as fault:
             left_out.append(f"{slide_id}: {fault}")
             continue
-        predicted = cv2.imdecode(np.fromfile(folder.mask(slide_id), np.uint8), cv2.IMREAD_UNCHANGED).astype(np.uint8)
+        predicted = cv2.imdecode(np.fromfile(folder.mask(slide_id), np.uint8), cv2.IMREAD_UNCHANGED)
+        assert predicted is not None, folder.mask(slide_id)
         counted = true != IGNORE
         pairs = [
             ((true == truth.classes.index(name)), (predicted == shown.index(name) + 1) & counted) for name in classes
@@ -121,9 +122,10 @@ def true_mask(truth: SlideAnnotations, slide_id: str, canvas: Mapping[str, Any])
         SlideError: the annotation is damaged, or of another slide.
     """
     bounds, mpp = Bounds(*canvas["l0_bounds"]), canvas["mpp"]
-    level = Level(0, *canvas["l0_size"], 1.0, mpp)
+    width, height = canvas["l0_size"]
     # An annotation wants to know where a slide lies, not its pixels.
-    slide = PyramidSlide(Path(slide_id), cast(LevelReader, None), (level,), bounds)
+    placed = PyramidSlide(Path(slide_id), cast(LevelReader, None), (Level(0, width, height, 1.0, mpp),), bounds)
+    slide = cast(Slide, placed)
     mask = np.empty((canvas["height"], canvas["width"]), np.uint8)
     for row in range(0, len(mask), BAND_ROWS):
         band = mask[row : row + BAND_ROWS]

@@ -25,7 +25,7 @@ FALSE_POSITIVES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SlideHits:
     """What the detections of one slide have hit.
 

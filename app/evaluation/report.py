@@ -152,8 +152,11 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
     Args:
         slides: folder of the slides, for pictures of tiles; None: there are none.
     """
-    made_with, notes = evaluation.made_with, []
-    cards, charts, tables = [], [], {}
+    made_with = evaluation.made_with
+    notes: list[str] = []
+    cards: list[Card] = []
+    charts: list[Chart] = []
+    tables: dict[str, Table] = {}
     if evaluation.labelled is not None:
         cases = evaluation.labelled.cases
         for (unit, name), estimate in evaluation.estimates.items():

@@ -31,11 +31,11 @@ SIGMA, LEAST_WEIGHT = 0.125, 1e-3
 
 
 def gaussian_window(side: int) -> Floats:
-    """Return float32 (side, side): 1 in the middle, less towards the edges, where a model sees the least around."""
+    """Return float32 (side, side): about 1 in the middle, less towards the edges, beyond which nothing is seen."""
     offset = np.arange(side) - (side - 1) / 2
     line = np.exp(-0.5 * (offset / (SIGMA * side)) ** 2)
-    weights = np.outer(line, line)
-    return np.maximum(weights / weights.max(), LEAST_WEIGHT).astype(np.float32)
+    weights: Floats = np.maximum(np.outer(line, line), LEAST_WEIGHT).astype(np.float32)
+    return weights
 
 
 class Blender:

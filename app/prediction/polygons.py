@@ -107,7 +107,8 @@ def _corners(contour: NDArray[np.int32]) -> Ring:
     points = points[(points != np.roll(points, 1, 0)).any(1)]
     before, after = points - np.roll(points, 1, 0), np.roll(points, -1, 0) - points
     turns = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
-    return points[turns].astype(np.float64)
+    ring: Ring = points[turns].astype(np.float64)
+    return ring
 
 
 def feature(polygon: Polygon, name: str, colour: Sequence[int], measurements: Mapping[str, float]) -> dict[str, Any]:

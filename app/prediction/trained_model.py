@@ -106,7 +106,9 @@ def load_model(path: Path, named: str | None, device: torch.device) -> TrainedMo
     channels_last = settings["channels_last"] and takes_channels_last(
         module, (1, 3, settings["tile"], settings["tile"])
     )
-    module.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format).eval()
+    if channels_last:
+        module.to(memory_format=torch.channels_last)
+    module.to(device).eval()
     pixels = PixelMaker(device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
     autocast = choose_autocast(settings["precision"], device)
     blank = np.full((1, settings["tile"], settings["tile"], 3), 255, np.uint8)

@@ -212,7 +212,8 @@ def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
     _, height, width = chunk.shape
     even = np.pad(chunk, ((0, 0), (0, -height % factor), (0, -width % factor)), "edge")
     blocks = even.reshape(len(chunk), even.shape[1] // factor, factor, even.shape[2] // factor, factor)
-    return np.rint(blocks.mean((2, 4), dtype=np.float32)).astype(np.uint8)
+    means: NDArray[np.uint8] = np.rint(blocks.mean((2, 4), dtype=np.float32)).astype(np.uint8)
+    return means
 
 
 def _write_areas(
