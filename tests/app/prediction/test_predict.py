@@ -19,6 +19,7 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.slides.geometry import Bounds, levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.tiles.windows import WindowSettings, find_windows
+from tests.helpers.forked import run_ranks
 from tests.helpers.hand_made_checkpoint import CLASSIFIER, SEGMENTER, write_checkpoint
 from tests.helpers.in_process import call
 
@@ -203,3 +204,18 @@ def test_a_classifier_has_a_coarse_map(slides, tmp_path):
     # the corner is seen by the first window alone, the cell beside the middle of it by the first two
     assert values[0, 0] == round(255 * float(rows[0]["score_dark"]))
     assert values[0, 4] == pytest.approx(255 * np.mean([float(row["score_dark"]) for row in rows[:2]]), abs=0.51)
+
+
+@pytest.mark.process
+def test_ranks_share_the_slides_out(slides, checkpoint, tmp_path):
+    (tmp_path / "ranks").mkdir()
+    out = tmp_path / "out"
+    words = ["--slides", slides, "--checkpoint", checkpoint, "--out", out, "--model", SEGMENTER]
+    codes, printed = run_ranks(2, "app.predict", list(map(str, words)), tmp_path / "ranks")
+    assert codes == [0, 0], printed
+    for rank, own, other in ((0, "a", "b"), (1, "b", "a")):
+        log = (out / f"run-{rank}.log").read_text()
+        assert f"  {own}: " in log
+        assert f"  {other}: " not in log
+    with (out / "slides.csv").open(newline="") as file:
+        assert [row["slide"] for row in csv.DictReader(file)] == ["a", "b"]
