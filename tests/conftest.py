@@ -12,6 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.helpers.lanes import NEEDS, PATIENCE, Watch, marks_of
@@ -100,3 +101,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     return (yield from item.config.stash[WATCH].call())
+
+
+@pytest.fixture(autouse=True)
+def _denormals() -> Generator[None]:
+    """A run in this process flushes them; the next test has them again."""
+    yield
+    torch.set_flush_denormal(False)

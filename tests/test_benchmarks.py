@@ -12,7 +12,7 @@ from tests.helpers.benchmark_run import assert_runs
     ("command", "says"),
     [
         ("benchmarks.engine.run --tile 64 --steps 1", "engine_over_plain"),
-        ("benchmarks.engine.replicas --tile 64 --rounds 1", "4 microbatches a rank"),
+        ("benchmarks.engine.replicas --model resnet11_v2 --tile 64 --rounds 1", "4 microbatches a rank"),
         ("benchmarks.data_wait.run --tile 256 --steps 1", "data_wait_fraction"),
         ("benchmarks.big_slide.run --size 3000 --tile 512 --steps 1", "1 tiles trained on"),
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
@@ -25,7 +25,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.layer_times.run --px 64 --nets plain12 --seconds 0.5", "predicted by the calibration of 0.5 s"),
         ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
         ("benchmarks.plan_speed.run --only one-node", "s on the cores"),
-        ("benchmarks.slide_context.run --slides 12 --steps 1 --seeds 1", "| whole slide |"),
+        ("benchmarks.slide_context.run --slides 8 --steps 1 --seeds 1", "| whole slide |"),
         (
             "benchmarks.offload_study.run --models squeezenet1_1 --modes none naive --epochs 1 --pictures 12 --batch 4",
             "to the host",

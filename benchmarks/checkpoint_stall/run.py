@@ -128,7 +128,7 @@ def main() -> None:
     arguments = parser.parse_args()
     size = {"every": arguments.every, "rounds": arguments.rounds, "px": arguments.px}
     if arguments.quick:
-        size = {"model": "resnet18", "px": 64, "batch": 2, "m": 2, "every": 2, "rounds": 1}
+        size = {"model": "resnet11_v2", "px": 64, "batch": 2, "m": 2, "every": 2, "rounds": 1}
     if arguments.async_save:
         text = compare_async_save(Case("single", 1, **size))
         print(text)

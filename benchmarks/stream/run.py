@@ -117,7 +117,7 @@ def measure(path: Path, side: int, threads: int, factor: float) -> list[dict[str
         )
         readers = [bare_decoder(path) for _ in range(threads)]
         seconds: dict[str, list[float]] = {"stream": [], "decoder": []}
-        for i in range(max(3, round(rounds * factor)) + 1):
+        for i in range(max(1, round(rounds * factor)) + 1):
             for name in order.sample(sorted(seconds), 2):
                 memory.start_round()
                 took = stream_seconds(stream, count) if name == "stream" else decoder_seconds(readers, table)

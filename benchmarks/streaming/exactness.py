@@ -19,6 +19,7 @@ import gc
 import json
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -116,15 +117,16 @@ class Row:
 def build(subject: Subject, norm: Norm, dtype: torch.dtype) -> nn.Module:
     """Return the model in training; norms have the statistics of its tiles, a tenth off, as trained ones would."""
     torch.manual_seed(SEED)
-    learning = build_model(subject.model, classes=CLASSES).double().train()
+    learning = build_model(subject.model, classes=CLASSES).double().eval()  # a dropped channel has no variance
     for part in learning.modules():
         if isinstance(part, nn.BatchNorm2d):
-            part.momentum = 1.0
+            part.train().momentum = 1.0
     with torch.no_grad():
         learning(images_of(subject, torch.float64))
-        for name, buffer in learning.named_buffers():
-            if name.endswith(("running_mean", "running_var")):
-                buffer.mul_(1 + 0.1 * torch.rand_like(buffer))
+        for part in learning.modules():
+            if isinstance(part, nn.BatchNorm2d) and part.running_mean is not None and part.running_var is not None:
+                part.running_mean += 0.1 * part.running_var.sqrt() * torch.rand_like(part.running_mean)
+                part.running_var *= 1 + 0.1 * torch.rand_like(part.running_var)
     model = build_model(subject.model, classes=CLASSES, norm=norm)
     model.load_state_dict(learning.state_dict())
     return model.to(dtype).train()
@@ -157,6 +159,26 @@ def step(module: nn.Module, images: Tensor) -> StepsResult:
     return StepsResult([float(loss.detach())], gradients, dict(module.named_buffers()))
 
 
+def with_written_norms(module: nn.Module) -> nn.Module:
+    """Return ``module``, its batch norms in training computed as Ioffe and Szegedy 2015 (algorithm 1) write them, and
+    not by torch's kernel, which rounds in another order."""
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d) and part.training and part.affine:
+            part.forward = types.MethodType(_written_norm, part)  # type: ignore[method-assign]
+    return module
+
+
+def _written_norm(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    mean = x.mean((0, 2, 3), keepdim=True)
+    variance = (x - mean).square().mean((0, 2, 3), keepdim=True)
+    if norm.running_mean is not None and norm.running_var is not None and norm.momentum is not None:
+        count = x.numel() / x.shape[1]
+        with torch.no_grad():
+            norm.running_mean.lerp_(mean.flatten(), norm.momentum)
+            norm.running_var.lerp_(variance.flatten() * (count / (count - 1)), norm.momentum)
+    return (x - mean) / (variance + norm.eps).sqrt() * norm.weight[:, None, None] + norm.bias[:, None, None]
+
+
 def measure(subject: Subject, norm: Norm, dtype: str, wanted: Callable[[int], bool]) -> Iterator[Row]:
     """Yield a row for each box side that is wanted; the plain step is computed once for all."""
     boxes = [box for box in subject.boxes if wanted(box)]
@@ -180,6 +202,7 @@ def measure(subject: Subject, norm: Norm, dtype: str, wanted: Callable[[int], bo
         errors = compare(plain, [result], names, noise=noise)
         if not errors.passed and not noise:
             noise = [step(copy.deepcopy(fresh), images_of(subject, precision, nudge)) for nudge in (1, 2)]
+            noise.append(step(with_written_norms(copy.deepcopy(fresh)), images))
             errors = compare(plain, [result], names, noise=noise)
         rounding = max((compare(plain, [run], names).largest for run in noise), default=0.0)
         largest = {kind: max(of_kind.values(), default=0.0) for kind, of_kind in errors.of_tensors.items()}

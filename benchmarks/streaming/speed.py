@@ -98,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=MODELS, metavar="NAME", help="as for --model")
     parser.add_argument("--write", action="store_true", help="into the README, beside what is there of other models")
     asked = parser.parse_args(argv)
+    torch.set_flush_denormal(True)  # as app.train does
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if asked.write and (OUT / "speed.json").exists():

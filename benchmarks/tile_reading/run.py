@@ -35,6 +35,9 @@ OUT = Path(__file__).parents[2] / "bench-data"
 ROUNDS = {512: 80, 2048: 30, 8192: 7}
 """Squares read by every reader, per side in px."""
 
+THREAD_ROUNDS = 5
+"""Comparisons of one thread with two."""
+
 PACKAGES = ("simplejpeg", "openslide-python", "openslide-bin", "tifffile", "zarr", "numpy")
 
 ASKED = (("megatile", "openslide", 4.5), ("megatile into a given array", "bare decoder", 0.80))
@@ -73,7 +76,7 @@ def measure(path: Path, side: int, factor: float, cucim_python: str | None) -> d
     places = random.Random(0)
     seconds: dict[str, dict[int, list[Took]]] = {name: {} for name in compared}
     for px, rounds in ROUNDS.items():
-        for i in range(max(3, round(rounds * factor)) + 1):
+        for i in range(max(1, round(rounds * factor)) + 1):
             x, y = (256 * places.randrange((side - px) // 256) + places.randrange(1, 255) for _ in "xy")
             names = list(compared)
             places.shuffle(names)
@@ -85,7 +88,7 @@ def measure(path: Path, side: int, factor: float, cucim_python: str | None) -> d
     return seconds
 
 
-def in_threads(path: Path, px: int, reads: int) -> dict[str, float]:
+def in_threads(path: Path, px: int, reads: int, rounds: int) -> dict[str, float]:
     """Speed-up of two threads over one: reading tiles of their own, sharing each read, and decoding alone.
 
     The last is what the machine has to give: less than 2 says that other processes hold its cores.
@@ -111,9 +114,9 @@ def in_threads(path: Path, px: int, reads: int) -> dict[str, float]:
     one, decoders = megatile(path), [bare_decoder(path), bare_decoder(path)]
     wall([one, one])
     return {
-        "tiles of their own": statistics.median(wall([one]) / wall([one, one]) for _ in range(5)),
-        "sharing each tile": statistics.median(shared(1) / shared(2) for _ in range(5)),
-        "bare decoder": statistics.median(wall(decoders[:1]) / wall(decoders) for _ in range(5)),
+        "tiles of their own": statistics.median(wall([one]) / wall([one, one]) for _ in range(rounds)),
+        "sharing each tile": statistics.median(shared(1) / shared(2) for _ in range(rounds)),
+        "bare decoder": statistics.median(wall(decoders[:1]) / wall(decoders) for _ in range(rounds)),
     }
 
 
@@ -178,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     print("\npeak memory of one 8192 px read, MB (over the tile's 201)")
     for reader, grown in memory.items():
         print(f"{reader:32}{grown / 1e6:8.0f} ({grown / tile_bytes:.2f})")
-    threads = in_threads(path, 2048, 12)
+    threads = in_threads(path, 2048, 12, max(1, round(THREAD_ROUNDS * given.rounds)))
     print("\nspeed-up by a second thread")
     for name, ratio in threads.items():
         print(f"{name:32}{ratio:8.2f}")

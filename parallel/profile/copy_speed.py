@@ -9,6 +9,7 @@ each device, number of cores, version of torch, threads and ranks; none is shipp
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import threading
 import time
@@ -21,8 +22,11 @@ import torch
 from parallel.offload.copies import CudaCopies
 from parallel.profile.cache import keep, kept_at
 from parallel.profile.calibrate import calibration_key
+from parallel.profile.core_use import BUSY, CoreUse, others_now
 
-FORMAT = 1
+log = logging.getLogger(__name__)
+
+FORMAT = 2
 """Raised when speeds kept by earlier versions no longer hold."""
 SIZE = 64 << 20
 """Bytes of a copy; of a large tile's activations."""
@@ -35,10 +39,12 @@ class CopySpeed:
 
     Attributes:
         to_host, to_device: bytes per second.
+        others: share of this process's cores that other programs took meanwhile.
     """
 
     to_host: float
     to_device: float
+    others: float = 0.0
 
     @property
     def bandwidth(self) -> float:
@@ -47,12 +53,17 @@ class CopySpeed:
 
 
 def load_or_measure_copies(device: torch.device, *, threads: int = 1, together: int = 1) -> CopySpeed:
-    """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_copies``."""
+    """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_copies``.
+
+    One that was taken on a busy machine is used only as long as that is busy.
+    """
     key = calibration_key(device, threads, together, torch.uint8, False) | {"format": f"copies {FORMAT}"}
     path = kept_at(key, "copies")
     kept = _load(path) if path else None
     if kept is not None:
-        return kept
+        if kept.others <= BUSY or others_now() > BUSY:
+            return kept
+        log.warning("timing copies again: others took %.0f %% of the cores then, and are gone", 100 * kept.others)
     speed = measure_copies(device, threads=threads, together=together)
     keep(path, json.dumps({"key": key, **asdict(speed)}))
     return speed
@@ -67,13 +78,13 @@ def measure_copies(device: torch.device, *, threads: int = 1, together: int = 1)
     """
     if device.type == "cuda":
         return _of_gpu(device)
-    before = torch.get_num_threads()
+    use, before = CoreUse(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         seconds = statistics.median(_in_memory(together))
     finally:
         torch.set_num_threads(before)
-    return CopySpeed(SIZE / seconds, SIZE / seconds)
+    return CopySpeed(SIZE / seconds, SIZE / seconds, use.others())
 
 
 def _of_gpu(device: torch.device) -> CopySpeed:
@@ -117,7 +128,7 @@ def _load(path: Path) -> CopySpeed | None:
     """Return the speed in a file; None where there is none, or it is damaged."""
     try:
         kept: dict[str, Any] = json.loads(path.read_text())
-        speed = CopySpeed(float(kept["to_host"]), float(kept["to_device"]))
+        speed = CopySpeed(float(kept["to_host"]), float(kept["to_device"]), float(kept["others"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return speed if speed.to_host > 0 and speed.to_device > 0 else None

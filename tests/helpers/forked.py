@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from parallel.comm.loopback import loopback_variables
 from parallel.comm.torch_store import PRIVATE_STORE
 
 LOADED = ("app.training.loop", "app.training.session", "app.training.summary", "parallel.comm.torch_comm")
+LOADED += ("torch._dynamo", "torch.distributed.fsdp")  # by the first trace and step, in a second or two of every rank
 POLL_S = 0.02
 
 
@@ -105,6 +107,7 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
 def _run(target: str, arguments: list[Any], environment: Mapping[str, str], printed: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # what was loaded before is looked through at no collection
     descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

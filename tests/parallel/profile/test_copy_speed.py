@@ -48,6 +48,16 @@ def test_a_speed_is_kept_by_threads_and_ranks(monkeypatch: pytest.MonkeyPatch, t
     assert asked == [(2, 1), (1, 2), (2, 1)]
 
 
+def test_a_speed_of_a_busy_machine_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    speeds = iter([CopySpeed(1e9, 1e9, others=0.8), CopySpeed(4e9, 4e9)])
+    monkeypatch.setattr(copy_speed, "measure_copies", lambda device, threads, together: next(speeds))
+    monkeypatch.setattr(copy_speed, "others_now", lambda: 0.7)
+    assert load_or_measure_copies(CPU).to_host == load_or_measure_copies(CPU).to_host == 1e9
+    monkeypatch.setattr(copy_speed, "others_now", lambda: 0.0)
+    assert load_or_measure_copies(CPU).to_host == load_or_measure_copies(CPU).to_host == 4e9
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu() -> None:
     found = measure_copies(torch.device("cuda"))

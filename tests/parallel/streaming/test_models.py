@@ -24,19 +24,19 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 SMALL = {"unet_w4": (64, (40, 24, 17)), "unet(2,4)": (64, (40, 24, 17)), "resnet18": (67, (64, 40, 33))}
 LARGE = {
-    "resnet18": (200, (128, 96, 64)),
+    "resnet18": (131, (72, 56, 40)),
     "resnet50": (131, (64,)),
     "unet_w16": (128, (96, 64, 40)),
     "resnet110_v2": (49, (24,)),
-    "torchvision:densenet121": (131, (64,)),
-    "torchvision:mobilenet_v3_small": (131, (96, 64, 50)),
-    "torchvision:efficientnet_b0": (97, (64, 50, 40)),
+    "torchvision:densenet121": (97, (50,)),
+    "torchvision:mobilenet_v3_small": (131, (50,)),
+    "torchvision:efficientnet_b0": (97, (40,)),
     "torchvision:inception_v3": (139, (75,)),
     "torchvision:googlenet": (131, (64,)),
     "torchvision:convnext_tiny": (97, (50,)),
-    "torchvision:deeplabv3_resnet50": (97, (50,)),
-    "torchvision:shufflenet_v2_x0_5": (97, (64, 50, 40)),
-    "torchvision:regnet_y_400mf": (97, (64, 50, 40)),
+    "torchvision:deeplabv3_resnet50": (65, (50,)),
+    "torchvision:shufflenet_v2_x0_5": (97, (40,)),
+    "torchvision:regnet_y_400mf": (97, (40,)),
     "timm:resnetv2_50": (97, (50,)),
 }
 """Model -> (px of a tile that is no power of two, sides of boxes: one for models that take long)."""

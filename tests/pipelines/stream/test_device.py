@@ -245,11 +245,13 @@ def test_as_many_are_made_ahead_as_asked_those_of_the_next_batch_too(prefetch: i
     first, second = batch_of(3), batch_of(3, first=200)
     parts = feed.microbatches(first, [1, 1, 1])
     next(parts)
-    assert len(makers.settled(min(3, 1 + prefetch))) == (min(3, 1 + prefetch) if prefetch else 0)
+    ahead = min(3, 1 + prefetch) if prefetch else 0
+    assert len(makers.settled(ahead)) == ahead
     left.append(second)
     given = 1
     for given, _ in enumerate(parts, 2):
-        assert len(makers.settled(min(6, given + prefetch))) == (min(6, given + prefetch) if prefetch else 0)
+        ahead = min(6, given + prefetch) if prefetch else 0
+        assert len(makers.settled(ahead)) == ahead
     assert given == 3
     assert all(name.startswith("microbatch-maker") for name in makers.names)
     assert len(list(feed.held())) == 2 * min(3, prefetch)
