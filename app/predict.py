@@ -96,19 +96,15 @@ def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
 
 def _predict_share(command: PredictCommand, rank: int, world: int) -> int:
     """Predict every ``world``-th slide from number ``rank``."""
-    import cv2
-    import torch
-
-    from app.launch.place import choose_device, rank_cores
+    from app.launch.place import choose_device, take_cores
     from app.prediction.prediction_folder import PredictionFolder
     from app.prediction.trained_model import load_model
     from app.prediction.whole_slide import predict_slide
     from pipelines.tiles.windows import WindowSettings
 
     launch = find_launch()
-    torch.set_num_threads(rank_cores())
-    cv2.setNumThreads(1)
     device = choose_device(command.device, launch.local_rank if launch else 0)
+    take_cores(device)
     model = load_model(command.checkpoint, command.model, device)
     asked = model.settings
     cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)

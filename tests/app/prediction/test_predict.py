@@ -10,6 +10,7 @@ import numpy as np
 import openslide
 import pytest
 import tifffile
+import torch
 from shapely.geometry import shape
 
 from app.prediction import whole_slide
@@ -18,6 +19,8 @@ from app.prediction.trained_model import load_model
 from pipelines.catalog.failures import FailedSlides
 from pipelines.slides.geometry import Bounds, levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import TileReadError
+from pipelines.tiles import windows
 from pipelines.tiles.windows import WindowSettings, find_windows
 from tests.helpers.forked import run_ranks
 from tests.helpers.hand_made_checkpoint import CLASSIFIER, SEGMENTER, write_checkpoint
@@ -152,17 +155,21 @@ class InBounds:
 
     slide_id, mpp = "a", None
 
-    def __init__(self, path):
+    def __init__(self, path, damaged_from=10_000):
+        """Level-0 rows from ``damaged_from`` on cannot be read."""
         self.path = path
+        self.damaged_from = damaged_from
 
     def open(self):
-        l0_pixels = np.full((HEIGHT + 50, WIDTH + 90, 3), 255, np.uint8)
+        l0_pixels, damaged_from = np.full((HEIGHT + 50, WIDTH + 90, 3), 255, np.uint8), self.damaged_from
         l0_pixels[30 : 30 + HEIGHT, 60 : 60 + WIDTH] = picture("a")
 
         class Reader:
             name = "memory"
 
             def read_level(self, level, l_x, l_y, out):
+                if l_y + len(out) > damaged_from:
+                    raise TileReadError("a hole in the file")
                 padded = np.pad(l0_pixels, ((400, 400), (400, 400), (0, 0)), constant_values=255)
                 out[...] = padded[l_y + 400 : l_y + 400 + len(out), l_x + 400 : l_x + 400 + out.shape[1]]
 
@@ -176,8 +183,6 @@ class InBounds:
 def test_a_slide_with_bounds_is_aligned_as_qupath_has_it(slides, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(whole_slide, "windows_of", lambda spec, settings: find_windows(spec, settings, 1))
     monkeypatch.setattr(whole_slide, "AREA_VALUES", 2 * WIDTH * HEIGHT // 4)  # areas are drawn on every second px
-    import torch
-
     model = load_model(checkpoint, SEGMENTER, torch.device("cpu"))
     folder = PredictionFolder(tmp_path)
     folder.open({})
@@ -188,6 +193,25 @@ def test_a_slide_with_bounds_is_aligned_as_qupath_has_it(slides, checkpoint, tmp
     assert row["area_um2_dark"] == 80 * 80 * 0.25
     with (tmp_path / "tiles" / "a.csv").open(newline="") as file:
         assert next(csv.DictReader(file))["l0_x"] == "60"
+
+
+@pytest.mark.parametrize("seen_before", [True, False])
+def test_windows_that_cannot_be_read_are_left_out_and_counted(slides, checkpoint, tmp_path, monkeypatch, seen_before):
+    if not seen_before:
+        monkeypatch.setattr(windows, "damaged_tiles", lambda slide, x, *_: (np.zeros(len(x), bool), ""))
+    monkeypatch.setattr(whole_slide, "windows_of", lambda spec, settings: find_windows(spec, settings, 1))
+    model = load_model(checkpoint, SEGMENTER, torch.device("cpu"))
+    folder = PredictionFolder(tmp_path)
+    folder.open({})
+    settings = WindowSettings(96, 0.5, 1, 72, 0.0, 8.0)
+    row = whole_slide.predict_slide(InBounds(slides / "a.png", 30 + HEIGHT - 10), model, settings, 3, folder)
+    assert (row["tiles"], row["tiles_unreadable"]) == (12, 4)
+    ((slide, step, error),) = folder.failed.rows()
+    assert (slide, step) == ("a", "windows")
+    assert error.startswith("4 windows with tissue cannot be read and are left out: ")
+    values = tifffile.imread(tmp_path / "heat_maps" / "a.dark.tif", key=0)
+    assert (values[-20:] == 0).all()
+    assert (values[40:120, 70:150] == 255).all()
 
 
 def test_a_classifier_has_a_coarse_map(slides, tmp_path):
