@@ -101,6 +101,16 @@ def without_saddles(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         filled[:-1, :-1] |= rising
 
 
+def largest_areas(mask: NDArray[np.bool_], most: int) -> tuple[NDArray[np.bool_], int]:
+    """Return the ``most`` largest of the 4-connected areas of ``mask``, and how many others there were."""
+    count, labels, stats, _ = cv2.connectedComponentsWithStats(mask.view(np.uint8), connectivity=4, ltype=cv2.CV_32S)
+    if count - 1 <= most:
+        return mask, 0
+    kept = np.zeros(count, np.bool_)
+    kept[1 + np.argsort(-stats[1:, cv2.CC_STAT_AREA], kind="stable")[:most]] = True
+    return kept[labels], count - 1 - most
+
+
 def _corners(contour: NDArray[np.int32]) -> Ring:
     """The corners of a contour of doubled px, on the edges of the px."""
     points = (contour[:, 0, :] + 1) // 2

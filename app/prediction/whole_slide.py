@@ -8,6 +8,7 @@ small enough for areas to be drawn around.
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from app.launch.place import rank_cores
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.overlay import colour_of, draw_prediction
-from app.prediction.polygons import collection, feature, peaks, polygons_of, without_saddles
+from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
@@ -33,8 +34,14 @@ from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
 
+log = logging.getLogger(__name__)
+
 AREA_VALUES = 1 << 26
 """Most values (px times classes) of the map that areas are drawn around; a larger one is halved until it has fewer."""
+
+MOST_AREAS = 50_000
+"""Of a class and slide, as many areas are drawn, and as many holes: the largest. A model that is hardly trained gives a
+hundred times as many specks."""
 
 CHUNK_ROWS = 256
 """Rows that are finished together, a power of 2: also the most that the map of areas is reduced by."""
@@ -229,7 +236,12 @@ def _write_areas(
     for number, (c, name) in enumerate(model.shown.items()):
         mask = (likeliest == c) & looked_at
         whole[mask] = number + 1
-        mask = without_saddles(mask)
+        mask, small = largest_areas(without_saddles(mask), MOST_AREAS)
+        gaps, closed = largest_areas(~mask, MOST_AREAS)
+        mask = ~gaps
+        if small or closed:
+            text = "%s: %d small areas of %s are not drawn and %d small holes are closed: it has more than %d"
+            log.warning(text, slide_id, small, name, closed, MOST_AREAS)
         polygons = polygons_of(mask)
         areas[name] = 0.0
         for polygon, (x, y, value) in zip(polygons, peaks(mask, polygons, scored.areas_map[c]), strict=True):

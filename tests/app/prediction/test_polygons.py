@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapely.geometry import shape
 
-from app.prediction.polygons import collection, feature, peaks, polygons_of, without_saddles
+from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 
 
 def test_a_square_with_a_hole():
@@ -53,6 +53,15 @@ def test_geojson_is_what_qupath_writes():
     assert written["properties"]["classification"]["name"] == "tumour"
     assert written["properties"]["measurements"] == {"Area µm^2": 125.0}
     assert document["type"] == "FeatureCollection"
+
+
+def test_the_largest_areas_are_kept():
+    mask = np.zeros((5, 9), bool)
+    mask[0, 0] = mask[2:5, 0:2] = mask[0, 4:7] = True
+    kept, left_out = largest_areas(mask, 2)
+    mask[0, 0] = False
+    np.testing.assert_array_equal(kept, mask)
+    assert left_out == 1
 
 
 def test_an_empty_mask_has_no_areas():
