@@ -75,6 +75,7 @@ CASES = {
     "resnet18-16384": Case("resnet18", 16384, 512),
     "resnet50-8192": Case("resnet50", 8192, 512),
     "resnet50-batch-4480": Case("resnet50", 4480, 256, norm="batch", host="15.5GiB"),
+    "unet_w16-4096": Case("unet_w16", 4096, 512, "segment"),
     "unet-4096": Case("unet", 4096, 384, "segment", steps=2),
 }
 """The first two: device bytes are to be those of the third."""
