@@ -1,4 +1,4 @@
-"""The picture of a prediction: the slide's thumbnail, tinted where the model sees a class, with its areas outlined.
+"""The picture of a prediction: the slide's thumbnail, tinted where the model sees a class.
 
 Takes a thumbnail and the probabilities of the classes shown; gives a PNG with a caption and a scale bar.
 """
