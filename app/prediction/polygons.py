@@ -77,14 +77,15 @@ def peaks(
     if not polygons:
         return []
     _, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=4, ltype=cv2.CV_32S)
-    inside = np.flatnonzero(mask)
-    of_px = labels.ravel()[inside]
-    order = np.lexsort((-values.ravel()[inside].astype(np.int64), of_px))
-    firsts = np.searchsorted(of_px[order], np.arange(labels.max() + 1))
+    highest = np.zeros(labels.max() + 1, np.uint8)
+    np.maximum.at(highest, labels.ravel(), values.ravel())
+    places = np.zeros(len(highest), np.int64)
+    at = np.flatnonzero((values == highest[labels]) & mask)[::-1]
+    places[labels.ravel()[at]] = at  # of several as high, the first one stays
     found = []
     for polygon in polygons:
         x, y = polygon.outer[np.lexsort((polygon.outer[:, 0], polygon.outer[:, 1]))[0]].astype(int)
-        place = int(inside[order[firsts[labels[y, x]]]])  # the px below the leftmost of the highest corners is inside
+        place = int(places[labels[y, x]])  # the px below the leftmost of the highest corners is inside
         found.append((place % mask.shape[1], place // mask.shape[1], int(values.flat[place])))
     return found
 

@@ -228,8 +228,9 @@ def _write_areas(
 ) -> dict[str, float]:
     """Write the areas of the classes shown as GeoJSON, as a table and as a mask; um2 of each class."""
     l0_px = windows.l0_cell * scored.factor
-    likeliest = scored.areas_map.argmax(0)
-    looked_at = scored.areas_map.sum(0, dtype=np.int64) >= 128
+    rows_of_map = np.array_split(scored.areas_map, max(1, scored.areas_map.shape[1] // CHUNK_ROWS), axis=1)
+    likeliest = np.concatenate([rows.argmax(0).astype(np.uint8) for rows in rows_of_map])  # argmax takes 8 bytes a px
+    looked_at = scored.areas_map.sum(0, dtype=np.uint16) >= 128
     limits = (float(windows.bounds.width), float(windows.bounds.height))
     features, rows, areas = [], [], {}
     whole = np.zeros(likeliest.shape, np.uint8)
