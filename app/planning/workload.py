@@ -28,7 +28,7 @@ from parallel.plan.streamed import Streamed
 from parallel.plan.task import Task
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import with_sums
-from parallel.streaming.region import read_region
+from parallel.streaming.read_region import read_region
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.trace import Traced, left_as_it_was, run_again, trace
 from parallel.trace.updated_faults import copies_fault

@@ -29,7 +29,7 @@ from benchmarks.results import markdown_table, results, write_results
 from models.external import freeze_norms
 from models.registry import build_model
 from parallel.graph.partition import Partition
-from parallel.streaming.region import read_region
+from parallel.streaming.read_region import read_region
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import WholeModule
 from parallel.trace.trace import Traced, trace

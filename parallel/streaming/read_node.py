@@ -6,7 +6,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from parallel.streaming import read_pointwise, read_reduction, read_window
+from parallel.streaming import read_dropout, read_pointwise, read_reduction, read_window
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -42,7 +42,7 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
         raise SpansImage(f"is a {type(module).__name__}, {UNKNOWN}")
     target = node.target
     if getattr(target, "__name__", "") == "stochastic_depth":
-        return read_pointwise.dropped_paths(reading, node)
+        return read_dropout.dropped_paths(reading, node)
     if target in CALLS:
         return CALLS[target](reading, node)
     if target in TURNED_CALLS:
@@ -50,7 +50,7 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
         return TURNED_CALLS[target](reading, node)
     maps = reading.maps(node)
     if node.op == "call_function" and len(maps) == 1 and reading.of(node) is reading.of(maps[0]):
-        return read_pointwise.identity(reading, node)  # it looked at the whole image's size, and passes it on
+        return read_dropout.identity(reading, node)  # it looked at the whole image's size, and passes it on
     raise SpansImage(UNKNOWN)
 
 

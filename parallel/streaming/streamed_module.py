@@ -17,7 +17,8 @@ from parallel.offload.host_space import HostSpace
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.planned_region import PlannedRegion
-from parallel.streaming.region import READING, WHOLE_TILE, NothingInBoxes, read_region
+from parallel.streaming.read_region import READING, NothingInBoxes, read_region
+from parallel.streaming.region import WHOLE_TILE
 from parallel.streaming.region_run import RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage

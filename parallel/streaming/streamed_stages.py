@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 from parallel.graph.partition import Partition
 from parallel.offload.host_space import HostSpace
 from parallel.streaming.operation import Reading
-from parallel.streaming.region import READING, WHOLE_TILE, NothingInBoxes
+from parallel.streaming.read_region import READING, NothingInBoxes
+from parallel.streaming.region import WHOLE_TILE
 from parallel.streaming.streamed_module import StreamedRun, StreamedStage, parted
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced, left_as_it_was

@@ -20,7 +20,7 @@ from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.strategy import Strategy
-from parallel.streaming.region import NothingInBoxes
+from parallel.streaming.read_region import NothingInBoxes
 from parallel.streaming.streamed_module import StreamedRun
 from tests.helpers.tiny_models import classifier
 

@@ -1,0 +1,253 @@
+"""Reads the region of a traced model that can be computed box by box: from what enters, to the first operation that
+cannot.
+
+Takes the nodes of a model or stage and the shapes that enter; gives the steps on paper, and how each is computed. What
+follows the region is computed whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
+
+from parallel.space.step import Step
+from parallel.streaming.images import Boxes
+from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
+from parallel.streaming.read_node import has_tensors, module_of, read_node
+from parallel.streaming.read_norm import ADVICE
+from parallel.streaming.region import Region
+
+MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
+"""Methods that take no more of a map than its type and device."""
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+READING = threading.Lock()
+"""Held while operations run on tensors without data: torch notes for all threads together how it calls them."""
+
+
+class NothingInBoxes(ValueError):
+    """No layer can be computed box by box; says which is the first, and why."""
+
+
+@dataclass
+class _Found:
+    steps: list[Step] = field(default_factory=list)
+    operations: dict[str, Operation] = field(default_factory=dict)
+    nodes: dict[str, fx.Node] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
+    plain: set[str] = field(default_factory=set)
+    barred: set[str] = field(default_factory=set)
+    ends_at: tuple[str, str] | None = None
+
+
+def read_region(
+    model: nn.Module,
+    nodes: Sequence[fx.Node],
+    entering: Mapping[str, Tensor | Boxes],
+    given: Mapping[str, Any] = NOTHING,
+) -> Region:
+    """Return the region of ``nodes``.
+
+    Args:
+        model: has the modules that they call, in the mode that they run in.
+        nodes: in order.
+        entering: what enters, images or maps (n, c, h, w), by name; only shapes and types matter.
+        given: what else enters, by name.
+
+    Raises:
+        NothingInBoxes: it would be empty.
+        ValueError: it would end at a norm, which is told with what to do.
+    """
+    reading, found = Reading(model), _Found()
+    with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+        for name, value in entering.items():
+            if isinstance(value, Tensor):
+                reading.values[name] = fake.from_tensor(value.detach())
+            else:
+                reading.values[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            reading.dims[name], reading.sides[name] = DIMS, tuple(value.shape[2:])  # type: ignore[assignment]
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                reading.values[name] = fake.from_tensor(value.detach())
+                found.plain.add(name)
+                if not value.requires_grad:
+                    found.fixed.add(name)
+            elif has_tensors(value):
+                found.barred.add(name)
+            else:
+                reading.values[name] = found.constants[name] = value
+        for node in nodes:
+            if node.op in ("output", "get_attr") or node.name in entering or node.name in given:
+                continue
+            try:
+                _read(node, reading, found)
+            except SpansImage as reason:
+                found.ends_at = (_where(node), str(reason))
+                break
+    return _finished(model, nodes, entering, given, reading, found)
+
+
+def _where(node: fx.Node) -> str:
+    kind = getattr(node.target, "__name__", node.target) if node.op == "call_function" else node.target
+    return f"{node.name} ({kind})" if str(kind) != node.name else node.name
+
+
+def _read(node: fx.Node, reading: Reading, found: _Found) -> None:
+    """Add what is known of ``node``."""
+    maps = reading.maps(node)
+    if found.barred.intersection(argument.name for argument in node.all_input_nodes):
+        raise SpansImage("takes one of several maps that came together")
+    if maps and node.op == "call_module":
+        operation = read_node(reading, node)  # before it runs: a norm in training would count
+        reading.of(node)
+    else:
+        try:
+            value = reading.of(node)
+        except Exception as fault:
+            raise SpansImage(f"cannot be followed without data: {fault}") from fault
+        if not has_tensors(value):
+            found.constants[node.name] = value
+            return
+        if not maps or (node.op == "call_method" and node.target in MAKERS):
+            _plain(node, reading, found)
+            return
+        operation = read_node(reading, node)
+    _local(node, operation, reading, found)
+
+
+def _plain(node: fx.Node, reading: Reading, found: _Found) -> None:
+    """What is computed once, of sums and parameters."""
+    others = tuple(argument.name for argument in node.all_input_nodes if argument.name in found.plain)
+    if not any(isinstance(p, nn.Parameter) for p in _read_by(reading.model, node)) and found.fixed.issuperset(others):
+        found.fixed.add(node.name)
+    else:
+        module = module_of(reading.model, node)
+        for part in module.modules() if module is not None else ():
+            counts = isinstance(part, _BatchNorm) and part.track_running_stats
+            draws = isinstance(part, _DropoutNd) and part.p > 0
+            if part.training and (counts or draws):  # computed again in the backward pass
+                raise SpansImage("counts or draws what has no rows any more, which boxes would do twice")
+    found.plain.add(node.name)
+    found.steps.append(Step(node.name, others=others, plain=True))
+
+
+def _read_by(model: nn.Module, node: fx.Node) -> list[Any]:
+    """Return the parameters, and tensors of the model, that a node computes with."""
+    module = module_of(model, node)
+    own = [*module.parameters()] if module is not None else []
+    return own + [attribute(model, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
+
+
+def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found) -> None:
+    maps = reading.maps(node)
+    tensors = [leaf for leaf in tree_leaves(reading.of(node)) if isinstance(leaf, Tensor)]
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        raise SpansImage("gives other than numbers with fractions")
+    numbers = sum(tensor.numel() for tensor in tensors)
+    size = numbers * tensors[0].element_size()
+    others = tuple(a.name for a in node.all_input_nodes if a.name in found.plain)
+    sides = reading.sides[maps[0].name]
+    before: tuple[str, ...] = ()
+    for prior in operation.first:
+        name, takes = node.name + prior.suffix, tuple(source.name for source in maps)
+        if prior.once:
+            found.fixed.add(name)
+            found.steps.append(Step(name, others=before, plain=True))
+        else:
+            found.steps.append(Step(name, takes, before, sides=sides, sums=True, flops=10.0 * numbers))
+        found.plain.add(name)
+        found.operations[name], found.nodes[name] = prior.operation, node
+        before = (*before, name)
+    others = (*others, *before)
+    if operation.of_sums:
+        found.plain.add(node.name)
+        found.operations[node.name] = operation
+        found.steps.append(Step(node.name, others=others, plain=True))
+        return
+    if operation.sums:
+        found.plain.add(node.name)
+        flops = 2.0 * tensors[0].numel() * sides[0] * sides[1]
+    else:
+        flops = operation.flops_each * numbers
+        wanted = tuple(tensors[0].shape[dim] for dim in operation.dims)
+        given = tuple(rule.out(side) for rule, side in zip(operation.rules, sides, strict=True))
+        assert given == wanted, f"{node.name}: rules give {given}, torch {wanted}"
+        reading.dims[node.name], reading.sides[node.name] = operation.dims, (wanted[0], wanted[1])
+        sides = (wanted[0], wanted[1])
+        if operation.shares:
+            reading.lies_in[node.name] = maps[0]
+    found.operations[node.name] = operation
+    found.steps.append(
+        Step(
+            node.name,
+            tuple(source.name for source in maps),
+            others,
+            operation.rules,
+            sides,
+            operation.sums,
+            flops=flops,
+            value_bytes=size,
+        )
+    )
+
+
+def _finished(
+    model: nn.Module,
+    nodes: Sequence[fx.Node],
+    entering: Mapping[str, Tensor | Boxes],
+    given: Mapping[str, Any],
+    reading: Reading,
+    found: _Found,
+) -> Region:
+    """Without what is made of the last sums, which what follows computes."""
+    last = max((k for k, step in enumerate(found.steps) if not step.plain), default=-1)
+    if found.ends_at is not None and found.ends_at[1] == ADVICE:
+        raise ValueError(f"--stream computes a tile box by box, and cannot pass {found.ends_at[0]}: {ADVICE}")
+    steps = found.steps[: last + 1]
+    if not any(step.flops and not step.sums for step in steps):
+        layer, reason = found.ends_at or ("the model", "has no layer that takes maps")
+        raise NothingInBoxes(f"--stream finds nothing to compute box by box: {layer} {reason}. Leave --stream out")
+    made = {step.name for step in steps}
+    by_name = {node.name: node for node in nodes}
+    inside = made | found.constants.keys()
+    leaving = tuple(
+        step.name
+        for step in steps
+        if step.name in by_name and any(user.name not in inside for user in by_name[step.name].users)
+    )
+    values = {name: value for name, value in reading.values.items() if name in reading.dims}
+    whole = [name for name in leaving if isinstance(values.get(name), (tuple, list))]
+    if whole:
+        raise ValueError(f"--stream: {whole[0]} is several maps, which leave what is computed box by box together")
+    nodes_of = by_name | found.nodes
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    flows = {n for n, value in {**entering, **tensors}.items() if isinstance(value, Tensor) and value.requires_grad}
+    for step in steps:
+        trained = (isinstance(p, nn.Parameter) and p.requires_grad for p in _read_by(model, nodes_of[step.name]))
+        if step.name not in found.fixed and (flows.intersection(step.inputs) or any(trained)):
+            flows.add(step.name)
+    return Region(
+        tuple(replace(step) for step in steps),
+        found.operations,
+        nodes_of,
+        reading.dims,
+        reading.sides,
+        {n: (tuple(v.shape), v.dtype, v.device) for n, v in {**values, **tensors}.items() if isinstance(v, Tensor)},
+        found.constants,
+        frozenset(found.fixed),
+        leaving,
+        tuple(entering),
+        tuple(tensors),
+        frozenset(flows),
+        found.ends_at,
+    )
