@@ -72,6 +72,12 @@ def place(settings: StrategySettings) -> RankPlace:
     """
     launch = find_launch()
     device = choose_device(settings.device, launch.local_rank if launch else 0)
+    take_cores(device)
+    return RankPlace(connect(settings, device), device, choose_autocast(settings.precision, device))
+
+
+def take_cores(device: torch.device) -> None:
+    """Let this process compute on its share of the cores, as fast as the C library and the processor can."""
     if device.type == "cpu":
         # Before there are threads, which take it over. Products of denormal numbers are ten times slower, and gradients
         # in the rims of boxes are such where layers scale their branch by 1e-6, as ConvNeXt's.
@@ -80,7 +86,6 @@ def place(settings: StrategySettings) -> RankPlace:
     if "OMP_NUM_THREADS" not in os.environ:  # what the user set is the user's
         torch.set_num_threads(rank_cores())
     cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
-    return RankPlace(connect(settings, device), device, choose_autocast(settings.precision, device))
 
 
 def rank_cores() -> int:

@@ -64,7 +64,7 @@ def draw_overlay(
     if len(left) and (right - left).min() >= 6:  # smaller ones would be all outline
         for x0, y0, x1, y1 in zip(left.tolist(), top.tolist(), right.tolist(), bottom.tolist(), strict=True):
             cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), colour, line)
-    framed = np.concatenate([picture, _caption(width, caption, thumbnail.mpp * downsample / thumbnail.downsample)])
+    framed = np.concatenate([picture, caption_strip(width, caption, thumbnail.mpp * downsample / thumbnail.downsample)])
     done, png = cv2.imencode(".png", cv2.cvtColor(framed, cv2.COLOR_RGB2BGR))
     assert done
     return png.tobytes()
@@ -98,7 +98,7 @@ def _tint(
     picture[...] = mixed
 
 
-def _caption(width: int, text: str, mpp: float) -> Pixels:
+def caption_strip(width: int, text: str, mpp: float) -> Pixels:
     """A white strip of ``width`` px with a scale bar and, as far as there is room, the text."""
     strip = np.full((CAPTION_PX, width, 3), 255, np.uint8)
     bar_um = 10 ** math.floor(math.log10(max(width * mpp / 4, 1)))

@@ -31,9 +31,11 @@ SCHEDULE_FILES = ROOT / "tests" / "golden" / "schedules"
 COMMANDS = {
     "app.convert": "ConvertCommand",
     "app.doctor": "DoctorCommand",
+    "app.evaluate": "EvaluateCommand",
     "app.index": "IndexCommand",
     "app.bench": "BenchCommand",
     "app.plan": "PlanCommand",
+    "app.predict": "PredictCommand",
     "app.report": "ReportCommand",
     "app.synth": "SynthCommand",
     "app.train": "RunConfig",

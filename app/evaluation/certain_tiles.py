@@ -1,0 +1,50 @@
+"""Pictures of the tiles that a model is least and most certain of.
+
+Takes a folder of predictions and the folder of its slides; gives PNGs by caption. A tile whose slide cannot be opened
+any more is passed over.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from app.prediction.prediction_folder import PredictionFolder
+from pipelines.catalog.catalog import find_slides
+from pipelines.catalog.csv_cells import read_rows
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import SlideError
+
+SHOWN, PICTURE_PX = 6, 192
+"""Tiles of each kind, and the side of their pictures."""
+
+
+def certain_tiles(folder: PredictionFolder, slides: Path, made_with: dict[str, Any]) -> dict[str, bytes]:
+    """Return ``SHOWN`` tiles of the least and of the most certainty: the score of the likeliest class."""
+    classes = made_with["classes"]
+    tiles = []
+    for row in folder.rows():
+        with folder.tiles(row["slide"]).open(newline="", encoding="utf-8") as file:
+            for tile in read_rows(file):
+                scores = [float(tile[f"score_{name}"]) for name in classes if tile[f"score_{name}"]]
+                if scores:
+                    best = int(np.argmax(scores))
+                    tiles.append((scores[best], row["slide"], int(tile["l0_x"]), int(tile["l0_y"]), classes[best]))
+    tiles.sort()
+    specs = {
+        spec.slide_id: spec for spec in find_slides(slides, mpp=made_with["slide_mpp"], picture_mpp=made_with["mpp"])
+    }
+    pictures = {}
+    for certainty, slide_id, l0_x, l0_y, name in dict.fromkeys([*tiles[:SHOWN], *tiles[: -SHOWN - 1 : -1]]):
+        try:
+            with specs[slide_id].open() as slide:
+                pixels = slide.read(Region(l0_x, l0_y, made_with["tile"], made_with["tile"], made_with["mpp"]))
+        except (KeyError, SlideError):
+            continue
+        small = cv2.resize(pixels, (PICTURE_PX, PICTURE_PX), interpolation=cv2.INTER_AREA)
+        caption = f"{name} {certainty:.3f}, {slide_id} at {l0_x}, {l0_y}"
+        pictures[caption] = cv2.imencode(".png", small[..., ::-1])[1].tobytes()
+    return pictures

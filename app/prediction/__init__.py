@@ -1,0 +1,1 @@
+"""Whole slides predicted: windows, blending, heat maps, polygons."""

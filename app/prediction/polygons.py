@@ -1,0 +1,159 @@
+"""Areas of a map of classes as polygons, and polygons as QuPath's GeoJSON.
+
+Takes a mask; gives rings along the edges of its px, so that areas are those of the px to the last digit. OpenCV follows
+the px of a border, not its edge: each px is doubled first, and where its contour walks, halved and rounded up, is the
+edge. Coordinates of a file are level-0 px from the corner of the slide's bounds (RFC 7946 in px, as QuPath has it).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+Ring = NDArray[np.float64]
+"""float64 (n, 2), corners (x, y), not closed."""
+
+NAMESPACE = uuid.UUID("6f0c8a52-6a53-4b0e-9a3c-0d7f1c3b5e21")
+"""Of the ids of features, which are the same whenever the same area is written."""
+
+
+@dataclass(frozen=True, eq=False)
+class Polygon:
+    """An outer ring and the holes in it."""
+
+    outer: Ring
+    holes: tuple[Ring, ...]
+
+    @property
+    def area(self) -> float:
+        """Without the holes, in the square of the coordinates' unit."""
+        return ring_area(self.outer) - sum(map(ring_area, self.holes))
+
+    def scaled(self, factor: float, limits: tuple[float, float]) -> Polygon:
+        """Return it ``factor`` times as large, cut off at ``limits`` (x, y)."""
+        return Polygon(
+            np.minimum(self.outer * factor, limits), tuple(np.minimum(hole * factor, limits) for hole in self.holes)
+        )
+
+
+def ring_area(ring: Ring) -> float:
+    """Return the area inside of a ring, by the shoelace formula."""
+    x, y = ring[:, 0], ring[:, 1]
+    return abs(float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1)))) / 2
+
+
+def polygons_of(mask: NDArray[np.bool_]) -> list[Polygon]:
+    """Return the areas of ``mask`` (h, w) with their holes, corners in px.
+
+    Args:
+        mask: as ``without_saddles`` gives it: rings that touch themselves are not valid.
+    """
+    doubled = mask.view(np.uint8).repeat(2, 0).repeat(2, 1)
+    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
+    if not contours:
+        return []
+    parents = hierarchy[0, :, 3].tolist()
+    holes: dict[int, list[Ring]] = {}
+    for contour, parent in zip(contours, parents, strict=True):
+        if parent >= 0:
+            holes.setdefault(parent, []).append(_corners(contour))
+    return [
+        Polygon(_corners(contour), tuple(holes.get(number, ())))
+        for number, (contour, parent) in enumerate(zip(contours, parents, strict=True))
+        if parent < 0
+    ]
+
+
+def peaks(
+    mask: NDArray[np.bool_], polygons: Sequence[Polygon], values: NDArray[np.uint8]
+) -> list[tuple[int, int, int]]:
+    """Return the px (x, y) of the largest of ``values`` (h, w) in each of the ``polygons`` of ``mask``, and that."""
+    if not polygons:
+        return []
+    _, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=4, ltype=cv2.CV_32S)
+    highest = np.zeros(labels.max() + 1, np.uint8)
+    np.maximum.at(highest, labels.ravel(), values.ravel())
+    places = np.zeros(len(highest), np.int64)
+    at = np.flatnonzero((values == highest[labels]) & mask)[::-1]
+    places[labels.ravel()[at]] = at  # of several as high, the first one stays
+    found = []
+    for polygon in polygons:
+        x, y = polygon.outer[np.lexsort((polygon.outer[:, 0], polygon.outer[:, 1]))[0]].astype(int)
+        place = int(places[labels[y, x]])  # the px below the leftmost of the highest corners is inside
+        found.append((place % mask.shape[1], place // mask.shape[1], int(values.flat[place])))
+    return found
+
+
+def without_saddles(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return ``mask`` with a px added beside any two that touch at a corner alone."""
+    filled = mask.copy()
+    while True:
+        a, b, c, d = filled[:-1, :-1], filled[:-1, 1:], filled[1:, :-1], filled[1:, 1:]
+        falling, rising = a & d & ~b & ~c, b & c & ~a & ~d
+        if not (falling.any() or rising.any()):
+            return filled
+        filled[:-1, 1:] |= falling
+        filled[:-1, :-1] |= rising
+
+
+def largest_areas(mask: NDArray[np.bool_], most: int) -> tuple[NDArray[np.bool_], int]:
+    """Return the ``most`` largest of the 4-connected areas of ``mask``, and how many others there were."""
+    count, labels, stats, _ = cv2.connectedComponentsWithStats(mask.view(np.uint8), connectivity=4, ltype=cv2.CV_32S)
+    if count - 1 <= most:
+        return mask, 0
+    kept = np.zeros(count, np.bool_)
+    kept[1 + np.argsort(-stats[1:, cv2.CC_STAT_AREA], kind="stable")[:most]] = True
+    return kept[labels], count - 1 - most
+
+
+def _corners(contour: NDArray[np.int32]) -> Ring:
+    """The corners of a contour of doubled px, on the edges of the px."""
+    points = (contour[:, 0, :] + 1) // 2
+    points = points[(points != np.roll(points, 1, 0)).any(1)]
+    before, after = points - np.roll(points, 1, 0), np.roll(points, -1, 0) - points
+    turns = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
+    ring: Ring = points[turns].astype(np.float64)
+    return ring
+
+
+def feature(polygon: Polygon, name: str, colour: Sequence[int], measurements: Mapping[str, float]) -> dict[str, Any]:
+    """Return a QuPath annotation.
+
+    Args:
+        polygon: level-0 px from the corner of the slide's bounds.
+        name: of the class.
+        colour: R, G, B.
+        measurements: shown with the annotation.
+    """
+    # RFC 7946, 3.1.6: outer rings run against the clock, holes with it, as seen with y upwards
+    rings = [_closed(polygon.outer, 1), *(_closed(hole, -1) for hole in polygon.holes)]
+    return {
+        "type": "Feature",
+        "id": str(uuid.uuid5(NAMESPACE, f"{name} {rings[0]}")),
+        "geometry": {"type": "Polygon", "coordinates": rings},
+        "properties": {
+            "objectType": "annotation",
+            "classification": {"name": name, "color": list(colour)},
+            "isLocked": False,
+            "measurements": dict(measurements),
+        },
+    }
+
+
+def collection(features: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return a FeatureCollection."""
+    return {"type": "FeatureCollection", "features": list(features)}
+
+
+def _closed(ring: Ring, sign: int) -> list[list[float]]:
+    """Points of a ring in the direction ``sign`` (1: against the clock with y upwards), the first one repeated."""
+    x, y = ring[:, 0], ring[:, 1]
+    signed = np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))
+    points = np.round(ring if signed * sign > 0 else ring[::-1], 2).tolist()
+    return [*points, points[0]]

@@ -1,0 +1,142 @@
+"""The folder of predictions: which file is where, what it was made with, and which slides are done.
+
+``predict.json`` says what the files were made with; ``slides/<slide>.json`` is written last of a slide and says that it
+is done. Another start goes on with the others. One with other settings is refused by name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipelines.catalog.csv_cells import write_rows
+from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.slide_state import SlideState
+
+SETTINGS, TABLE = "predict.json", "slides.csv"
+
+
+class PredictionFolder:
+    """Paths and records of the predictions of one model.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed = FailedSlides(path / "failed_slides.csv")
+        self.table = path / TABLE
+
+    def open(self, settings: Mapping[str, Any]) -> None:
+        """Make the folder, or check that what is there was made with ``settings``.
+
+        Raises:
+            ValueError: it was not; names what differs.
+            OSError: it cannot be written.
+        """
+        for name in ("heat_maps", "overlays", "geojson", "masks", "areas", "tiles", "slides"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        path = self.path / SETTINGS
+        if not path.exists():
+            _write_json(path, settings)
+        made_with = json.loads(path.read_text())
+        differing = [
+            f"{key}: made with {made_with.get(key)!r}, asked is {value!r}"
+            for key, value in settings.items()
+            if made_with.get(key) != value
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.path} holds predictions made with other settings; use the same, or another --out:\n       "
+                + "\n       ".join(differing)
+            )
+
+    def heat_map(self, slide_id: str, class_name: str) -> Path:
+        """Path of the heat map of one class."""
+        return self.path / "heat_maps" / f"{slide_id}.{file_name(class_name)}.tif"
+
+    def overlay(self, slide_id: str) -> Path:
+        return self.path / "overlays" / f"{slide_id}.png"
+
+    def geojson(self, slide_id: str) -> Path:
+        return self.path / "geojson" / f"{slide_id}.geojson"
+
+    def mask(self, slide_id: str) -> Path:
+        return self.path / "masks" / f"{slide_id}.png"
+
+    def areas(self, slide_id: str) -> Path:
+        return self.path / "areas" / f"{slide_id}.csv"
+
+    def tiles(self, slide_id: str) -> Path:
+        return self.path / "tiles" / f"{slide_id}.csv"
+
+    def is_done(self, slide_id: str, path: Path) -> bool:
+        """Return whether the slide, whose file is ``path`` now, was predicted as it is."""
+        record = self.path / "slides" / f"{slide_id}.json"
+        return record.exists() and SlideState(**json.loads(record.read_text())["state"]).is_of(path)
+
+    def finish(self, slide_id: str, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any]) -> None:
+        """Write down that a slide is done, with its row of the table and where its maps lie."""
+        record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas)}
+        _write_json(self.path / "slides" / f"{slide_id}.json", record)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the predictions were made with.
+
+        Raises:
+            ValueError: the folder holds none.
+        """
+        path = self.path / SETTINGS
+        if not path.is_file():
+            raise ValueError(f"{self.path} holds no predictions: {path} is not there; give the --out of app.predict")
+        settings: dict[str, Any] = json.loads(path.read_text())
+        return settings
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return ``row``, ``state`` and ``canvas`` of all slides that are done, by slide."""
+        return [json.loads(path.read_text()) for path in sorted((self.path / "slides").glob("*.json"))]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of all slides that are done, by slide."""
+        return [record["row"] for record in self.records()]
+
+    def write_table(self) -> None:
+        """Write ``slides.csv`` anew; of several ranks one after the other, so that the last has all rows."""
+        with self._alone():
+            rows = self.rows()
+            if rows:
+                temporary = self.table.with_suffix(".tmp")
+                with temporary.open("w", newline="", encoding="utf-8") as file:
+                    write_rows(file, [list(rows[0]), *(list(row.values()) for row in rows)])
+                temporary.replace(self.table)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        descriptor = os.open(self.path / "table.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def file_name(class_name: str) -> str:
+    """``class_name`` as a part of a file's name.
+
+    >>> file_name("Tumor: Positive/3")
+    'Tumor__Positive_3'
+    """
+    return "".join(c if c.isalnum() or c in "-+." else "_" for c in class_name)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(dict(value), indent=2) + "\n")
+    os.replace(temporary, path)

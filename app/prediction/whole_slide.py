@@ -1,0 +1,278 @@
+"""One slide predicted: windows read ahead, asked of the model, blended, and written as they are finished.
+
+Takes a slide, a trained model and a folder; leaves there heat maps, an overlay picture, GeoJSON and a table of tiles,
+and gives the slide's row. Held are the rows of one window, and a map of the whole slide that is reduced until it is
+small enough for areas to be drawn around.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from app.launch.place import rank_cores
+from app.prediction.blending import Blender, Floats, chunks, gaussian_window
+from app.prediction.overlay import colour_of, draw_prediction
+from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
+from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.trained_model import TrainedModel
+from app.training.metrics import slide_scores
+from pipelines.backends.heat_map import HeatMapWriter
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.csv_cells import write_rows
+from pipelines.slides.geometry import Size
+from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
+from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
+
+log = logging.getLogger(__name__)
+
+AREA_VALUES = 1 << 26
+"""Most values (px times classes) of the map that areas are drawn around; a larger one is halved until it has fewer."""
+
+MOST_AREAS = 50_000
+"""Of a class and slide, as many areas are drawn, and as many holes: the largest. A model that is hardly trained gives a
+hundred times as many specks."""
+
+CHUNK_ROWS = 256
+"""Rows that are finished together, a power of 2: also the most that the map of areas is reduced by."""
+
+MOST_UNREADABLE = 0.5
+"""A slide of whose windows more cannot be read is given up."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What the model said of the windows of a slide.
+
+    Attributes:
+        scores: float64 (n, classes), of a segmenter the mean over the window; NaN of one that cannot be read.
+        areas_map: uint8 (classes, h, w), probabilities of ``factor`` x ``factor`` cells, 255 is 1.
+        fault: the first of the windows that cannot be read.
+    """
+
+    scores: NDArray[np.float64]
+    areas_map: NDArray[np.uint8]
+    factor: int
+    fault: str
+
+
+def predict_slide(
+    spec: SlideSpec, model: TrainedModel, settings: WindowSettings, batch: int, folder: PredictionFolder
+) -> dict[str, Any]:
+    """Predict one slide; return its row of ``slides.csv``.
+
+    Args:
+        batch: windows that the model is asked at a time.
+
+    Raises:
+        SlideError: the slide cannot be used.
+        OSError: the folder cannot be written.
+    """
+    windows = windows_of(spec, settings)
+    with spec.open() as slide:
+        scored = _scored(slide, windows, model, batch, folder, spec.slide_id)
+    readable = ~np.isnan(scored.scores[:, 0])
+    unread = int(np.count_nonzero(~readable)) + windows.damaged[0]
+    if unread:
+        what = f"{unread} windows with tissue cannot be read and are left out: {windows.damaged[1] or scored.fault}"
+        folder.failed.add(spec.slide_id, "windows", what)
+    areas = _write_areas(model, windows, scored, folder, spec.slide_id)
+    _write_tiles(model, windows, scored, folder, spec.slide_id)
+    caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
+    picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
+    folder.overlay(spec.slide_id).write_bytes(picture)
+    how = model.settings["slide_score"], model.settings["top_k"]
+    _, (of_slide,) = slide_scores(scored.scores[readable], np.zeros(int(readable.sum()), np.int64), *how)
+    row = {
+        "slide": spec.slide_id,
+        "tiles": int(readable.sum()),
+        "tiles_unreadable": unread,
+        "prediction": model.classes[int(np.argmax(of_slide))],
+        **{f"score_{name}": float(of_slide[c]) for c, name in enumerate(model.classes)},
+        **{f"area_um2_{name}": areas[name] for name in model.shown.values()},
+    }
+    height, width = scored.areas_map.shape[1:]
+    bounds = windows.bounds
+    canvas = {
+        "mpp": windows.slide_mpp,
+        "l0_size": list(windows.l0_size),
+        "l0_bounds": [bounds.l0_x, bounds.l0_y, bounds.width, bounds.height],
+        "l0_px": windows.l0_cell * scored.factor,
+        "width": width,
+        "height": height,
+    }
+    folder.finish(spec.slide_id, row, windows.state, canvas)
+    return row
+
+
+def _scored(
+    slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int, folder: PredictionFolder, slide_id: str
+) -> Scored:
+    """Ask the model of all windows and write the heat maps."""
+    classes, cells = len(model.classes), windows.cells
+    weights = gaussian_window(cells) if model.task == "segment" else np.ones((cells, cells), np.float32)
+    scores = np.full((len(windows), classes), np.nan)
+    faults: list[str] = []
+    size = Size(windows.width, windows.height)
+
+    def bands(blender: Blender) -> Iterator[NDArray[np.uint8]]:
+        row = 0
+        for i, values in _answers(slide, windows, model, batch):
+            if isinstance(values, SlideError):
+                faults.append(str(values))
+                if len(faults) > MOST_UNREADABLE * len(windows):
+                    raise values
+                continue
+            if windows.y[i] > row:
+                row = int(windows.y[i])
+                yield from map(_as_bytes, blender.rows_above(row))
+            values = values.reshape(classes, *(values.shape[1:] or (1, 1)))
+            scores[i] = values.mean((1, 2), dtype=np.float64)
+            blender.add(int(windows.x[i]), row, values)
+        yield from map(_as_bytes, blender.rows_above(windows.height))
+
+    factor = 1
+    while classes * -(-size.width // factor) * -(-size.height // factor) > AREA_VALUES and factor < CHUNK_ROWS:
+        factor *= 2
+    reduced = []
+    with ExitStack() as opened:
+        blender = opened.enter_context(Blender(classes, *(size.width, size.height), weights, folder.path))
+        writers = {
+            c: opened.enter_context(
+                HeatMapWriter(
+                    folder.heat_map(slide_id, name),
+                    size,
+                    windows.canvas_mpp,
+                    f"probability of {name!r} by {model.name}, 255 is 1",
+                )
+            )
+            for c, name in model.shown.items()
+        }
+        for chunk in chunks(bands(blender), CHUNK_ROWS):
+            for c, writer in writers.items():
+                writer.add(chunk[c])
+            reduced.append(_reduced(chunk, factor))
+    return Scored(scores, np.concatenate(reduced, axis=1), factor, faults[0] if faults else "")
+
+
+def _answers(
+    slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int
+) -> Iterator[tuple[int, Floats | SlideError]]:
+    """The model's probabilities of each window in order, or why it cannot be read."""
+    ahead: deque[tuple[int, Future[Pixels | SlideError]]] = deque()
+    numbers = iter(range(len(windows)))
+    threads = rank_cores()
+
+    def read(i: int) -> Pixels | SlideError:
+        try:
+            return slide.read(windows.region(i))
+        except TileReadError as fault:
+            return fault
+
+    def pairs() -> Iterator[tuple[int, Pixels | SlideError]]:
+        with ThreadPoolExecutor(threads) as pool:
+            for i in numbers:
+                ahead.append((i, pool.submit(read, i)))
+                if len(ahead) >= batch + threads:
+                    first, pixels = ahead.popleft()
+                    yield first, pixels.result()
+            while ahead:
+                first, pixels = ahead.popleft()
+                yield first, pixels.result()
+
+    waiting: list[tuple[int, Pixels]] = []
+
+    def asked() -> Iterator[tuple[int, Floats]]:
+        values = model.probabilities(np.stack([pixels for _, pixels in waiting]))
+        yield from zip([i for i, _ in waiting], values, strict=True)
+        waiting.clear()
+
+    for i, pixels in pairs():
+        if isinstance(pixels, SlideError):
+            yield i, pixels
+            continue
+        waiting.append((i, pixels))
+        if len(waiting) == batch:
+            yield from asked()
+    if waiting:
+        yield from asked()
+
+
+def _as_bytes(band: Floats) -> NDArray[np.uint8]:
+    return np.rint(band * 255).astype(np.uint8)
+
+
+def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
+    """Means of ``factor`` x ``factor`` cells, uint8 (classes, h, w); cells at the edge stand for what lies beyond."""
+    if factor == 1:
+        return chunk
+    _, height, width = chunk.shape
+    even = np.pad(chunk, ((0, 0), (0, -height % factor), (0, -width % factor)), "edge")
+    blocks = even.reshape(len(chunk), even.shape[1] // factor, factor, even.shape[2] // factor, factor)
+    means: NDArray[np.uint8] = np.rint(blocks.mean((2, 4), dtype=np.float32)).astype(np.uint8)
+    return means
+
+
+def _write_areas(
+    model: TrainedModel, windows: SlideWindows, scored: Scored, folder: PredictionFolder, slide_id: str
+) -> dict[str, float]:
+    """Write the areas of the classes shown as GeoJSON, as a table and as a mask; um2 of each class."""
+    l0_px = windows.l0_cell * scored.factor
+    rows_of_map = np.array_split(scored.areas_map, max(1, scored.areas_map.shape[1] // CHUNK_ROWS), axis=1)
+    likeliest = np.concatenate([rows.argmax(0).astype(np.uint8) for rows in rows_of_map])  # argmax takes 8 bytes a px
+    looked_at = scored.areas_map.sum(0, dtype=np.uint16) >= 128
+    limits = (float(windows.bounds.width), float(windows.bounds.height))
+    features, rows, areas = [], [], {}
+    whole = np.zeros(likeliest.shape, np.uint8)
+    for number, (c, name) in enumerate(model.shown.items()):
+        mask = (likeliest == c) & looked_at
+        whole[mask] = number + 1
+        mask, small = largest_areas(without_saddles(mask), MOST_AREAS)
+        gaps, closed = largest_areas(~mask, MOST_AREAS)
+        mask = ~gaps
+        if small or closed:
+            text = "%s: %d small areas of %s are not drawn and %d small holes are closed: it has more than %d"
+            log.warning(text, slide_id, small, name, closed, MOST_AREAS)
+        polygons = polygons_of(mask)
+        areas[name] = 0.0
+        for polygon, (x, y, value) in zip(polygons, peaks(mask, polygons, scored.areas_map[c]), strict=True):
+            placed = polygon.scaled(l0_px, limits)
+            um2 = round(placed.area * windows.slide_mpp**2, 2)
+            areas[name] += um2
+            probability = round(value / 255, 4)
+            features.append(
+                feature(placed, name, colour_of(number), {"Area µm^2": um2, "Max probability": probability})
+            )
+            rows.append([name, um2, probability, round((x + 0.5) * l0_px, 2), round((y + 0.5) * l0_px, 2)])
+    folder.geojson(slide_id).write_text(json.dumps(collection(features), ensure_ascii=False), encoding="utf-8")
+    done, png = cv2.imencode(".png", whole)
+    assert done
+    folder.mask(slide_id).write_bytes(png.tobytes())
+    with folder.areas(slide_id).open("w", newline="", encoding="utf-8") as file:
+        write_rows(file, [["class", "area_um2", "max_probability", "l0_x", "l0_y"], *rows])
+    return areas
+
+
+def _write_tiles(
+    model: TrainedModel, windows: SlideWindows, scored: Scored, folder: PredictionFolder, slide_id: str
+) -> None:
+    """Write a row for each window: where it lies on level 0, its tissue, and the scores of the classes."""
+    l0_side = round(windows.cells * windows.l0_cell)
+    with folder.tiles(slide_id).open("w", newline="", encoding="utf-8") as file:
+        header = ["l0_x", "l0_y", "l0_width", "l0_height", "tissue", *(f"score_{name}" for name in model.classes)]
+        rows = []
+        for i, scores in enumerate(scored.scores):
+            region = windows.region(i)
+            cells = [None if np.isnan(score) else float(score) for score in scores]
+            rows.append([region.l0_x, region.l0_y, l0_side, l0_side, round(float(windows.tissue[i]), 4), *cells])
+        write_rows(file, [header, *rows])

@@ -1,0 +1,210 @@
+"""The windows of one slide that a trained model looks at: a grid with overlap, as far as there is tissue.
+
+Takes a ``SlideSpec`` and ``WindowSettings``; gives ``SlideWindows``, or a ``SlideFault`` that says at which step the
+slide failed and why. Runs in a process of its own (``processes``), since a damaged slide may end the process that reads
+it. Windows lie on a canvas of cells: px at the asked mpp for a model that scores pixels, larger squares for one that
+scores tiles. The last row and column of windows is shifted inwards (Isensee et al., Nature Methods 18, 2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.level_check import damaged_tiles
+from pipelines.catalog.processes import each_in_process
+from pipelines.catalog.slide_state import SlideState
+from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
+from pipelines.slides.slide import Slide, SlideError
+from pipelines.tiles.overlay import LONGER_SIDE_PX
+from pipelines.tiles.slide_index import default_threads, file_bytes, slide_limits
+from pipelines.tiles.tile_table import SlideFault
+from pipelines.tiles.tiling import MOST_TILES, TileGrid, tissue_fractions
+from pipelines.tiles.tissue import Overview, find_tissue, read_overview
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """Which windows are looked at.
+
+    Attributes:
+        side: of a window in px at ``mpp``; a multiple of ``cell``.
+        cell: px at ``mpp`` of the side of a cell of the canvas.
+        stride: from window to window, in cells.
+        least_tissue: part of a window that is tissue at least, 0 to 1; 0 keeps every window.
+        tissue_mpp: resolution at which tissue is looked for.
+    """
+
+    side: int
+    mpp: float
+    cell: int
+    stride: int
+    least_tissue: float
+    tissue_mpp: float
+
+
+@dataclass(frozen=True, eq=False)
+class SlideWindows:
+    """The windows of one slide and the canvas that they are put on.
+
+    Attributes:
+        x, y: int64 (n,), top left of each window in cells, row by row.
+        tissue: float32 (n,), the part of each that is tissue.
+        width, height: of the canvas in cells: all that is scanned of the slide.
+        l0_cell: level-0 px of a cell's side.
+        l0_size: width and height of level 0.
+        bounds: where the canvas lies; its last cells may reach beyond.
+        slide_mpp: um/px of level 0.
+        thumbnail: the slide, small.
+        state: what the file was.
+        damaged: windows of tissue left out because the file is damaged there, and the first fault.
+    """
+
+    settings: WindowSettings
+    x: NDArray[np.int64]
+    y: NDArray[np.int64]
+    tissue: NDArray[np.float32]
+    width: int
+    height: int
+    l0_cell: float
+    l0_size: tuple[int, int]
+    bounds: Bounds
+    slide_mpp: float
+    thumbnail: Overview
+    state: SlideState
+    damaged: tuple[int, str]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def cells(self) -> int:
+        """Side of a window in cells."""
+        return self.settings.side // self.settings.cell
+
+    @property
+    def canvas_mpp(self) -> float:
+        """um of a cell's side."""
+        return self.slide_mpp * self.l0_cell
+
+    def region(self, i: int) -> Region:
+        """Return what to read for window ``i``."""
+        l0_x = self.bounds.l0_x + l0_from_l(float(self.x[i]), self.l0_cell)
+        l0_y = self.bounds.l0_y + l0_from_l(float(self.y[i]), self.l0_cell)
+        return Region(l0_x, l0_y, self.settings.side, self.settings.side, self.settings.mpp)
+
+
+def windows_of(spec: SlideSpec, settings: WindowSettings) -> SlideWindows:
+    """Return the windows of one slide, found in a process of its own.
+
+    Raises:
+        SlideError: the slide cannot be used, has no tissue, or ended the process.
+    """
+    ((_, found),) = each_in_process(_Finder(settings, default_threads(1)), [spec], 1, slide_limits(default_threads(1)))
+    if isinstance(found, SlideWindows):
+        return found
+    raise SlideError(f"{found.step}: {found.error}" if isinstance(found, SlideFault) else f"{spec.path}: {found}")
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """``find_windows`` with its faults returned, as a process sends them back."""
+
+    settings: WindowSettings
+    threads: int
+
+    def __call__(self, spec: SlideSpec) -> SlideWindows | SlideFault:
+        try:
+            return find_windows(spec, self.settings, self.threads)
+        except Exception as fault:  # slide libraries raise anything; the other slides go on
+            expected = isinstance(fault, SlideError | ValueError | OSError) and str(fault)
+            error = str(fault) if expected else f"{type(fault).__name__}: {fault}"
+            return SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "windows", error)
+
+
+def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> SlideWindows:
+    """Return the windows of one slide, in this process.
+
+    Raises:
+        SlideError: the slide cannot be used, or has no tissue.
+        ValueError: no level is fine enough.
+    """
+    cv2.setNumThreads(threads)
+    with spec.open() as slide:
+        state = SlideState.of(spec.path)
+        plan = plan_read(slide.levels, Region(0, 0, settings.side, settings.side, settings.mpp))
+        l0_cell = plan.l_width / plan.out.width * slide.levels[plan.level].downsample * settings.cell
+        width, height = (_cells(side, l0_cell) for side in (slide.bounds.width, slide.bounds.height))
+        cells = settings.side // settings.cell
+        if -(-width // settings.stride) * -(-height // settings.stride) > MOST_TILES:
+            raise SlideError(
+                f"{spec.path}: a slide has at most {MOST_TILES:,} windows; every {settings.stride * settings.cell} px "
+                f"there would be more on {width} x {height} cells; is its size true? ask for less --overlap"
+            )
+        columns, rows = _origins(width, cells, settings.stride), _origins(height, cells, settings.stride)
+        overview = read_overview(slide, settings.tissue_mpp, threads)
+        tissue = find_tissue(overview)
+        l0_side = round(settings.side / settings.cell * l0_cell)
+        grid = TileGrid(
+            slide.bounds.l0_x + np.array([l0_from_l(float(x), l0_cell) for x in columns], np.int64),
+            slide.bounds.l0_y + np.array([l0_from_l(float(y), l0_cell) for y in rows], np.int64),
+            (l0_side, l0_side),
+            (settings.side, settings.side),
+        )
+        fractions = tissue_fractions(tissue, grid)
+        row, column = np.nonzero(fractions >= settings.least_tissue)
+        if not len(row):
+            raise SlideError(
+                f"{spec.path}: no window has tissue ({tissue.share:.1%} of the slide has): a blank slide, or one whose "
+                "tissue was not found; the checkpoint's run says which (--min-tissue)"
+            )
+        bad, fault = damaged_tiles(slide, grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
+        row, column = row[~bad], column[~bad]
+        thumbnail = _thumbnail(slide, overview, threads)
+        return SlideWindows(
+            settings,
+            columns[column],
+            rows[row],
+            fractions[row, column],
+            width,
+            height,
+            l0_cell,
+            (slide.levels[0].width, slide.levels[0].height),
+            slide.bounds,
+            slide.mpp,
+            thumbnail,
+            state,
+            (int(bad.sum()), fault),
+        )
+
+
+def _cells(l0_side: int, l0_cell: float) -> int:
+    """Fewest cells that cover ``l0_side``; what is less than a hundredth of a cell is a rounded resolution."""
+    return max(1, int(np.ceil(l0_side / l0_cell - 0.01)))
+
+
+def _origins(length: int, cells: int, stride: int) -> NDArray[np.int64]:
+    """First cell of each window along an axis of ``length`` cells; a single one where the axis is shorter."""
+    last = max(0, length - cells)
+    return np.array([*range(0, last, stride), last], np.int64)
+
+
+def _thumbnail(slide: Slide, overview: Overview, threads: int) -> Overview:
+    """A picture whose longer side is ``LONGER_SIDE_PX`` at most, and at least half of it if the slide has that."""
+    longer = max(overview.pixels.shape[:2])
+    if longer < LONGER_SIDE_PX / 2 and overview.mpp > slide.mpp:
+        overview = read_overview(slide, overview.mpp * longer / LONGER_SIDE_PX, threads)
+        longer = max(overview.pixels.shape[:2])
+    factor = max(1.0, longer / LONGER_SIDE_PX)
+    height, width = (max(1, round(side / factor)) for side in overview.pixels.shape[:2])
+    return replace(
+        overview,
+        pixels=cv2.resize(overview.pixels, (width, height), interpolation=cv2.INTER_AREA).astype(np.uint8),
+        downsample=overview.downsample * factor,
+        mpp=overview.mpp * factor,
+        unreadable=np.zeros((height, width), np.bool_),
+    )

@@ -1,0 +1,75 @@
+"""``app.evaluate`` on predictions whose worth is known: perfect areas, labels that are right and wrong."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import cv2
+import numpy as np
+import pytest
+
+from app.evaluation import classification
+from tests.helpers.hand_made_checkpoint import SEGMENTER, write_checkpoint
+from tests.helpers.in_process import call
+
+SIDE = 128
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Four slides with a dark square, larger from one to the next, predicted; true masks; the second's is twice as
+    high as what is dark."""
+    root = tmp_path_factory.mktemp("evaluate")
+    for name in ("slides", "truth"):
+        (root / name).mkdir()
+    for k in range(4):
+        pixels, mask = np.full((SIDE, SIDE, 3), 240, np.uint8), np.zeros((SIDE, SIDE), np.uint8)
+        side = 10 + 10 * k
+        pixels[20 : 20 + side, 30 : 30 + side] = 20
+        mask[20 : 20 + side * (2 if k == 1 else 1), 30 : 30 + side] = 1
+        cv2.imwrite(str(root / "slides" / f"s{k}.png"), pixels)
+        cv2.imwrite(str(root / "truth" / f"s{k}.png"), mask)
+    (root / "truth" / "classes.txt").write_text("1 dark\n")
+    checkpoint = write_checkpoint(root / "best.pt", SEGMENTER, tile=64, mpp=0.5, min_tissue=0)
+    done = call(
+        "app.predict", "--slides", root / "slides", "--checkpoint", checkpoint, "--out", root / "out",
+        "--model", SEGMENTER, env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (root / "labels.csv").write_text(
+        "slide,label,patient\ns0,background,p0\ns1,dark,p1\ns2,background,p2\ns3,dark,p3\n"
+    )
+    return root
+
+
+def test_scores_and_the_page(folders, monkeypatch):
+    monkeypatch.setattr(classification, "RESAMPLES", 50)
+    done = call(
+        "app.evaluate", "--predictions", folders / "out", "--labels", folders / "labels.csv",
+        "--annotations", folders / "truth", "--slides", folders / "slides",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((folders / "out" / "evaluation.json").read_text())
+    assert figures["slide_auc"]["value"] == figures["patient_auc"]["value"] == 0.75  # s1 below s2
+    assert figures["dice"] == {"dark": pytest.approx((1 + 2 / 3 + 1 + 1) / 4)}
+    assert figures["iou"] == {"dark": pytest.approx((1 + 1 / 2 + 1 + 1) / 4)}
+    assert "slide AUC 0.7500" in done.stdout
+    page = ElementTree.parse(folders / "out" / "report.html")
+    sources = [image.get("alt") for image in page.iter("img")]
+    assert [alt for alt in sources if alt.startswith("areas of")] == [f"areas of s{k}" for k in range(4)]
+    assert sum(alt.startswith("tile ") for alt in sources) == 12
+
+
+def test_what_does_not_fit_is_refused(folders, tmp_path):
+    labels = tmp_path / "labels.csv"
+    labels.write_text("slide,label\ns0,tumour\ns1,dark\n")
+    refused = call("app.evaluate", "--predictions", folders / "out", "--labels", labels)
+    assert refused.returncode == 2
+    assert "'tumour' is no class of the model (background, dark)" in refused.stderr
+    nothing = call("app.evaluate", "--predictions", folders / "out")
+    assert nothing.returncode == 2
+    assert "give --labels FILE.csv, --annotations DIR, or both" in nothing.stderr
+    empty = call("app.evaluate", "--predictions", tmp_path, "--labels", labels)
+    assert empty.returncode == 2
+    assert "holds no predictions" in empty.stderr

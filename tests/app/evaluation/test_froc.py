@@ -1,0 +1,51 @@
+"""Lesions found, by the rules of CAMELYON16, on cases that can be counted by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from app.evaluation.froc import SlideHits, froc, hits
+
+MPP = 10.0
+
+
+def lesions(*boxes):
+    mask = np.zeros((200, 200), bool)
+    for left, top, right, bottom in boxes:
+        mask[top:bottom, left:right] = True
+    return mask
+
+
+def test_hits_misses_and_false_alarms():
+    mask = lesions((10, 10, 50, 50), (100, 100, 150, 150))
+    result = hits(mask, MPP, [(20, 20, 0.9), (30, 30, 0.7), (80, 80, 0.6), (300, 20, 0.2)])
+    assert result == SlideHits(2, (0.9,), (0.6, 0.2))
+
+
+def test_lesions_near_each_other_are_one():
+    assert hits(lesions((10, 10, 50, 50), (56, 10, 96, 50)), MPP, []).lesions == 1  # 60 um apart
+    assert hits(lesions((10, 10, 50, 50), (59, 10, 99, 50)), MPP, []).lesions == 2  # 90 um apart
+
+
+def test_isolated_cells_are_neither_found_nor_false():
+    mask = lesions((10, 10, 50, 50), (120, 120, 125, 125))
+    assert hits(mask, MPP, [(122, 122, 0.8)]) == SlideHits(1, (), ())
+
+
+def test_holes_belong_to_their_lesion():
+    ring = lesions((10, 10, 60, 60)) & ~lesions((25, 25, 45, 45))
+    assert hits(ring, MPP, [(35, 35, 0.5)]) == SlideHits(1, (0.5,), ())
+
+
+def test_the_curve_by_hand():
+    # four lesions on two slides; thresholds 0.9 0.8 0.6 0.4
+    curve = froc([SlideHits(3, (0.9, 0.4), (0.8,)), SlideHits(1, (0.6,), (0.4, 0.4))])
+    assert curve.false_per_slide.tolist() == [0, 0, 0.5, 0.5, 1.5]
+    assert curve.sensitivity.tolist() == [0, 0.25, 0.25, 0.5, 0.75]
+    # at 1/4: between (0, 1/4) and (1/2, 1/4); at 1/2: 1/2; at 1: between 1/2 and 3/4; beyond 1.5: 3/4
+    assert curve.score == pytest.approx(np.mean([0.25, 0.5, 0.625, 0.75, 0.75, 0.75]))
+
+
+def test_no_lesion_has_no_score():
+    assert froc([SlideHits(0, (), (0.5,))]).score is None

@@ -1,0 +1,37 @@
+"""A checkpoint as ``app.train`` writes it, of a model whose weights are set by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from app.checkpoint.file import save_checkpoint
+from app.settings.fields import flat
+from app.settings.run import DataSettings, ModelSettings, RunConfig
+from pipelines.tiles.index import IndexSettings
+from tests.helpers import tiny_models
+
+SEGMENTER = "tests.helpers.tiny_models:segmenter"
+CLASSIFIER = "tests.helpers.tiny_models:classifier"
+
+
+def write_checkpoint(path: Path, model: str, *, tile: int, mpp: float, min_tissue: float = 0.25, seed: int = 0) -> Path:
+    """The segmenter says class 1 where a px is dark; the classifier has random weights."""
+    torch.manual_seed(seed)
+    net = getattr(tiny_models, model.partition(":")[2])(2)
+    if model == SEGMENTER:
+        with torch.no_grad():
+            net[0].weight.zero_()
+            net[0].weight[0, :, 1, 1] = -1.0  # the centre px: the darker the larger
+            net[3].weight.zero_()
+            net[3].weight[1, 0] = 4.0
+            net[3].bias.copy_(torch.tensor([0.0, -2.0]))
+    config = RunConfig(
+        DataSettings(Path("slides")),
+        index=IndexSettings(tile=tile, mpp=mpp, min_tissue=min_tissue),
+        net=ModelSettings(model=model),
+    )
+    state = {"model": net.state_dict(), "classes": ["background", "dark"], "settings": flat(config), "step": 7}
+    save_checkpoint(path, state)
+    return path
