@@ -116,16 +116,24 @@ def pixels(path: Path, side: int) -> NDArray[np.uint8]:
 
 
 def draw_picture(slides: Path, case: Case, path: Path) -> None:
-    """Write the tile in small, with its boxes, beside a piece of it in full resolution."""
+    """Write the tile in small, with its boxes, beside the darkest piece of it in full resolution."""
     whole = pixels(sorted(slides.glob("*.tif"))[0], case.tile)
-    start = (min(whole.shape[:2]) - min(PICTURE, *whole.shape[:2])) // 2
-    detail = cv2.resize(whole[start : start + PICTURE, start : start + PICTURE], (PICTURE, PICTURE))
+    pieces = [
+        whole[row : row + PICTURE, column : column + PICTURE]
+        for row in range(0, max(1, whole.shape[0] - PICTURE), PICTURE)
+        for column in range(0, max(1, whole.shape[1] - PICTURE), PICTURE)
+    ]
+    detail = cv2.resize(min(pieces, key=lambda piece: float(piece[::8, ::8].mean())), (PICTURE, PICTURE))
     small = cv2.resize(whole, (PICTURE, PICTURE), interpolation=cv2.INTER_AREA)
     for cut in range(case.stream, case.tile, case.stream):
         place = cut * PICTURE // case.tile
         small[place] = small[:, place] = (small[place] // 2, small[:, place] // 2)[0]
     gap = np.full((PICTURE, 16, 3), 255, np.uint8)
-    cv2.imwrite(str(path), cv2.cvtColor(np.concatenate([small, gap, detail], 1), cv2.COLOR_RGB2BGR))
+    cv2.imwrite(
+        str(path),
+        cv2.cvtColor(np.concatenate([small, gap, detail], 1), cv2.COLOR_RGB2BGR),
+        [cv2.IMWRITE_JPEG_QUALITY, 85],
+    )
 
 
 def warm_weights(case: Case, slides: Path, out: Path) -> Path:
