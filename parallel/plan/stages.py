@@ -86,7 +86,7 @@ class StageCache:
         assert self._streamed is not None
         host, policy = self.cluster.host_bytes, candidate.policy
         tiles = self.tiles(candidate)
-        if policy.host_bytes is not None or not 0 < host < self._streamed.host_bytes(candidate, tiles):
+        if policy.host_bytes is not None or not host or self._streamed.fits_host(candidate, tiles, host):
             return candidate
         return candidate.under(host_bytes=max(1, int(host) - self._streamed.tile_bytes(tiles)))
 

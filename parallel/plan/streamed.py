@@ -25,6 +25,7 @@ from parallel.memory.stage_memory import StageMemory
 from parallel.plan.limit import Limit
 from parallel.schedule.step_cost import StageCost
 from parallel.space.boxes import Boxes, StreamedModel, plan_boxes
+from parallel.space.phases import most_stored, phases_of
 from parallel.space.step import Step
 from parallel.strategy import Strategy
 
@@ -71,6 +72,7 @@ class StreamedStages:
     def __init__(self, streamed: Streamed, cluster: Cluster, slots: int) -> None:
         self._streamed, self._cluster, self._slots = streamed, cluster, slots
         self._models: dict[int, StreamedModel] = {}
+        self._crossing: dict[int, int] = {}
         self._boxes: dict[tuple[int, int, int | None], Boxes] = {}
         self._seconds: dict[tuple[int, int, int | None], tuple[float, float]] = {}
 
@@ -89,10 +91,13 @@ class StreamedStages:
         assert policy.stream is not None
         key = (policy.stream, tiles, policy.host_bytes)
         if key not in self._boxes:
-            if tiles not in self._models:
-                self._models[tiles] = self._streamed.model.of_tiles(tiles)
-            self._boxes[key] = plan_boxes(self._models[tiles], policy.stream, policy.host_bytes)
+            self._boxes[key] = plan_boxes(self._model(tiles), policy.stream, policy.host_bytes)
         return self._boxes[key]
+
+    def _model(self, tiles: int) -> StreamedModel:
+        if tiles not in self._models:
+            self._models[tiles] = self._streamed.model.of_tiles(tiles)
+        return self._models[tiles]
 
     def rank_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> RankBytes:
         """Return the bytes of a rank.
@@ -118,6 +123,14 @@ class StreamedStages:
     def host_bytes(self, strategy: Strategy, tiles: int) -> int:
         """Return the bytes of maps between parts, and of the tiles of a microbatch."""
         return self.boxes(strategy, tiles).host_bytes + self.tile_bytes(tiles)
+
+    def fits_host(self, strategy: Strategy, tiles: int, limit: float) -> bool:
+        """Return whether ``host_bytes`` are within ``limit``; known without a plan where maps between phases alone take
+        more."""
+        if tiles not in self._crossing:
+            model = self._model(tiles)
+            self._crossing[tiles] = most_stored(phases_of(model.steps, model.leaving), model.sizes, model.images)
+        return self._crossing[tiles] + self.tile_bytes(tiles) <= limit and self.host_bytes(strategy, tiles) <= limit
 
     def tile_bytes(self, tiles: int) -> int:
         """Return the bytes of the tiles of a microbatch, on the host."""
