@@ -15,6 +15,8 @@ from parallel.plan.savings import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
 
 STEP = 64
 """Tile sides are multiples of this many px, which every model's strides divide."""
+FINE = 32
+"""Tiles in boxes are found to this part of their side: a plan of them takes a second, and few more px change little."""
 LIMIT = 1 << 16
 """Px; slides are seldom wider."""
 
@@ -91,7 +93,7 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
     while low < LIMIT and fits(min(2 * low, LIMIT)):
         low = min(2 * low, LIMIT)
     high = min(2 * low, LIMIT)
-    while high - low > STEP:
+    while high - low > (max(STEP, low // FINE) if savings == BOXES else STEP):
         middle = (low + high) // 2 // STEP * STEP
         if fits(middle):
             low = middle
