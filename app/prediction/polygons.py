@@ -1,8 +1,7 @@
 """Areas of a map of classes as polygons, and polygons as QuPath's GeoJSON.
 
-Takes a mask; gives rings along the edges of its px, so that areas are those of the px to the last digit. OpenCV follows
-the px of a border, not its edge: each px is doubled first, and where its contour walks, halved and rounded up, is the
-edge. Coordinates of a file are level-0 px from the corner of the slide's bounds (RFC 7946 in px, as QuPath has it).
+Takes a mask; gives rings along the edges of its px, so that areas are those of the px to the last digit. Coordinates of
+a file are level-0 px from the corner of the slide's bounds (RFC 7946 in px, as QuPath has it).
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 import cv2
 import numpy as np
 from numpy.typing import NDArray
+
+from pipelines.labels.outlines import outlines_of
 
 Ring = NDArray[np.float64]
 """float64 (n, 2), corners (x, y), not closed."""
@@ -54,20 +55,7 @@ def polygons_of(mask: NDArray[np.bool_]) -> list[Polygon]:
     Args:
         mask: as ``without_saddles`` gives it: rings that touch themselves are not valid.
     """
-    doubled = mask.view(np.uint8).repeat(2, 0).repeat(2, 1)
-    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
-    if not contours:
-        return []
-    parents = hierarchy[0, :, 3].tolist()
-    holes: dict[int, list[Ring]] = {}
-    for contour, parent in zip(contours, parents, strict=True):
-        if parent >= 0:
-            holes.setdefault(parent, []).append(_corners(contour))
-    return [
-        Polygon(_corners(contour), tuple(holes.get(number, ())))
-        for number, (contour, parent) in enumerate(zip(contours, parents, strict=True))
-        if parent < 0
-    ]
+    return [Polygon(outer, tuple(holes)) for outer, *holes in outlines_of(mask.view(np.uint8)).get(1, ())]
 
 
 def peaks(
@@ -110,16 +98,6 @@ def largest_areas(mask: NDArray[np.bool_], most: int) -> tuple[NDArray[np.bool_]
     kept = np.zeros(count, np.bool_)
     kept[1 + np.argsort(-stats[1:, cv2.CC_STAT_AREA], kind="stable")[:most]] = True
     return kept[labels], count - 1 - most
-
-
-def _corners(contour: NDArray[np.int32]) -> Ring:
-    """The corners of a contour of doubled px, on the edges of the px."""
-    points = (contour[:, 0, :] + 1) // 2
-    points = points[(points != np.roll(points, 1, 0)).any(1)]
-    before, after = points - np.roll(points, 1, 0), np.roll(points, -1, 0) - points
-    turns = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
-    ring: Ring = points[turns].astype(np.float64)
-    return ring
 
 
 def feature(polygon: Polygon, name: str, colour: Sequence[int], measurements: Mapping[str, float]) -> dict[str, Any]:

@@ -30,7 +30,16 @@ def outlines(mask: Mask) -> dict[int, list[Rings]]:
     Raises:
         SlideError: the file is damaged, or a value does not fit into a byte.
     """
-    places, around = _corners(mask)
+    return _by_value(*_corners(mask))
+
+
+def outlines_of(pixels: NDArray[np.uint8]) -> dict[int, list[Rings]]:
+    """Return the same of a mask in memory, uint8 (h, w)."""
+    y, x, around = _differing(np.pad(pixels, 1))
+    return _by_value(np.column_stack([x, y]), around)
+
+
+def _by_value(places: NDArray[np.int64], around: NDArray[np.uint8]) -> dict[int, list[Rings]]:
     values = sorted(set(np.unique(around).tolist()) - {0})
     return {value: _polygons(places, around == value) for value in values}
 
@@ -44,11 +53,17 @@ def _corners(mask: Mask) -> Corners:
         rows = np.arange(row, min(row + BAND_ROWS, mask.height) + 1)  # one more than lattice rows; 0 outside
         pixels = np.empty((len(rows), len(columns)), np.uint8)
         mask.sample(columns, rows, pixels)
-        a, b, c, d = pixels[:-1, :-1], pixels[:-1, 1:], pixels[1:, :-1], pixels[1:, 1:]
-        y, x = np.nonzero(~(((a == b) & (c == d)) | ((a == c) & (b == d))))
+        y, x, values = _differing(pixels)
         places.append(np.column_stack([x, y + row + 1]))
-        around.append(np.column_stack([a[y, x], b[y, x], c[y, x], d[y, x]]))
+        around.append(values)
     return np.concatenate(places), np.concatenate(around)
+
+
+def _differing(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+    """Return y, x and the values around of such places between ``pixels``."""
+    a, b, c, d = pixels[:-1, :-1], pixels[:-1, 1:], pixels[1:, :-1], pixels[1:, 1:]
+    y, x = np.nonzero(~(((a == b) & (c == d)) | ((a == c) & (b == d))))
+    return y, x, np.column_stack([a[y, x], b[y, x], c[y, x], d[y, x]])
 
 
 def _polygons(places: NDArray[np.int64], inside: NDArray[np.bool_]) -> list[Rings]:
