@@ -1,7 +1,7 @@
 """Decoders of the compressed tiles of a TIFF level, one for each compression that slides use.
 
 Takes a page's tags; gives a function that decodes one tile's bytes into the caller's pixels, or says why there is none.
-Follows TIFF 6.0 (LZW, deflate, horizontal differencing) and Aperio's numbers for JPEG 2000.
+Follows TIFF 6.0 (LZW, deflate, horizontal differencing), libtiff's number for Zstandard and Aperio's for JPEG 2000.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _UNPACK: Final[dict[int, Callable[[bytes, int], bytes | bytearray]]] = {
     5: lambda data, size: imagecodecs.lzw_decode(data, out=size + 1),  # one more than fits tells that more would come
     8: lambda data, size: imagecodecs.zlib_decode(data, out=size),
     32946: lambda data, size: imagecodecs.zlib_decode(data, out=size),
+    50000: lambda data, size: imagecodecs.zstd_decode(data, out=size),
 }
 
 
