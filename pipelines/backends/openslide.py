@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError, lowlevel
 
+from pipelines.backends.dicom_header import is_dicom, refuse_series
 from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_levels import resolution_mpp
@@ -138,10 +139,13 @@ def open_openslide(path: Path, *, mpp: float | None) -> PyramidSlide:
 
     Raises:
         NotThisFormat: OpenSlide does not know the format.
-        SlideError: the file is damaged, or its mpp is missing or implausible and ``mpp`` is not given.
+        SlideError: the file is damaged, of DICOM files one of its series is, or does not hold one RGB image; or the mpp
+            is missing or implausible and ``mpp`` is not given.
     """
     if faults := check_tiff(path):
         raise SlideError(f"{path}: damaged TIFF, not handed to OpenSlide: {'; '.join(faults)}")
+    if is_dicom(path):
+        refuse_series(path)
     slide = _open(path)
     try:
         properties = slide.properties

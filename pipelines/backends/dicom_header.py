@@ -1,0 +1,173 @@
+"""What the files of a DICOM slide say of themselves, read and judged before OpenSlide sees them.
+
+Takes a file; refuses series of which OpenSlide would show the first channel without a word, leave out a level that was
+cut short, or bring the process down (libdicom follows a table of frame positions that need not be there). Follows DICOM
+PS3.5 section 7 (elements, sequences) and PS3.3 section A.32.8 (whole slides); explicit little endian, which is all that
+OpenSlide reads.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from pipelines.slides.slide import SlideError
+
+
+class Tag(IntEnum):
+    """The elements that are looked at."""
+
+    SOP_CLASS = 0x00020002
+    SYNTAX = 0x00020010
+    IMAGE_TYPE = 0x00080008
+    SERIES = 0x0020000E
+    ORGANIZATION = 0x00209311
+    SAMPLES = 0x00280002
+    BITS = 0x00280100
+    OPTICAL_PATHS = 0x00480302
+    FOCAL_PLANES = 0x00480303
+    FRAME_POSITIONS = 0x52009230
+    PIXELS = 0x7FE00010
+
+
+_READ: Final = frozenset(map(int, Tag))
+_SYNTAXES: Final = {
+    "1.2.840.10008.1.2.1": "uncompressed",
+    "1.2.840.10008.1.2.4.50": "JPEG",
+    "1.2.840.10008.1.2.4.90": "JPEG 2000",
+    "1.2.840.10008.1.2.4.91": "JPEG 2000",
+}
+_OTHERWISE_WRITTEN: Final = frozenset(("1.2.840.10008.1.2", "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"))
+"""Implicit, deflated, big endian: transfer syntaxes whose elements are not laid out as those of all others."""
+_WHOLE_SLIDE: Final = "1.2.840.10008.5.1.4.1.1.77.1.6"
+_LONG: Final = frozenset((b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"))
+"""Value representations with a length of four bytes."""
+_UNDEFINED: Final = 0xFFFFFFFF
+_ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
+_DEEPEST: Final = 16
+_VALUE_BYTES: Final = 1024
+
+
+def is_dicom(path: Path) -> bool:
+    """True when the file begins as a DICOM file does."""
+    with path.open("rb") as file:
+        return file.read(132)[128:] == b"DICM"
+
+
+def refuse_series(path: Path) -> None:
+    """Refuse the slide whose series ``path`` is of, for what any of its files says.
+
+    Raises:
+        SlideError: channels, planes, samples or a compression that are not read, frames without their positions, or a
+            file that is cut short.
+    """
+    series = _read(path)[0].get(Tag.SERIES)
+    for file in sorted(path.parent.iterdir()):
+        if not file.is_file() or not is_dicom(file):
+            continue
+        header, is_cut = _read(file)
+        if header.get(Tag.SERIES) == series and _text(header, Tag.SOP_CLASS) == _WHOLE_SLIDE:
+            if is_cut:
+                raise SlideError(f"{path}: {file.name} of its series ends before its pixels: cut short; copy it again")
+            if fault := _fault(header):
+                raise SlideError(f"{path}: {file.name} of its series {fault}")
+
+
+def _fault(header: dict[int, bytes]) -> str:
+    """What is wrong with one file of a series, and what to do; empty when it is one image of RGB."""
+    if (syntax := _text(header, Tag.SYNTAX)) not in _SYNTAXES:
+        kinds = ", ".join(dict.fromkeys(_SYNTAXES.values()))
+        return f"has pixels of transfer syntax {syntax}; read are {kinds}; convert it to one of them"
+    if "VOLUME" not in _text(header, Tag.IMAGE_TYPE).split("\\"):
+        return ""  # label, overview, thumbnail: no level
+    samples, bits = _number(header, Tag.SAMPLES, 3), _number(header, Tag.BITS, 8)
+    if (samples, bits) != (3, 8):
+        return f"has {samples} sample(s) of {bits} bits per px; a slide has 3 of 8; convert it to 8-bit RGB"
+    if (paths := _number(header, Tag.OPTICAL_PATHS, 1)) > 1:
+        return f"has {paths} optical paths, of which one would be shown; merge them to 8-bit RGB, or save one alone"
+    if (planes := _number(header, Tag.FOCAL_PLANES, 1)) > 1:
+        return f"has {planes} focal planes, of which one would be shown; save one alone"
+    if _text(header, Tag.ORGANIZATION) == "TILED_SPARSE" and Tag.FRAME_POSITIONS not in header:
+        return (
+            "has frames in no fixed order (TILED_SPARSE) and does not say where they lie (no per-frame functional "
+            "groups); copy it again, or write it anew as TILED_FULL"
+        )
+    return ""
+
+
+def _text(header: dict[int, bytes], tag: Tag) -> str:
+    return header.get(tag, b"").rstrip(b"\0 ").decode("ascii", "replace")
+
+
+def _number(header: dict[int, bytes], tag: Tag, default: int) -> int:
+    value = header.get(tag, b"")
+    return int.from_bytes(value, "little") if len(value) in (2, 4) else default
+
+
+def _read(path: Path) -> tuple[dict[int, bytes], bool]:
+    """Values of the top-level elements in ``Tag`` up to the pixels, and whether the file ends before these.
+
+    What is not explicit little endian is read as far as its head goes, to the transfer syntax, which is refused.
+    """
+    header: dict[int, bytes] = {}
+    with path.open("rb") as file:
+        file.seek(132)
+        try:
+            for tag, length in _elements(file, 0):
+                if tag in (Tag.FRAME_POSITIONS, Tag.PIXELS):
+                    header[tag] = b""
+                    return header, False
+                if tag >> 16 > 2 and _text(header, Tag.SYNTAX) in _OTHERWISE_WRITTEN:
+                    return header, False
+                if tag in _READ and length <= _VALUE_BYTES:
+                    header[tag] = _exactly(file, length)
+                else:
+                    _skip(file, length, 0)
+        except EOFError:
+            return header, True
+        except ValueError:
+            return header, False  # no DICOM data; OpenSlide says so
+    return header, True
+
+
+def _elements(file: BinaryIO, depth: int) -> Iterator[tuple[int, int]]:
+    """(tag, length) of the elements from here on, the file at the value of each; the caller reads or skips it."""
+    if depth > _DEEPEST:
+        raise ValueError(f"sequences {depth} deep")
+    while True:
+        head = file.read(8)
+        if not head and depth == 0:
+            return
+        if len(head) < 8:
+            raise EOFError
+        group, element, kind, short = struct.unpack("<HH2sH", head)
+        tag = group << 16 | element
+        if tag in (_ITEM, _ITEM_END, _SEQUENCE_END):
+            yield tag, int.from_bytes(head[4:], "little")
+        elif kind in _LONG:
+            yield tag, int.from_bytes(_exactly(file, 4), "little")
+        elif kind.isalpha() and kind.isupper():
+            yield tag, short
+        else:
+            raise ValueError(f"value of kind {kind!r}")
+
+
+def _skip(file: BinaryIO, length: int, depth: int) -> None:
+    """Pass over a value, which is a sequence where its length is not said."""
+    if length != _UNDEFINED:
+        file.seek(length, 1)
+        return
+    for tag, inner in _elements(file, depth + 1):
+        if tag in (_ITEM_END, _SEQUENCE_END):
+            return
+        _skip(file, inner, depth + 1)
+
+
+def _exactly(file: BinaryIO, length: int) -> bytes:
+    value = file.read(length)
+    if len(value) < length:
+        raise EOFError
+    return value
