@@ -150,8 +150,8 @@ def main() -> None:
                 spec.open().close()
                 refused.append((spec.path.name, "OPENED"))
             except SlideError as error:
-                told = " ".join(str(error).replace(f"{spec.path}: ", "").split())
-                refused.append((spec.path.name, told.replace("|", "\\|")))
+                said = " ".join(str(error).replace(f"{spec.path}: ", "").split())
+                refused.append((spec.path.name, said.replace("|", "\\|")))
     header = ("slide", "level 0, px", "um/px", "levels", "backend", "checksum", "OpenSlide", "own library")
     told = f"{arguments.regions} regions of each slide, up to {SIDE_PX} px a side, on all levels, some over an edge.\n"
     text = results(

@@ -38,7 +38,7 @@ _UM = {"resolution": (1e4 / 0.499,) * 2, "resolutionunit": "CENTIMETER"}
 def tissue() -> list[Pixels]:
     """Three levels of tissue, each a half of the one before."""
     with open_slide(SOURCE) as slide:
-        pixels = slide.read(Region(800, 900, 768, 512, slide.mpp))
+        pixels = slide.read(Region(800, 900, 384, 256, slide.mpp))
     return [np.ascontiguousarray(pixels[::step, ::step]) for step in (1, 2, 4)]
 
 
@@ -51,7 +51,7 @@ def write_read_ones(folder: Path) -> None:
         write_svs(folder / f"jpeg2000-{compression}.svs", levels, compression)
     for encoding in ("jpeg", "jpeg2000", "jpeg2000-lossless", "raw"):
         write_dicom_slide(folder / f"dicom-{encoding}", levels, encoding=encoding)
-    write_mrxs(folder / "bounds.mrxs", levels[0], Bounds(256 + 20, 12, 256, 256))
+    write_mrxs(folder / "bounds.mrxs", np.tile(levels[0], (2, 2, 1)), Bounds(256 + 20, 12, 256, 256))
     write_qptiff(folder / "brightfield.qptiff", levels)
     for version in ("0.4", "0.5"):
         write_ome_zarr(folder / f"ome-{version}.ome.zarr", levels, version)
