@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from app.launch.folder_lock import sole_user
 from app.settings.cli import RunError, run_command
@@ -25,6 +25,12 @@ from app.training.progress import LOG_FORMAT
 from pipelines.catalog.catalog import find_slides
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import SlideError
+
+if TYPE_CHECKING:
+    import torch
+
+    from app.prediction.computation import Spread
+    from parallel.comm.communicator import Communicator
 
 log = logging.getLogger("app.predict")
 
@@ -61,14 +67,36 @@ class PredictCommand:
     """Slide reader; auto takes the fastest that reads the file exactly."""
     ranks: int = 1
     """Processes that share the slides out among them. Under torchrun, mpirun or srun, those."""
+    stages: int = 1
+    """Ranks that a copy of the model is split over, as in training, where it is too large for one; as many compute a
+    slide together, and groups of so many share the slides out."""
+    stream: str = "none"
+    """Side in px of boxes, such as 512, that windows are computed in one after the other, as in training: memory for a
+    box in place of a window."""
+    offload: Literal["none", "parameters"] = "none"
+    """parameters: they lie in the host's memory, and come to the device layer by layer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model computes; auto: on a GPU if there is one."""
+
+    @property
+    def world(self) -> int:
+        """Ranks: those that a launcher started, else ``ranks``."""
+        launch = find_launch()
+        return launch.world if launch else self.ranks
 
     def validate(self) -> list[str]:
         rules = [
             (0 <= self.overlap <= 0.9, f"--overlap is a part of the window, 0 to 0.9; got {self.overlap:g}"),
             (self.batch >= 1, f"--batch is at least 1 window; got {self.batch}"),
             (self.ranks >= 1, f"--ranks is at least 1; got {self.ranks}"),
+            (
+                self.stages >= 1 and not self.world % max(1, self.stages),
+                f"--stages divides the number of ranks; got {self.stages} of {self.world} ranks",
+            ),
+            (
+                self.stream == "none" or (self.stream.isdecimal() and int(self.stream) >= 1),
+                f"--stream takes none or the side of boxes in px, such as 512; got {self.stream!r}",
+            ),
             (
                 self.slide_mpp is None or check_mpp(self.slide_mpp),
                 f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp}",
@@ -91,11 +119,11 @@ def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as held:
         if launch is None:
             held.enter_context(sole_user(command.out))
-        return _predict_share(command, launch.rank if launch else 0, launch.world if launch else 1)
+        return _predict_share(command, launch.rank if launch else 0)
 
 
-def _predict_share(command: PredictCommand, rank: int, world: int) -> int:
-    """Predict every ``world``-th slide from number ``rank``."""
+def _predict_share(command: PredictCommand, rank: int) -> int:
+    """Predict the slides of this rank's group: of d groups every d-th."""
     from app.launch.place import choose_device, take_cores
     from app.prediction.prediction_folder import PredictionFolder
     from app.prediction.trained_model import load_model
@@ -105,7 +133,9 @@ def _predict_share(command: PredictCommand, rank: int, world: int) -> int:
     launch = find_launch()
     device = choose_device(command.device, launch.local_rank if launch else 0)
     take_cores(device)
-    model = load_model(command.checkpoint, command.model, device)
+    command.out.mkdir(parents=True, exist_ok=True)
+    model = load_model(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
+    writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     asked = model.settings
     cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)
     cells = model.tile // cell
@@ -128,42 +158,70 @@ def _predict_share(command: PredictCommand, rank: int, world: int) -> int:
             "slide_mpp": command.slide_mpp,
         }
     )
-    _log_to(command.out / (f"run-{rank}.log" if world > 1 else "run.log"))
-    todo = [spec for spec in specs[rank::world] if not folder.is_done(spec.slide_id, spec.path)]
+    _log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))
+    share = specs[group::groups]
+    undone = [spec.slide_id for spec in share if not folder.is_done(spec.slide_id, spec.path)]
+    undone = model.computation.told(undone)
+    todo = [spec for spec in share if spec.slide_id in undone]
     if not rank:
         _say(
             f"{len(specs)} slides in {command.slides}, {model.task}: {', '.join(model.classes)}; windows of "
             f"{model.tile} px at {asked['mpp']:g} um/px every {stride * cell} px"
         )
-    if kept := len(specs[rank::world]) - len(todo):
-        _say(f"{kept} slides are done in {command.out} already")
-    folder.failed.forget([spec.slide_id for spec in todo])
+    if writes and len(share) > len(todo):
+        _say(f"{len(share) - len(todo)} slides are done in {command.out} already")
+    if writes:
+        folder.failed.forget([spec.slide_id for spec in todo])
     failed = []
     for number, spec in enumerate(todo, 1):
         started_s = time.perf_counter()
         try:
             row = predict_slide(spec, model, windows, command.batch, folder)
         except Exception as fault:
-            if isinstance(fault, OSError) and fault.errno in OF_THE_DISK:
+            if isinstance(fault, RunError) or (isinstance(fault, OSError) and fault.errno in OF_THE_DISK):
                 raise
             if not isinstance(fault, SlideError | ValueError):
                 log.exception("%s", spec.slide_id)
             failed.append(spec.slide_id)
             reason = str(fault) if isinstance(fault, SlideError | ValueError) else f"{type(fault).__name__}: {fault}"
-            folder.failed.add(spec.slide_id, "predict", reason)
             what = f"failed: {reason.splitlines()[0]}"
+            if writes:
+                folder.failed.add(spec.slide_id, "predict", reason)
         else:
+            if row is None:
+                continue
             scores = ", ".join(f"{name} {row[f'score_{name}']:.3f}" for name in model.classes)
             what = f"{row['tiles']} windows, {scores}, {time.perf_counter() - started_s:.1f} s"
-        _say(f"{number}/{len(todo)}  {spec.slide_id}: {what}")
-    folder.write_table()
+        if writes:
+            _say(f"{number}/{len(todo)}  {spec.slide_id}: {what}")
+    if writes:
+        folder.write_table()
     if todo and len(failed) == len(todo) and not folder.rows():
         raise RunError(f"none of the {len(todo)} slides could be predicted; {folder.failed.path} says why")
-    if not rank:
+    if rank == command.stages - 1:  # of the first group, who writes
         _say(f"predictions  {command.out} ({len(folder.rows())} slides)")
-    if failed:
+    if failed and writes:
         _say(f"failed       {folder.failed.path} ({len(failed)} slides)")
     return 0
+
+
+def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
+    """How the model is spread, for this rank; every rank calls it."""
+    from app.launch.place import connect
+    from app.prediction.computation import Spread, host_space
+    from app.settings.strategy import StrategySettings
+    from parallel.comm.local import LocalCommunicator
+
+    communicator: Communicator = LocalCommunicator()
+    if command.stages > 1:
+        ranks = connect(StrategySettings(ranks=command.world), device)
+        for first in range(0, command.world, command.stages):
+            group = ranks.subgroup(range(first, first + command.stages))
+            communicator = communicator if group is None else group
+    launch = find_launch()
+    stream = None if command.stream == "none" else int(command.stream)
+    host = None if stream is None else host_space(command.out, launch.local_world if launch else 1)
+    return Spread(communicator, stream, command.offload == "parameters", host)
 
 
 def _log_to(path: Path) -> None:

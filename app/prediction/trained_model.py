@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import choose_autocast
+from app.prediction.computation import InParts, Spread, Whole
 from app.training.memory_layout import takes_channels_last
 from models.registry import build_model
 from pipelines.stream.augment import AugmentSettings
@@ -47,9 +47,7 @@ class TrainedModel:
     settings: dict[str, Any]
     digest: str
     step: int
-    _module: nn.Module
-    _pixels: PixelMaker
-    _autocast: torch.dtype | None
+    computation: Whole | InParts
 
     @property
     def tile(self) -> int:
@@ -64,20 +62,34 @@ class TrainedModel:
         first = 1 if self.task == "segment" or len(self.classes) == 2 else 0
         return {number: name for number, name in enumerate(self.classes) if number >= first}
 
-    def probabilities(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return float32 (n, classes) of a classifier, (n, classes, h, w) of a segmenter.
+    def probabilities(self, images: NDArray[np.uint8] | None, count: int) -> NDArray[np.float32] | None:
+        """Return float32 (n, classes) of a classifier, (n, classes, h, w) of a segmenter, where the computation writes.
 
         Args:
-            images: (n, h, w, 3), RGB.
+            images: (n, h, w, 3), RGB, where the computation reads.
+            count: n.
+
+        Raises:
+            ValueError: the model gives other values than its task has.
         """
-        return _outputs(self._module, self._pixels, images, self._autocast).softmax(1).cpu().numpy()
+        logits = self.computation.logits(images, (count, 3, self.tile, self.tile))
+        if logits is None:
+            return None
+        expected = (len(self.classes), self.tile, self.tile)[: 1 if self.task == "classify" else 3]
+        if tuple(logits.shape[1:]) != expected:
+            raise ValueError(_other_values(self.name, tuple(logits.shape[1:]), len(self.classes), self.tile))
+        return logits.softmax(1).cpu().numpy()
 
 
-def load_model(path: Path, named: str | None, device: torch.device) -> TrainedModel:
-    """Return the model of the checkpoint ``path`` on ``device``.
+def load_model(
+    path: Path, named: str | None, device: torch.device, spread: Spread | None = None, batch: int = 1
+) -> TrainedModel:
+    """Return the model of the checkpoint ``path`` on ``device``, or spread from there.
 
     Args:
         named: ``--model`` of the user, who may say only what the run said.
+        spread: over a group of ranks, each of which calls it, or in boxes; None: this process computes it at once.
+        batch: windows that will be computed together.
 
     Raises:
         RunError: the checkpoint is damaged or of another version.
@@ -108,28 +120,37 @@ def load_model(path: Path, named: str | None, device: torch.device) -> TrainedMo
     )
     if channels_last:
         module.to(memory_format=torch.channels_last)
-    module.to(device).eval()
     pixels = PixelMaker(device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
     autocast = choose_autocast(settings["precision"], device)
-    blank = np.full((1, settings["tile"], settings["tile"], 3), 255, np.uint8)
-    shape = tuple(_outputs(module, pixels, blank, autocast).shape[1:])
-    if shape not in ((len(classes),), (len(classes), *blank.shape[1:3])):
+    task = state.get("task")
+    computation: Whole | InParts
+    if spread is None or spread.plain:
+        computation = Whole(module, pixels, autocast)
+        task = task or _task(computation, name, len(classes), settings["tile"])
+    elif task is None:
         raise ValueError(
-            f"{path}: model {name} gives values of {shape} for a tile of {settings['tile']} px; expected one for each "
-            f"of {len(classes)} classes, or of these for each px"
+            f"{path} does not say what its model was trained for, as those of earlier versions: predict with it "
+            "without --stages, --stream and --offload"
         )
-    task = "classify" if len(shape) == 1 else "segment"
+    else:
+        computation = InParts(module, spread, pixels, autocast, settings["tile"], batch)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return TrainedModel(name, task, classes, settings, digest, state["step"], module, pixels, autocast)
+    return TrainedModel(name, task, classes, settings, digest, state["step"], computation)
 
 
-@torch.inference_mode()
-def _outputs(
-    module: nn.Module, pixels: PixelMaker, images: NDArray[np.uint8], autocast: torch.dtype | None
-) -> torch.Tensor:
-    """Logits in float32."""
-    floats = pixels.floats(torch.from_numpy(images).to(pixels.device), None)
-    with torch.autocast(pixels.device.type, autocast, enabled=autocast is not None):
-        logits: torch.Tensor = module(floats)
-    return logits.float()
+def _task(computation: Whole, name: str, classes: int, side: int) -> str:
+    """What a model is for, by what it gives for a blank tile."""
+    logits = computation.logits(np.full((1, side, side, 3), 255, np.uint8), (1, 3, side, side))
+    assert logits is not None
+    shape = tuple(logits.shape[1:])
+    if shape not in ((classes,), (classes, side, side)):
+        raise ValueError(_other_values(name, shape, classes, side))
+    return "classify" if len(shape) == 1 else "segment"
+
+
+def _other_values(name: str, shape: tuple[int, ...], classes: int, side: int) -> str:
+    return (
+        f"model {name} gives values of {shape} for a tile of {side} px; expected one for each of {classes} classes, or "
+        "of these for each px"
+    )

@@ -225,6 +225,7 @@ class TrainingLoop:
                 "validation": outcome.validation,
                 "best": outcome.best,
                 "classes": list(self._session.dataset.classes),
+                "task": self._session.dataset.task,
                 "settings": self._session.settings,
             }
         self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)

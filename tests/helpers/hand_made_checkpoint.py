@@ -33,5 +33,5 @@ def write_checkpoint(path: Path, model: str, *, tile: int, mpp: float, min_tissu
         net=ModelSettings(model=model),
     )
     state = {"model": net.state_dict(), "classes": ["background", "dark"], "settings": flat(config), "step": 7}
-    save_checkpoint(path, state)
+    save_checkpoint(path, {**state, "task": "segment" if model == SEGMENTER else "classify"})
     return path

@@ -242,3 +242,33 @@ def test_ranks_share_the_slides_out(slides, checkpoint, tmp_path):
         assert f"  {other}: " not in log
     with (out / "slides.csv").open(newline="") as file:
         assert [row["slide"] for row in csv.DictReader(file)] == ["a", "b"]
+
+
+def test_boxes_give_the_same_maps(slides, checkpoint, predicted, tmp_path):
+    done = predict(slides, checkpoint, tmp_path, "--stream", "32")
+    assert done.returncode == 0, done.stderr
+    assert_same_maps(predicted, tmp_path)
+
+
+def test_parameters_on_the_host_give_the_same_maps(slides, checkpoint, predicted, tmp_path):
+    done = predict(slides, checkpoint, tmp_path, "--offload", "parameters")
+    assert done.returncode == 0, done.stderr
+    assert_same_maps(predicted, tmp_path)
+
+
+@pytest.mark.process
+def test_two_ranks_compute_a_slide_together(slides, checkpoint, predicted, tmp_path):
+    (tmp_path / "ranks").mkdir()
+    out = tmp_path / "out"
+    words = ["--slides", slides, "--checkpoint", checkpoint, "--out", out, "--model", SEGMENTER, "--stages", "2"]
+    codes, printed = run_ranks(2, "app.predict", list(map(str, words)), tmp_path / "ranks")
+    assert codes == [0, 0], printed
+    assert_same_maps(predicted, out)
+    assert [slide for slide, _, _ in FailedSlides(out / "failed_slides.csv").rows()] == ["broken"]
+    assert printed.count("2/3  b: 16 windows") == 1
+
+
+def assert_same_maps(expected, out):
+    for slide_id in DARK:
+        ours, theirs = (tifffile.imread(folder / "heat_maps" / f"{slide_id}.dark.tif") for folder in (out, expected))
+        assert np.abs(ours.astype(int) - theirs).max() <= 1  # of 255: rounding of the last bit of a float
