@@ -8,101 +8,13 @@ TIFF), a picture, GeoJSON for QuPath and a table of tiles, and ``slides.csv`` of
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
-import math
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from app.launch.folder_lock import sole_user
+from app.prediction.command import PredictCommand
 from app.settings.cli import RunError, run_command
 from app.settings.launcher import find_launch
-from app.training.progress import LOG_FORMAT
-from pipelines.catalog.catalog import find_slides
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
-from pipelines.slides.slide import SlideError
-
-if TYPE_CHECKING:
-    import torch
-
-    from app.prediction.computation import Spread
-    from parallel.comm.communicator import Communicator
-
-log = logging.getLogger("app.predict")
-
-CELLS = 8
-"""Px of a classifier's heat map along a tile's side at most: tiles overlap by whole px of it."""
-
-ANY_TISSUE = 1e-6
-"""Least tissue of a segmenter's windows: its borders are looked at, too."""
-
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Faults that the next slide would meet as well."""
-
-
-@dataclass(frozen=True)
-class PredictCommand:
-    """Predict whole slides with a trained model: heat maps, areas for QuPath, scores of tiles and slides."""
-
-    slides: Path
-    """Folder of whole-slide images, searched with its sub-folders."""
-    checkpoint: Path
-    """File of app.train, such as RUN/checkpoints/best.pt: model, classes, tile and mpp are those of its run."""
-    out: Path = Path("predictions")
-    """Folder for heat_maps/, overlays/, geojson/, tiles/, slides.csv and failed_slides.csv. Slides that are done there
-    are kept."""
-    overlap: float = 0.25
-    """Part of a window's side that it shares with the next, 0 to 0.9."""
-    batch: int = 4
-    """Windows computed together."""
-    model: str | None = None
-    """Only where the checkpoint is of a package.module:factory, whose code is run: its name again."""
-    slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say."""
-    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
-    """Slide reader; auto takes the fastest that reads the file exactly."""
-    ranks: int = 1
-    """Processes that share the slides out among them. Under torchrun, mpirun or srun, those."""
-    stages: int = 1
-    """Ranks that a copy of the model is split over, as in training, where it is too large for one; as many compute a
-    slide together, and groups of so many share the slides out."""
-    stream: str = "none"
-    """Side in px of boxes, such as 512, that windows are computed in one after the other, as in training: memory for a
-    box in place of a window."""
-    offload: Literal["none", "parameters"] = "none"
-    """parameters: they lie in the host's memory, and come to the device layer by layer."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model computes; auto: on a GPU if there is one."""
-
-    @property
-    def world(self) -> int:
-        """Ranks: those that a launcher started, else ``ranks``."""
-        launch = find_launch()
-        return launch.world if launch else self.ranks
-
-    def validate(self) -> list[str]:
-        rules = [
-            (0 <= self.overlap <= 0.9, f"--overlap is a part of the window, 0 to 0.9; got {self.overlap:g}"),
-            (self.batch >= 1, f"--batch is at least 1 window; got {self.batch}"),
-            (self.ranks >= 1, f"--ranks is at least 1; got {self.ranks}"),
-            (
-                self.stages >= 1 and not self.world % max(1, self.stages),
-                f"--stages divides the number of ranks; got {self.stages} of {self.world} ranks",
-            ),
-            (
-                self.stream == "none" or (self.stream.isdecimal() and int(self.stream) >= 1),
-                f"--stream takes none or the side of boxes in px, such as 512; got {self.stream!r}",
-            ),
-            (
-                self.slide_mpp is None or check_mpp(self.slide_mpp),
-                f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp}",
-            ),
-        ]
-        return [fault for holds, fault in rules if not holds]
 
 
 def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
@@ -119,122 +31,10 @@ def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as held:
         if launch is None:
             held.enter_context(sole_user(command.out))
-        return _predict_share(command, launch.rank if launch else 0)
+        from app.prediction.share import predict_share
 
-
-def _predict_share(command: PredictCommand, rank: int) -> int:
-    """Predict the slides of this rank's group: of d groups every d-th."""
-    from app.launch.place import choose_device, take_cores
-    from app.prediction.prediction_folder import PredictionFolder
-    from app.prediction.trained_model import load_model
-    from app.prediction.whole_slide import predict_slide
-    from pipelines.tiles.windows import WindowSettings
-
-    launch = find_launch()
-    device = choose_device(command.device, launch.local_rank if launch else 0)
-    take_cores(device)
-    command.out.mkdir(parents=True, exist_ok=True)
-    model = load_model(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
-    writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
-    asked = model.settings
-    cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)
-    cells = model.tile // cell
-    stride = max(1, round(cells * (1 - command.overlap)))
-    least = asked["min_tissue"] if model.task == "classify" else min(asked["min_tissue"], ANY_TISSUE)
-    windows = WindowSettings(model.tile, asked["mpp"], cell, stride, least, asked["tissue_mpp"])
-    specs = find_slides(command.slides, mpp=command.slide_mpp, picture_mpp=asked["mpp"], backend=command.backend)
-    folder = PredictionFolder(command.out)
-    folder.open(
-        {
-            "checkpoint": model.digest,
-            "model": model.name,
-            "step": model.step,
-            "task": model.task,
-            "classes": list(model.classes),
-            "shown": list(model.shown.values()),
-            "tile": model.tile,
-            "mpp": asked["mpp"],
-            "overlap": command.overlap,
-            "slide_mpp": command.slide_mpp,
-        }
-    )
-    _log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))
-    share = specs[group::groups]
-    undone = [spec.slide_id for spec in share if not folder.is_done(spec.slide_id, spec.path)]
-    undone = model.computation.told(undone)
-    todo = [spec for spec in share if spec.slide_id in undone]
-    if not rank:
-        _say(
-            f"{len(specs)} slides in {command.slides}, {model.task}: {', '.join(model.classes)}; windows of "
-            f"{model.tile} px at {asked['mpp']:g} um/px every {stride * cell} px"
-        )
-    if writes and len(share) > len(todo):
-        _say(f"{len(share) - len(todo)} slides are done in {command.out} already")
-    if writes:
-        folder.failed.forget([spec.slide_id for spec in todo])
-    failed = []
-    for number, spec in enumerate(todo, 1):
-        started_s = time.perf_counter()
-        try:
-            row = predict_slide(spec, model, windows, command.batch, folder)
-        except Exception as fault:
-            if isinstance(fault, RunError) or (isinstance(fault, OSError) and fault.errno in OF_THE_DISK):
-                raise
-            if not isinstance(fault, SlideError | ValueError):
-                log.exception("%s", spec.slide_id)
-            failed.append(spec.slide_id)
-            reason = str(fault) if isinstance(fault, SlideError | ValueError) else f"{type(fault).__name__}: {fault}"
-            what = f"failed: {reason.splitlines()[0]}"
-            if writes:
-                folder.failed.add(spec.slide_id, "predict", reason)
-        else:
-            if row is None:
-                continue
-            scores = ", ".join(f"{name} {row[f'score_{name}']:.3f}" for name in model.classes)
-            what = f"{row['tiles']} windows, {scores}, {time.perf_counter() - started_s:.1f} s"
-        if writes:
-            _say(f"{number}/{len(todo)}  {spec.slide_id}: {what}")
-    if writes:
-        folder.write_table()
-    if todo and len(failed) == len(todo) and not folder.rows():
-        raise RunError(f"none of the {len(todo)} slides could be predicted; {folder.failed.path} says why")
-    if rank == command.stages - 1:  # of the first group, who writes
-        _say(f"predictions  {command.out} ({len(folder.rows())} slides)")
-    if failed and writes:
-        _say(f"failed       {folder.failed.path} ({len(failed)} slides)")
+        predict_share(command, launch.rank if launch else 0)
     return 0
-
-
-def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
-    """How the model is spread, for this rank; every rank calls it."""
-    from app.launch.place import connect
-    from app.prediction.computation import Spread, host_space
-    from app.settings.strategy import StrategySettings
-    from parallel.comm.local import LocalCommunicator
-
-    communicator: Communicator = LocalCommunicator()
-    if command.stages > 1:
-        ranks = connect(StrategySettings(ranks=command.world), device)
-        for first in range(0, command.world, command.stages):
-            group = ranks.subgroup(range(first, first + command.stages))
-            communicator = communicator if group is None else group
-    launch = find_launch()
-    stream = None if command.stream == "none" else int(command.stream)
-    host = None if stream is None else host_space(command.out, launch.local_world if launch else 1)
-    return Spread(communicator, stream, command.offload == "parameters", host)
-
-
-def _log_to(path: Path) -> None:
-    handler = logging.FileHandler(path, errors="backslashreplace")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-    log.info(line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -74,6 +74,10 @@ class Evaluation:
             for unit, cases in (("slide", labelled.cases), ("patient", by_patient(labelled.cases))):
                 for name, measure in MEASURES.items():
                     estimates[unit, name] = with_interval(cases, measure)
+        if annotations is not None and not made_with["shown"]:
+            raise ValueError(
+                f"--annotations {annotations}: {folder.path} holds scores of whole slides and no areas: leave them out"
+            )
         areas = None if annotations is None else score_areas(folder, made_with["shown"], annotations)
         if areas is None:
             return cls(made_with, labelled, estimates, None, {}, {})
@@ -133,6 +137,11 @@ class Evaluation:
                 lines.append(f"{name}: {overlap}, FROC {_number(score)}")
             lines += self.areas.left_out
         return lines
+
+
+def _looked_at(made_with: dict[str, Any]) -> str:
+    what = "whole slides" if made_with["tile"] == "slide" else f"tiles of {made_with['tile']} px"
+    return f"{what} at {made_with['mpp']:g} µm/px"
 
 
 def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[str, str]) -> dict[str, Estimate]:
@@ -219,7 +228,7 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
     tiles = {} if slides is None else certain_tiles(folder, slides, made_with)
     return EvaluationPage(
         folder.path.resolve().name,
-        (made_with["model"], made_with["task"], f"tiles of {made_with['tile']} px at {made_with['mpp']:g} µm/px"),
+        (made_with["model"], made_with["task"], _looked_at(made_with)),
         cards,
         charts,
         tables,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from app.launch.machine import memory_bytes
+from app.settings.cli import RunError
 from app.settings.run import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from models.losses import TileClassLoss
@@ -107,7 +108,7 @@ class InParts:
     """A group of ranks with a stage each, or one; windows at once or box by box.
 
     Args:
-        side: of a window, px.
+        side: of a usual window, px.
         batch: windows computed together.
     """
 
@@ -157,6 +158,24 @@ class InParts:
             raise
         if agree(self._communicator, False):
             raise SlideError("another rank that computes the model could not use the slide; it says why")
+
+
+@contextlib.contextmanager
+def rank_faults(slide_id: str, computation: Whole | InParts) -> Iterator[None]:
+    """Around what the ranks of a group do in step: a fault that not all of them meet alike ends the run.
+
+    Raises:
+        RunError: there was one; of a slide that cannot be used, what was raised is left as it is.
+    """
+    try:
+        yield
+    except Exception as fault:
+        if computation.alone or isinstance(fault, SlideError):
+            raise
+        raise RunError(
+            f"{slide_id}: {type(fault).__name__}: {fault}; ranks that compute a slide together cannot go on without "
+            "one of them: start again for the slides that are left"
+        ) from fault
 
 
 def host_space(folder: Path, ranks: int) -> HostSpace:

@@ -28,6 +28,10 @@ LIBRARIES = ("torchvision", "timm", "smp", "unet")
 """Words before the colon of a model's name that stand for a library, not for a package of the user's."""
 
 
+USUAL_SIDE = 1024
+"""Px of the image that a model of whole slides is first looked at with; slides may have any sides."""
+
+
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
     """A model in evaluation mode on its device.
@@ -50,34 +54,41 @@ class TrainedModel:
     computation: Whole | InParts
 
     @property
+    def whole_slides(self) -> bool:
+        """It was trained on slides as single images."""
+        return bool(self.settings["tile"] == "slide")
+
+    @property
     def tile(self) -> int:
-        """Side of the tiles that it was trained on, px."""
+        """Side of the tiles that it was trained on, px; there are none with ``whole_slides``."""
         side: int = self.settings["tile"]
         return side
 
     @property
     def shown(self) -> dict[int, str]:
         """Classes that get a heat map and areas, by number: of a segmenter all but the background; of a classifier of
-        two the second, whose probability says that of the first, too."""
+        two the second, whose probability says that of the first, too. None with ``whole_slides``."""
+        if self.whole_slides:
+            return {}
         first = 1 if self.task == "segment" or len(self.classes) == 2 else 0
         return {number: name for number, name in enumerate(self.classes) if number >= first}
 
-    def probabilities(self, images: NDArray[np.uint8] | None, count: int) -> NDArray[np.float32] | None:
+    def probabilities(self, images: NDArray[np.uint8] | None, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         """Return float32 (n, classes) of a classifier, (n, classes, h, w) of a segmenter, where the computation writes.
 
         Args:
             images: (n, h, w, 3), RGB, where the computation reads.
-            count: n.
+            shape: (n, 3, h, w) of them.
 
         Raises:
             ValueError: the model gives other values than its task has.
         """
-        logits = self.computation.logits(images, (count, 3, self.tile, self.tile))
+        logits = self.computation.logits(images, shape)
         if logits is None:
             return None
-        expected = (len(self.classes), self.tile, self.tile)[: 1 if self.task == "classify" else 3]
+        expected = (len(self.classes),) if self.task == "classify" else (len(self.classes), *shape[2:])
         if tuple(logits.shape[1:]) != expected:
-            raise ValueError(_other_values(self.name, tuple(logits.shape[1:]), len(self.classes), self.tile))
+            raise ValueError(_other_values(self.name, tuple(logits.shape[1:]), len(self.classes), shape))
         return logits.softmax(1).cpu().numpy()
 
 
@@ -93,7 +104,7 @@ def load_model(
 
     Raises:
         RunError: the checkpoint is damaged or of another version.
-        ValueError: there is none, or its model cannot look at a slide window by window.
+        ValueError: there is none, or its model cannot be used so.
     """
     if not path.is_file():
         raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
@@ -108,16 +119,10 @@ def load_model(
             f"{path} is of the model {name}, which is a package of its user's and runs its code when it is built: "
             f"if you trust it, say so with --model {name}"
         )
-    if settings["tile"] == "slide":
-        raise ValueError(
-            f"{path} was trained with --tile slide, where a slide is one image and has one score: there are no windows "
-            "to be put together. Predict with a model of a --tile in px"
-        )
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
     module.load_state_dict(state["model"])
-    channels_last = settings["channels_last"] and takes_channels_last(
-        module, (1, 3, settings["tile"], settings["tile"])
-    )
+    side = USUAL_SIDE if settings["tile"] == "slide" else settings["tile"]
+    channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
         module.to(memory_format=torch.channels_last)
     pixels = PixelMaker(device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
@@ -126,14 +131,19 @@ def load_model(
     computation: Whole | InParts
     if spread is None or spread.plain:
         computation = Whole(module, pixels, autocast)
-        task = task or _task(computation, name, len(classes), settings["tile"])
+        task = task or _task(computation, name, len(classes), side)
     elif task is None:
         raise ValueError(
             f"{path} does not say what its model was trained for, as those of earlier versions: predict with it "
             "without --stages, --stream and --offload"
         )
     else:
-        computation = InParts(module, spread, pixels, autocast, settings["tile"], batch)
+        computation = InParts(module, spread, pixels, autocast, side, batch)
+    if task == "segment" and settings["tile"] == "slide":
+        raise ValueError(
+            f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "
+            "with a side in px"
+        )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return TrainedModel(name, task, classes, settings, digest, state["step"], computation)
@@ -145,12 +155,12 @@ def _task(computation: Whole, name: str, classes: int, side: int) -> str:
     assert logits is not None
     shape = tuple(logits.shape[1:])
     if shape not in ((classes,), (classes, side, side)):
-        raise ValueError(_other_values(name, shape, classes, side))
+        raise ValueError(_other_values(name, shape, classes, (1, 3, side, side)))
     return "classify" if len(shape) == 1 else "segment"
 
 
-def _other_values(name: str, shape: tuple[int, ...], classes: int, side: int) -> str:
+def _other_values(name: str, values: tuple[int, ...], classes: int, shape: tuple[int, ...]) -> str:
     return (
-        f"model {name} gives values of {shape} for a tile of {side} px; expected one for each of {classes} classes, or "
-        "of these for each px"
+        f"model {name} gives values of {values} for a tile of {shape[3]} x {shape[2]} px; expected one for each of "
+        f"{classes} classes, or of these for each px"
     )

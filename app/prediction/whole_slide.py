@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 
 from app.launch.place import rank_cores
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
+from app.prediction.computation import rank_faults
 from app.prediction.overlay import colour_of, draw_prediction
 from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.score_tables import TileRow, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
-from app.settings.cli import RunError
 from app.training.metrics import slide_scores
 from pipelines.backends.heat_map import HeatMapWriter
 from pipelines.catalog.catalog import SlideSpec
@@ -85,25 +86,18 @@ def predict_slide(
             windows = windows_of(spec, settings)
             slide = opened.enter_context(spec.open())
         answers = _answers(slide, windows, model, batch)
-        try:
+        with rank_faults(spec.slide_id, model.computation):
             if not model.computation.writes:
                 deque(answers, 0)
                 return None
             scored = _scored(answers, windows, model, folder, spec.slide_id)
-        except Exception as fault:
-            if model.computation.alone or isinstance(fault, SlideError):
-                raise
-            raise RunError(
-                f"{spec.slide_id}: {type(fault).__name__}: {fault}; ranks that compute a slide together cannot go on "
-                "without one of them: start again for the slides that are left"
-            ) from fault
     readable = ~np.isnan(scored.scores[:, 0])
     unread = int(np.count_nonzero(~readable)) + windows.damaged[0]
     if unread:
         what = f"{unread} windows with tissue cannot be read and are left out: {windows.damaged[1] or scored.fault}"
         folder.failed.add(spec.slide_id, "windows", what)
     areas = _write_areas(model, windows, scored, folder, spec.slide_id)
-    _write_tiles(model, windows, scored, folder, spec.slide_id)
+    write_tiles(folder.tiles(spec.slide_id), model.classes, _tile_rows(windows, scored.scores))
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
     picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
     folder.overlay(spec.slide_id).write_bytes(picture)
@@ -113,8 +107,7 @@ def predict_slide(
         "slide": spec.slide_id,
         "tiles": int(readable.sum()),
         "tiles_unreadable": unread,
-        "prediction": model.classes[int(np.argmax(of_slide))],
-        **{f"score_{name}": float(of_slide[c]) for c, name in enumerate(model.classes)},
+        **class_scores(model.classes, of_slide),
         **{f"area_um2_{name}": areas[name] for name in model.shown.values()},
     }
     height, width = scored.areas_map.shape[1:]
@@ -206,7 +199,7 @@ def _answers(
                 if unread > MOST_UNREADABLE * len(windows):
                     raise SlideError(fault)
         images = np.stack([blank if isinstance(tile, SlideError) else tile for tile in read]) if read else None
-        values = model.probabilities(images, len(numbers))
+        values = model.probabilities(images, (len(numbers), 3, model.tile, model.tile))
         if values is not None:
             yield from ((i, value) for i, value, fault in zip(numbers, values, faults, strict=True) if not fault)
 
@@ -285,16 +278,9 @@ def _write_areas(
     return areas
 
 
-def _write_tiles(
-    model: TrainedModel, windows: SlideWindows, scored: Scored, folder: PredictionFolder, slide_id: str
-) -> None:
-    """Write a row for each window: where it lies on level 0, its tissue, and the scores of the classes."""
+def _tile_rows(windows: SlideWindows, scores: NDArray[np.float64]) -> Iterator[TileRow]:
+    """Where each window lies on level 0, its tissue, and the scores of the classes."""
     l0_side = round(windows.cells * windows.l0_cell)
-    with folder.tiles(slide_id).open("w", newline="", encoding="utf-8") as file:
-        header = ["l0_x", "l0_y", "l0_width", "l0_height", "tissue", *(f"score_{name}" for name in model.classes)]
-        rows = []
-        for i, scores in enumerate(scored.scores):
-            region = windows.region(i)
-            cells = [None if np.isnan(score) else float(score) for score in scores]
-            rows.append([region.l0_x, region.l0_y, l0_side, l0_side, round(float(windows.tissue[i]), 4), *cells])
-        write_rows(file, [header, *rows])
+    for i, own in enumerate(scores):
+        region = windows.region(i)
+        yield TileRow(region.l0_x, region.l0_y, l0_side, l0_side, float(windows.tissue[i]), own)
