@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from app.launch.machine import memory_bytes
+from app.prediction.folded_norms import with_folded_norms
 from app.settings.cli import RunError
 from app.settings.run import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
@@ -74,12 +75,15 @@ class Whole:
     Args:
         pixels: makes tiles the model's input.
         autocast: type for mixed precision; None computes in the model's own.
+        side: of a usual window, px.
     """
 
     reads = writes = alone = True
 
-    def __init__(self, module: nn.Module, pixels: PixelMaker, autocast: torch.dtype | None) -> None:
-        self._module, self._pixels, self._autocast = module.to(pixels.device).eval(), pixels, autocast
+    def __init__(self, module: nn.Module, pixels: PixelMaker, autocast: torch.dtype | None, side: int) -> None:
+        self._pixels, self._autocast = pixels, autocast
+        noise = torch.randint(256, (1, side, side, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        self._module = with_folded_norms(module.to(pixels.device).eval(), pixels.floats(noise.to(pixels.device), None))
 
     @torch.inference_mode()
     def logits(self, images: NDArray[np.uint8] | None, shape: tuple[int, ...]) -> Tensor | None:

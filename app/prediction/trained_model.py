@@ -130,7 +130,7 @@ def load_model(
     task = state.get("task")
     computation: Whole | InParts
     if spread is None or spread.plain:
-        computation = Whole(module, pixels, autocast)
+        computation = Whole(module, pixels, autocast, side)
         task = task or _task(computation, name, len(classes), side)
     elif task is None:
         raise ValueError(
