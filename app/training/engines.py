@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from app.launch.watchdog import Watchdog
-from app.settings.run import OptimizerSettings
+from app.settings.optimization import OptimizerSettings
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.data_parallel import DataParallelEngine

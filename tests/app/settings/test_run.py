@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from app.settings.fields import developer_settings, flags_of
+from app.settings.optimization import OptimizerSettings
 from app.settings.run import (
     DataSettings,
-    OptimizerSettings,
     RunConfig,
     ScoreSettings,
     SplitSettings,
