@@ -1,10 +1,11 @@
-"""The settings of what is minimised and how: update rule, learning rate and its course, weights of classes.
+"""The settings of what is minimised and how: loss, weights of classes, update rule, learning rate and its course.
 
 A part of ``RunConfig``; every field is a flag of ``app.train`` or one of its developer settings.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,13 @@ class OptimizerSettings:
     """Steps over which the learning rate rises linearly."""
     class_weights: Literal["none", "balanced"] = "none"
     """balanced: rarer classes of the training tiles count more in the loss."""
+    loss: Literal["auto", "cross_entropy", "dice_ce", "focal"] = "auto"
+    """What is minimised. dice_ce: cross entropy plus soft Dice of each tile and class, of segmentation; focal: cross
+    entropy in which items count less that are already told well; auto: dice_ce of pixels, cross_entropy of tiles."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread over all classes, 0 to below 1, in the cross entropy."""
+    focal_gamma: Suppress[float] = 2.0
+    """Exponent of --loss focal, 1 or more: how much less an item counts that is told well."""
 
     def validate(self) -> list[str]:
         faults = []
@@ -38,4 +46,16 @@ class OptimizerSettings:
             faults.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
         if self.warmup < 0:
             faults.append(f"--warmup must be at least 0 steps; got {self.warmup}")
+        if not 0 <= self.label_smoothing < 1:
+            faults.append(f"--label-smoothing is a share, 0 to below 1; got {self.label_smoothing:g}")
+        if self.loss == "focal" and self.label_smoothing:
+            faults.append(
+                f"--label-smoothing {self.label_smoothing:g} is of the cross entropy, and --loss focal has another "
+                "form: leave one of them out"
+            )
+        if not 1 <= self.focal_gamma < math.inf:
+            faults.append(
+                "--developer focal-gamma must be at least 1, as below it the gradient of a certain item is infinite; "
+                f"got {self.focal_gamma:g}"
+            )
         return faults

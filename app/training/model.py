@@ -65,9 +65,22 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
 def build_loss(
     settings: OptimizerSettings, dataset: Dataset, train_rows: NDArray[np.int64]
 ) -> TileClassLoss | PixelClassLoss:
-    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``."""
+    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``.
+
+    Raises:
+        ValueError: ``settings.loss`` is of another task.
+    """
     weights = balanced_weights(class_counts(dataset, train_rows)) if settings.class_weights == "balanced" else None
-    return (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights)
+    smoothing, gamma = settings.label_smoothing, settings.focal_gamma if settings.loss == "focal" else 0.0
+    if dataset.task == "segment":
+        dice = settings.loss in ("auto", "dice_ce")
+        return PixelClassLoss(weights, dice=dice, label_smoothing=smoothing, gamma=gamma)
+    if settings.loss == "dice_ce":
+        raise ValueError(
+            "--loss dice_ce is of the overlap of areas, and tiles of one class each have none (--task classify): use "
+            "--loss cross_entropy or focal, or --task segment with annotations"
+        )
+    return TileClassLoss(weights, label_smoothing=smoothing, gamma=gamma)
 
 
 def _load_weights(model: nn.Module, path: Path) -> tuple[str, ...]:
