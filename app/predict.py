@@ -133,7 +133,7 @@ def _predict_share(command: PredictCommand, rank: int, world: int) -> int:
     if not rank:
         _say(
             f"{len(specs)} slides in {command.slides}, {model.task}: {', '.join(model.classes)}; windows of "
-            f"{model.tile} px at {asked['mpp']:g} um/px every {stride * cell} px"
+            f"{model.tile} px at {asked['mpp']:g} um/px every {stride * cell} px{', averaged weights' * model.averaged}"
         )
     if kept := len(specs[rank::world]) - len(todo):
         _say(f"{kept} slides are done in {command.out} already")

@@ -39,6 +39,7 @@ class TrainedModel:
         settings: of the run, by flag.
         digest: of the checkpoint's bytes.
         step: after how many steps it was written.
+        averaged: its weights are their running averages.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TrainedModel:
     settings: dict[str, Any]
     digest: str
     step: int
+    averaged: bool
     _module: nn.Module
     _pixels: PixelMaker
     _autocast: torch.dtype | None
@@ -103,6 +105,10 @@ def load_model(path: Path, named: str | None, device: torch.device) -> TrainedMo
         )
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
     module.load_state_dict(state["model"])
+    averages = state.get("average", {})
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            parameter.copy_(averages.get(key, parameter))
     channels_last = settings["channels_last"] and takes_channels_last(
         module, (1, 3, settings["tile"], settings["tile"])
     )
@@ -121,7 +127,7 @@ def load_model(path: Path, named: str | None, device: torch.device) -> TrainedMo
     task = "classify" if len(shape) == 1 else "segment"
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return TrainedModel(name, task, classes, settings, digest, state["step"], module, pixels, autocast)
+    return TrainedModel(name, task, classes, settings, digest, state["step"], bool(averages), module, pixels, autocast)
 
 
 @torch.inference_mode()

@@ -28,6 +28,15 @@ class OptimizerSettings:
     """Steps over which the learning rate rises linearly."""
     class_weights: Literal["none", "balanced"] = "none"
     """balanced: rarer classes of the training tiles count more in the loss."""
+    freeze: tuple[str, ...] = ()
+    """Modules that are not trained, by their paths, such as conv1 bn1 layer1; trunk: all layers but the last. Their
+    batch norms keep the running statistics that --weights brought."""
+    layer_decay: float = 1.0
+    """What the learning rate is multiplied with from layer to layer, counted from the last, such as 0.75 for weights
+    that are trained further; 1: all alike."""
+    ema: float = 0.0
+    """Decay of a running average of the weights, such as 0.999, which validation and app.predict use; it rises to that
+    as (1 + n) / (10 + n) with the updates n. 0: none."""
     loss: Literal["auto", "cross_entropy", "dice_ce", "focal"] = "auto"
     """What is minimised. dice_ce: cross entropy plus soft Dice of each tile and class, of segmentation; focal: cross
     entropy in which items count less that are already told well; auto: dice_ce of pixels, cross_entropy of tiles."""
@@ -46,6 +55,10 @@ class OptimizerSettings:
             faults.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
         if self.warmup < 0:
             faults.append(f"--warmup must be at least 0 steps; got {self.warmup}")
+        if not 0 < self.layer_decay <= 1:
+            faults.append(f"--layer-decay is a factor, above 0 to 1; got {self.layer_decay:g}")
+        if not 0 <= self.ema < 1:
+            faults.append(f"--ema is a decay, 0 (none) to below 1, such as 0.999; got {self.ema:g}")
         if not 0 <= self.label_smoothing < 1:
             faults.append(f"--label-smoothing is a share, 0 to below 1; got {self.label_smoothing:g}")
         if self.loss == "focal" and self.label_smoothing:

@@ -152,11 +152,13 @@ class ScoreSettings:
     """Tiles scored per validation slide, evenly spread; 0: all."""
     slide_score: Literal["mean", "max", "top-k"] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
+    patience: int = 0
+    """Validations in a row without a better score, after which a run ends; 0: it goes through all its steps."""
     top_k: Suppress[int] = 5
     """Tiles that count under --slide-score top-k."""
 
     def validate(self) -> list[str]:
-        return [
+        faults = [
             f"--developer {name} must be at least {least}; got {value}"
             for name, value, least in (
                 ("validate-every", self.validate_every, 0),
@@ -165,6 +167,9 @@ class ScoreSettings:
             )
             if value < least
         ]
+        if self.patience < 0:
+            faults.append(f"--patience must be at least 0 validations; got {self.patience}")
+        return faults
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class ExactnessTrial:
         classes[:, ::9] = IGNORE
         return classes
 
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         return torch.optim.SGD(parameters, lr=self.lr, momentum=0.9, weight_decay=1e-4)
 
 
@@ -243,7 +243,7 @@ def run_plain(trial: ExactnessTrial) -> StepsResult:
     """The step written out; nothing of ours but the seeds, and gradients that torch's norms read right."""
     mend_norm_gradients()
     module = trial.fresh_module().to(trial.device).train()
-    optimizer = trial.make_optimizer(module.parameters())
+    optimizer = trial.make_optimizer(module.named_parameters())
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(trial.steps):

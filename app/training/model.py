@@ -6,8 +6,8 @@ know about how it was made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,9 +19,12 @@ from app.settings.optimization import OptimizerSettings
 from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_counts
 from app.training.memory_layout import LEFT_OUT, takes_channels_last
+from models.frozen import freeze
+from models.layer_depth import layer_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
 from models.registry import build_model
 from models.weights import load_weights
+from models.weights_report import LoadedWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +33,17 @@ class RunModel:
 
     Attributes:
         parameters: of the whole model, in numbers.
+        scales: of the learning rate, by name of the parameter; those that are missing have 1.
         channels_last: it is to be given images in that layout.
+        loaded: the weights that it starts from; None: as they were drawn.
         notes: what the user should know about how it was made.
     """
 
     module: nn.Module
     parameters: int
+    scales: Mapping[str, float]
     channels_last: bool
+    loaded: LoadedWeights | None
     notes: tuple[str, ...]
 
 
@@ -47,19 +54,32 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
         shape: (n, 3, h, w) of a microbatch of the largest tiles.
 
     Raises:
-        ValueError: a model or weights file that does not fit.
+        ValueError: a model or weights file that does not fit, or parts that it does not have.
     """
     torch.manual_seed(config.seed)
-    module = build_model(config.net.model, classes=classes, norm=config.net.norm, head=config.net.head)
-    if config.net.weights:
-        check_weights(config.net.weights)
-    notes = _load_weights(module, config.net.weights) if config.net.weights else ()
-    channels_last = config.strategy.channels_last
-    if channels_last and not takes_channels_last(module, shape):
-        channels_last, notes = False, (*notes, LEFT_OUT)
+    net, settings, loaded = config.net, config.optimization, None
+    notes: list[str] = []
+    module = build_model(net.model, classes=classes, norm=net.norm, head=net.head)
+    if net.weights:
+        check_weights(net.weights)
+        loaded = load_weights(module, net.weights)
+        notes += loaded.lines
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    if settings.freeze:
+        freeze(module, settings.freeze)
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        random = "" if net.weights else "; without --weights the rest stays as the model is built"
+        notes.append(f"--freeze {' '.join(settings.freeze)}: {trained:,} of {parameters:,} numbers are trained{random}")
+    scales = {} if settings.layer_decay == 1 else layer_scales(module, settings.layer_decay)
+    if scales:
+        depth, least = len(layers_of(module)), min(scales.values())
+        notes.append(f"--layer-decay {settings.layer_decay:g}: {depth} layers, the first at {least:.2g} of the rate")
+    channels_last = config.strategy.channels_last and takes_channels_last(module, shape)
     if channels_last:
         module.to(memory_format=torch.channels_last)
-    return RunModel(module, sum(parameter.numel() for parameter in module.parameters()), channels_last, notes)
+    elif config.strategy.channels_last:
+        notes.append(LEFT_OUT)
+    return RunModel(module, parameters, scales, channels_last, loaded, tuple(notes))
 
 
 def build_loss(
@@ -81,10 +101,3 @@ def build_loss(
             "--loss cross_entropy or focal, or --task segment with annotations"
         )
     return TileClassLoss(weights, label_smoothing=smoothing, gamma=gamma)
-
-
-def _load_weights(model: nn.Module, path: Path) -> tuple[str, ...]:
-    """Load ``path`` into ``model``; lines that say how much of it, and what is left as it was drawn."""
-    lines = load_weights(model, path)
-    left, wanted = {line.split()[0] for line in lines}, model.state_dict()
-    return (f"--weights {path}: {sum(key not in left for key in wanted)} of {len(wanted)} tensors loaded", *lines)

@@ -30,6 +30,7 @@ from app.training.dataset import Dataset
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_loss, build_run_model
 from app.training.validation import Outputs, spread
+from models.weights_report import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_space import HostSpace
 from parallel.schedule.microbatch import split_batch
@@ -62,6 +63,7 @@ class Session:
         parameters: of the whole model, in numbers.
         watchdog: is told where this rank is.
         train_rows, validation_rows: rows of the dataset's tiles.
+        loaded: the weights that the model started from; None: as they were drawn.
         notes: what the user should know about how the model was made.
         failed: where tiles are written down that cannot be read.
         host: where tiles and maps lie that are computed box by box; None: tiles are not.
@@ -84,6 +86,7 @@ class Session:
     validation_rows: NDArray[np.int64]
     parameters: int
     watchdog: Watchdog
+    loaded: LoadedWeights | None
     notes: tuple[str, ...]
     failed: FailedSlides
     host: HostSpace | None
@@ -180,6 +183,10 @@ def build_session(
     ranges = split_batch(config.strategy.batch, strategy.m)
     width, height = dataset.tiles.largest
     model = build_run_model(config, len(dataset.classes), (len(ranges[0]), 3, height, width))
+    if config.score.patience and not len(dataset.rows("val")):
+        raise ValueError(
+            f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
+        )
     train_rows = dataset.rows("train")
     loss = build_loss(config.optimization, dataset, train_rows).to(placement.device)
     host = None if strategy.policy.stream is None else _host_space(config, strategy)
@@ -187,7 +194,7 @@ def build_session(
         strategy,
         model.module,
         loss,
-        functools.partial(build_optimizer, config.optimization),
+        functools.partial(build_optimizer, config.optimization, scales=model.scales),
         placement.communicator,
         batch=config.strategy.batch,
         tile=(height, width),
@@ -227,6 +234,7 @@ def build_session(
         spread(dataset, dataset.rows("val"), config.score.validation_tiles),
         model.parameters,
         watchdog,
+        model.loaded,
         model.notes,
         failed,
         host,

@@ -180,7 +180,7 @@ def _lots(strategies: list[Strategy], problem: Problem, communicator: Communicat
     return [strategies] if together.item() else [[strategy] for strategy in strategies]
 
 
-def _optimizer(name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def _optimizer(name: Any, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return build_optimizer(OptimizerSettings(optimizer=name), parameters)
 
 
