@@ -78,7 +78,8 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     undone = model.computation.told(undone)
     todo = [spec for spec in share if spec.slide_id in undone]
     if not rank:
-        _say(f"{len(specs)} slides in {command.slides}, {model.task}: {', '.join(model.classes)}; {what}")
+        weights = ", averaged weights" * model.averaged
+        _say(f"{len(specs)} slides in {command.slides}, {model.task}: {', '.join(model.classes)}; {what}{weights}")
     if writes and len(share) > len(todo):
         _say(f"{len(share) - len(todo)} slides are done in {command.out} already")
     if writes:

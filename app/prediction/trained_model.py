@@ -43,6 +43,7 @@ class TrainedModel:
         settings: of the run, by flag.
         digest: of the checkpoint's bytes.
         step: after how many steps it was written.
+        averaged: its weights are their running averages.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TrainedModel:
     settings: dict[str, Any]
     digest: str
     step: int
+    averaged: bool
     computation: Whole | InParts
 
     @property
@@ -121,6 +123,10 @@ def load_model(
         )
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
     module.load_state_dict(state["model"])
+    averages = state.get("average", {})
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            parameter.copy_(averages.get(key, parameter))
     side = USUAL_SIDE if settings["tile"] == "slide" else settings["tile"]
     channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
@@ -146,7 +152,7 @@ def load_model(
         )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return TrainedModel(name, task, classes, settings, digest, state["step"], computation)
+    return TrainedModel(name, task, classes, settings, digest, state["step"], bool(averages), computation)
 
 
 def _task(computation: Whole, name: str, classes: int, side: int) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from app.settings.checkpoint import CheckpointSettings
+from app.settings.optimization import OptimizerSettings
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
@@ -142,36 +143,6 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """Optimisation."""
-
-    optimizer: Literal["sgd", "adamw"] = "adamw"
-    """Update rule."""
-    lr: float = 1e-3
-    """Peak learning rate, reached after the warm-up, then lowered to 0 along a cosine."""
-    momentum: Suppress[float] = 0.9
-    """Momentum of sgd."""
-    weight_decay: float = 1e-4
-    """Decay of the parameters, per unit of learning rate."""
-    warmup: int = 0
-    """Steps over which the learning rate rises linearly."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """balanced: rarer classes of the training tiles count more in the loss."""
-
-    def validate(self) -> list[str]:
-        faults = []
-        if not self.lr > 0:
-            faults.append(f"--lr must be above 0; got {self.lr:g}")
-        if not 0 <= self.momentum < 1:
-            faults.append(f"--developer momentum must be within 0 and 1; got {self.momentum:g}")
-        if not self.weight_decay >= 0:
-            faults.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
-        if self.warmup < 0:
-            faults.append(f"--warmup must be at least 0 steps; got {self.warmup}")
-        return faults
-
-
-@dataclass(frozen=True)
 class ScoreSettings:
     """Validation."""
 
@@ -181,11 +152,13 @@ class ScoreSettings:
     """Tiles scored per validation slide, evenly spread; 0: all."""
     slide_score: Literal["mean", "max", "top-k"] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
+    patience: int = 0
+    """Validations in a row without a better score, after which a run ends; 0: it goes through all its steps."""
     top_k: Suppress[int] = 5
     """Tiles that count under --slide-score top-k."""
 
     def validate(self) -> list[str]:
-        return [
+        faults = [
             f"--developer {name} must be at least {least}; got {value}"
             for name, value, least in (
                 ("validate-every", self.validate_every, 0),
@@ -194,6 +167,9 @@ class ScoreSettings:
             )
             if value < least
         ]
+        if self.patience < 0:
+            faults.append(f"--patience must be at least 0 validations; got {self.patience}")
+        return faults
 
 
 @dataclass(frozen=True)

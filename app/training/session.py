@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from app.checkpoint.file import check_weights
 from app.launch.machine import memory_bytes
 from app.launch.place import RankPlace, rank_cores
 from app.launch.watchdog import Watchdog
@@ -28,13 +26,11 @@ from app.settings.fields import flat
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
-from app.training.dataset import Dataset, class_counts
+from app.training.dataset import Dataset
 from app.training.engines import build_engine, build_optimizer
-from app.training.memory_layout import LEFT_OUT, takes_channels_last
+from app.training.model import build_loss, build_run_model
 from app.training.validation import Outputs, spread
-from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
-from models.registry import build_model
-from models.weights import load_weights
+from models.weights_report import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_space import HostSpace
 from parallel.schedule.microbatch import split_batch
@@ -67,6 +63,7 @@ class Session:
         parameters: of the whole model, in numbers.
         watchdog: is told where this rank is.
         train_rows, validation_rows: rows of the dataset's tiles.
+        loaded: the weights that the model started from; None: as they were drawn.
         notes: what the user should know about how the model was made.
         failed: where tiles are written down that cannot be read.
         host: where tiles and maps lie that are computed box by box; None: tiles are not.
@@ -89,6 +86,7 @@ class Session:
     validation_rows: NDArray[np.int64]
     parameters: int
     watchdog: Watchdog
+    loaded: LoadedWeights | None
     notes: tuple[str, ...]
     failed: FailedSlides
     host: HostSpace | None
@@ -182,27 +180,21 @@ def build_session(
     Raises:
         ValueError: a model, weights file or batch that does not fit the task or the ranks.
     """
-    torch.manual_seed(config.seed)
-    model = build_model(config.net.model, classes=len(dataset.classes), norm=config.net.norm, head=config.net.head)
-    if config.net.weights:
-        check_weights(config.net.weights)
-    notes = _load_weights(model, config.net.weights) if config.net.weights else ()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     ranges = split_batch(config.strategy.batch, strategy.m)
-    channels_last = config.strategy.channels_last
     width, height = dataset.tiles.largest
-    if channels_last and not takes_channels_last(model, (len(ranges[0]), 3, height, width)):
-        channels_last, notes = False, (*notes, LEFT_OUT)
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
+    model = build_run_model(config, len(dataset.classes), (len(ranges[0]), 3, height, width))
+    if config.score.patience and not len(dataset.rows("val")):
+        raise ValueError(
+            f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
+        )
     train_rows = dataset.rows("train")
-    loss = _loss(config, dataset, train_rows).to(placement.device)
+    loss = build_loss(config.optimization, dataset, train_rows).to(placement.device)
     host = None if strategy.policy.stream is None else _host_space(config, strategy)
     engine = build_engine(
         strategy,
-        model,
+        model.module,
         loss,
-        functools.partial(build_optimizer, config.optimization),
+        functools.partial(build_optimizer, config.optimization, scales=model.scales),
         placement.communicator,
         batch=config.strategy.batch,
         tile=(height, width),
@@ -215,7 +207,7 @@ def build_session(
 
     def pixels(augment: AugmentSettings) -> Maker:
         """What turns tiles into the model's input, whole or by the boxes that it asks for."""
-        made = PixelMaker(placement.device, augment, config.seed, channels_last=channels_last)
+        made = PixelMaker(placement.device, augment, config.seed, channels_last=model.channels_last)
         return made if strategy.policy.stream is None else BoxMaker(made)
 
     pool = dataset.pool(config.stream.open_slides + 2)
@@ -240,26 +232,13 @@ def build_session(
         ranges,
         train_rows,
         spread(dataset, dataset.rows("val"), config.score.validation_tiles),
-        parameters,
+        model.parameters,
         watchdog,
-        notes,
+        model.loaded,
+        model.notes,
         failed,
         host,
     )
-
-
-def _loss(config: RunConfig, dataset: Dataset, train_rows: NDArray[np.int64]) -> TileClassLoss | PixelClassLoss:
-    weights = (
-        balanced_weights(class_counts(dataset, train_rows)) if config.optimization.class_weights == "balanced" else None
-    )
-    return (TileClassLoss if dataset.task == "classify" else PixelClassLoss)(weights)
-
-
-def _load_weights(model: nn.Module, path: Path) -> tuple[str, ...]:
-    """Load ``path`` into ``model``; lines that say how much of it, and what is left as it was drawn."""
-    lines = load_weights(model, path)
-    left, wanted = {line.split()[0] for line in lines}, model.state_dict()
-    return (f"--weights {path}: {sum(key not in left for key in wanted)} of {len(wanted)} tensors loaded", *lines)
 
 
 def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs: int | None = None) -> TileStream:
