@@ -234,7 +234,10 @@ def main() -> None:
     header = ("tiles", "slides on", "cache on", "px", "slide", "slide, and kept", "cache", "gain")
     table = markdown_table((*header, "pays from epoch", "bytes a px"), rows)
     share = f"{jpeg.stat().st_size / side**2:.2f} and {jpeg2000.stat().st_size / side**2:.2f}"
-    told = f"Mpx/s, one thread. A share gives 100 MB/s and takes 2 ms for a request. The slides, JPEG and JPEG 2000, have {share} bytes a px.\n"
+    told = (
+        f"Mpx/s, one thread. A share gives {SHARE.bytes_s / 1e6:.0f} MB/s and takes {1e3 * SHARE.wait_s:.0f} ms for a "
+        f"request. The slides, JPEG and JPEG 2000, have {share} bytes a px.\n"
+    )
     text = results("python -m benchmarks.tile_cache.run --write", table, told)
     print(text)
     if arguments.write:
