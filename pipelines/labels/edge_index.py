@@ -110,7 +110,8 @@ class EdgeIndex:
         near = ranges(first, np.searchsorted(self.cell, row + last_column, "right") - first)
         box = self.small_box[:, near]
         meets = (box[0] <= right) & (box[2] >= left) & (box[1] <= bottom) & (box[3] >= top)
-        return self.small[near[meets]]
+        polygons: NDArray[np.int64] = self.small[near[meets]]
+        return polygons
 
 
 def ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
