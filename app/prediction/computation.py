@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from app.launch.machine import memory_bytes
 from app.prediction.folded_norms import with_folded_norms
 from app.settings.cli import RunError
-from app.settings.run import OptimizerSettings
+from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from models.losses import TileClassLoss
 from parallel.comm.communicator import Communicator, agree

@@ -94,6 +94,11 @@ class StreamSettings:
     """Slides whose tiles are mixed with each other, and files held open at once."""
     balance: bool = False
     """Show each class equally often (classification)."""
+    cache: Path | None = None
+    """Folder that keeps tiles as they were read, for later epochs and runs, which may share it. It pays where reading
+    costs more than a disk: slides that are resampled, JPEG 2000, slides on a network. Default: tiles are not kept."""
+    cache_bytes: str = "32GiB"
+    """Size up to which --cache may grow, in KiB, MiB or GiB; what is there serves on when it is full."""
     read_threads: Suppress[int] = 0
     """Threads that decode tiles, per rank; 0: one for each core of the rank."""
     read_ahead: Suppress[str] = "1GiB"
@@ -114,7 +119,16 @@ class StreamSettings:
             faults.append(f"--developer device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
         if bytes_of(self.read_ahead) is None:
             faults.append(f"--developer read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
+        if bytes_of(self.cache_bytes) is None:
+            faults.append(f"--cache-bytes takes a size such as 512MiB or 32GiB; got {self.cache_bytes!r}")
         return faults
+
+    @property
+    def cache_bound(self) -> int:
+        """Bytes up to which the cache may grow."""
+        size = bytes_of(self.cache_bytes)
+        assert size is not None
+        return size
 
     @property
     def read_ahead_bytes(self) -> int:
@@ -244,6 +258,8 @@ class RunConfig:
                 f"--tile slide computes slides one at a time, as they differ in size: --batch {asked.batch} needs "
                 f"--microbatches {asked.batch}; got {asked.m}"
             )
+        if self.stream.cache is not None:
+            faults.append("--cache keeps tiles of one size, which those of --tile slide are not: leave it out")
         if self.augmentation.augment == "cpu":
             faults.append(
                 "--augment cpu varies tiles of one size, which those of --tile slide are not: use device or none"

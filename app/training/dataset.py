@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
+from pipelines.cache.cached_slide import CachedSpec
+from pipelines.cache.tile_cache import TileCache
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
@@ -65,9 +67,9 @@ class Dataset:
         slides = [k for k, slide_id in enumerate(self.tiles.slides) if self.splits.split[slide_id] == split]
         return np.flatnonzero(np.isin(self.tiles.slide, slides))
 
-    def pool(self, capacity: int) -> SlidePool:
-        """Handles for these slides, at most ``capacity`` open at once."""
-        return SlidePool(self.specs, capacity)
+    def pool(self, capacity: int, cache: TileCache | None = None) -> SlidePool:
+        """Handles for these slides, at most ``capacity`` open at once; their tiles go through ``cache``."""
+        return SlidePool(self.specs if cache is None else [CachedSpec(spec, cache) for spec in self.specs], capacity)
 
 
 def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | SlideDone], None]) -> Dataset:

@@ -50,6 +50,8 @@ FREE_TO_CHANGE = frozenset(
         "join_timeout_s",
         "read_threads",
         "read_ahead",
+        "cache",
+        "cache_bytes",
         "device_prefetch",
         "gradient_buckets",
         "index_workers",

@@ -35,6 +35,8 @@ from parallel.engine.step import TrainingEngine
 from parallel.offload.host_space import HostSpace
 from parallel.schedule.microbatch import split_batch
 from parallel.strategy import Strategy
+from pipelines.cache.tile_cache import TileCache
+from pipelines.cache.tile_kind import TileKind
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
@@ -67,6 +69,7 @@ class Session:
         notes: what the user should know about how the model was made.
         failed: where tiles are written down that cannot be read.
         host: where tiles and maps lie that are computed box by box; None: tiles are not.
+        cache: keeps tiles as they were read; None: nothing does.
     """
 
     config: RunConfig
@@ -90,6 +93,7 @@ class Session:
     notes: tuple[str, ...]
     failed: FailedSlides
     host: HostSpace | None
+    cache: TileCache | None
 
     @functools.cached_property
     def epoch_length(self) -> int:
@@ -210,7 +214,8 @@ def build_session(
         made = PixelMaker(placement.device, augment, config.seed, channels_last=model.channels_last)
         return made if strategy.policy.stream is None else BoxMaker(made)
 
-    pool = dataset.pool(config.stream.open_slides + 2)
+    cache = _tile_cache(config, dataset)
+    pool = dataset.pool(config.stream.open_slides + 2, cache)
     stream = _training_tiles(config, dataset, train_rows, pool, failed)
     reading = functools.partial(
         RankReading.of, placement.communicator, config.strategy.batch, [ranges[i] for i in engine.share]
@@ -238,6 +243,7 @@ def build_session(
         model.notes,
         failed,
         host,
+        cache,
     )
 
 
@@ -261,6 +267,14 @@ def _training_tiles(
             raise ValueError("--balance draws classes of tiles equally often; segmentation has classes of pixels")
         stream = stream.balance(dataset.tile_labels[rows])
     return stream.augment(config.augmentation)
+
+
+def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
+    """What keeps the run's tiles, if that is asked for."""
+    asked = config.stream
+    if asked.cache is None:
+        return None
+    return TileCache(asked.cache, asked.cache_bound, TileKind(*dataset.tiles.largest, config.index.mpp))
 
 
 def _told(what: str, step: str, failed: FailedSlides) -> OnFault:

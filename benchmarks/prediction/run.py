@@ -153,10 +153,11 @@ def main() -> None:
             for row in rows
         ],
     )
+    each, median = ", ".join(f"{ratio:.2f}" for ratio in ratios), statistics.median(ratios)
     said = (
         f"The two maps of the small slide differ by {difference:.5f} at most; a byte of a heat map is 1/255. "
-        f"Over {given.rounds} rounds, alternating, app.predict did {statistics.median(ratios):.2f} times as many px "
-        f"a second as MONAI ({', '.join(f'{ratio:.2f}' for ratio in ratios)}); its time has tissue, areas and files in it.\n"
+        f"Over {given.rounds} rounds, alternating, app.predict did {median:.2f} times as many px a second as MONAI "
+        f"({each}); its time has tissue, areas and files in it.\n"
     )
     command = f"python -m benchmarks.prediction.run --size {given.size} --peer-size {given.peer_size}"
     if given.write:
