@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
+from app.training.split_choice import choose_splits
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import ClassMap
 from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
-from pipelines.labels.splits import Splits, fixed_splits, make_splits, split_folders
+from pipelines.labels.splits import Splits, split_folders
 from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
@@ -124,7 +125,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
     slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
     given = split_folders(data.slides, specs)
-    splits = _splits(config, folder, truth, usable, slide_labels, given, progress)
+    splits = choose_splits(config, folder, truth, usable, slide_labels, given, progress)
     if task == "segment":
         tile_labels = None
     elif isinstance(truth, SlideLabels):
@@ -164,33 +165,6 @@ def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     if asked == "auto":
         return "classify" if isinstance(truth, SlideLabels) else "segment"
     return asked
-
-
-def _splits(
-    config: RunConfig,
-    folder: RunFolder,
-    truth: SlideLabels | SlideAnnotations,
-    usable: list[str],
-    slide_labels: dict[str, int],
-    given: dict[str, str],
-    progress: Callable[[str], None],
-) -> Splits:
-    patients = {slide_id: truth.patient[slide_id] for slide_id in usable}
-    if folder.splits.exists():
-        splits = Splits.load(folder.splits, patients)
-    else:
-        asked = config.split
-        if given:
-            progress(f"split by the folders {', '.join(sorted(set(given.values())))}")
-            splits = fixed_splits(given, patients, slide_labels, validation=asked.validation, seed=config.seed)
-        else:
-            splits = make_splits(
-                patients, slide_labels or None, validation=asked.validation, test=asked.test, seed=config.seed
-            )
-        splits.save(folder.splits)
-    counts = ", ".join(f"{part} {sum(s == part for s in splits.split.values())}" for part in ("train", "val", "test"))
-    progress(f"slides by split: {counts}; patients in more than one split: {splits.patient_overlap()}")
-    return splits
 
 
 def _drawn_areas(
