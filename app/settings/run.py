@@ -122,8 +122,10 @@ class StreamSettings:
 
     open_slides: Suppress[int] = 16
     """Slides whose tiles are mixed with each other, and files held open at once."""
-    balance: bool = False
-    """Show each class equally often (classification)."""
+    sample: Literal["tiles", "class", "slide", "pixels"] = "tiles"
+    """What is shown equally often in training. tiles: each tile once per epoch; class: each class of tiles
+    (classification); slide: each slide, however many tiles it has; pixels: the px of each class, as far as tiles have
+    them (segmentation)."""
     read_threads: Suppress[int] = 0
     """Threads that decode tiles, per rank; 0: one for each core of the rank."""
     read_ahead: Suppress[str] = "1GiB"

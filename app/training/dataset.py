@@ -235,11 +235,20 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]
     """How many of the tiles ``rows`` (classify), or points in a sample of them (segment), each class has: (C,)."""
     if dataset.tile_labels is not None:
         return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
-    assert isinstance(dataset.truth, SlideAnnotations)
-    sample = rows[:: max(1, len(rows) // WEIGHT_SAMPLE)]
-    counts = np.zeros(len(dataset.classes), np.int64)
-    with contextlib.closing(dataset.pool(1)) as pool:
-        for row in sample:
-            with contextlib.suppress(SlideError):  # of a tile that cannot be read, which is written down where it is
-                counts += _class_areas(dataset.tiles, int(row), dataset.truth, pool)
+    areas, _ = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])
+    counts: NDArray[np.int64] = areas.sum(0)
     return counts
+
+
+def class_areas(dataset: Dataset, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Return the points of each class on a grid over each of the tiles ``rows``, (n, C), and how many tiles cannot be
+    read: these, which are written down where they are read for training, have none."""
+    assert isinstance(dataset.truth, SlideAnnotations)
+    areas, unread = np.zeros((len(rows), len(dataset.classes)), np.int64), 0
+    with contextlib.closing(dataset.pool(1)) as pool:
+        for k, row in enumerate(rows.tolist()):
+            try:
+                areas[k] = _class_areas(dataset.tiles, row, dataset.truth, pool)
+            except SlideError:
+                unread += 1
+    return areas, unread
