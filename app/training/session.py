@@ -26,7 +26,7 @@ from app.settings.fields import flat
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
-from app.training.dataset import Dataset
+from app.training.dataset import Dataset, class_areas
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_loss, build_run_model
 from app.training.validation import Outputs, spread
@@ -49,6 +49,7 @@ from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD, OnFault
 from pipelines.stream.stream import TileStream
 from pipelines.stream.tile_boxes import BoxMaker
+from pipelines.stream.weights import pixel_weights, slide_weights
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Session:
 
     @functools.cached_property
     def epoch_length(self) -> int:
-        """Samples of one pass; with --balance rounded up to a multiple of the classes."""
+        """Samples of one pass; with --sample class rounded up to a multiple of the classes."""
         return self.stream.order.length
 
     @property
@@ -216,7 +217,7 @@ def build_session(
 
     cache = _tile_cache(config, dataset)
     pool = dataset.pool(config.stream.open_slides + 2, cache)
-    stream = _training_tiles(config, dataset, train_rows, pool, failed)
+    stream = _training_tiles(config, dataset, train_rows, pool, failed, placement)
     reading = functools.partial(
         RankReading.of, placement.communicator, config.strategy.batch, [ranges[i] for i in engine.share]
     )
@@ -257,15 +258,28 @@ def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs:
 
 
 def _training_tiles(
-    config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], pool: SlidePool, failed: FailedSlides
+    config: RunConfig,
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    pool: SlidePool,
+    failed: FailedSlides,
+    placement: RankPlace,
 ) -> TileStream:
-    """Shuffled, balanced if asked, augmented; a tile that cannot be read is replaced and written down."""
+    """Shuffled, drawn as asked, augmented; a tile that cannot be read is replaced and written down."""
     stream = _tiles(config, dataset, rows).read(pool, _told("replaced", "read", failed))
     stream = stream.shuffle(config.stream.open_slides)
-    if config.stream.balance:
+    sample = config.stream.sample
+    if sample == "class":
         if dataset.tile_labels is None:
-            raise ValueError("--balance draws classes of tiles equally often; segmentation has classes of pixels")
+            raise ValueError(
+                "--sample class draws classes of tiles equally often, and segmentation has classes of pixels: use "
+                "--sample pixels"
+            )
         stream = stream.balance(dataset.tile_labels[rows])
+    elif sample != "tiles":
+        by_slide = sample == "slide"
+        weights = slide_weights(stream.tiles.slide) if by_slide else _pixel_weights(dataset, rows, placement)
+        stream = stream.weigh(weights)
     return stream.augment(config.augmentation)
 
 
@@ -275,6 +289,31 @@ def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
     if asked.cache is None:
         return None
     return TileCache(asked.cache, asked.cache_bound, TileKind(*dataset.tiles.largest, config.index.mpp))
+
+
+def _pixel_weights(dataset: Dataset, rows: NDArray[np.int64], placement: RankPlace) -> NDArray[np.float64]:
+    """Of ``--sample pixels``, (n,): looked up by the first rank, since what one rank cannot read another may, and all
+    have to draw alike.
+
+    Raises:
+        ValueError: tiles have classes, not pixels, or nothing is drawn on any.
+    """
+    if dataset.tile_labels is not None:
+        raise ValueError(
+            "--sample pixels is for segmentation, and here tiles have classes: use --sample class, or --task segment"
+        )
+    weights = torch.zeros(len(rows), dtype=torch.float64)
+    if placement.communicator.rank == 0:
+        areas, unread = class_areas(dataset, rows)
+        if unread:
+            log.warning("--sample pixels: %d tiles whose annotation cannot be read are not drawn", unread)
+        drawn = pixel_weights(areas)
+        weights = torch.from_numpy(drawn)
+        shares = drawn @ areas / max((drawn @ areas).sum(), 1e-12)
+        told = ", ".join(f"{name} {share:.1%}" for name, share in zip(dataset.classes, shares, strict=True))
+        log.info("--sample pixels: of the px shown, %s; %d of %d tiles drawn", told, int((drawn > 0).sum()), len(rows))
+    placement.communicator.broadcast(weights)
+    return weights.numpy()
 
 
 def _told(what: str, step: str, failed: FailedSlides) -> OnFault:
