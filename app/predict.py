@@ -111,7 +111,8 @@ def _predict_share(command: PredictCommand, rank: int, world: int) -> int:
     cells = model.tile // cell
     stride = max(1, round(cells * (1 - command.overlap)))
     least = asked["min_tissue"] if model.task == "classify" else min(asked["min_tissue"], ANY_TISSUE)
-    windows = WindowSettings(model.tile, asked["mpp"], cell, stride, least, asked["tissue_mpp"])
+    method = model.stain_target.method if model.stain_target else None
+    windows = WindowSettings(model.tile, asked["mpp"], cell, stride, least, asked["tissue_mpp"], method)
     specs = find_slides(command.slides, mpp=command.slide_mpp, picture_mpp=asked["mpp"], backend=command.backend)
     folder = PredictionFolder(command.out)
     folder.open(

@@ -21,8 +21,10 @@ from app.checkpoint.file import load_checkpoint
 from app.launch.place import choose_autocast
 from app.training.memory_layout import takes_channels_last
 from models.registry import build_model
-from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.augment import AugmentSettings, Draw
 from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.stain_steps import StainSteps
+from pipelines.tiles.stain_fit import StainFit
 
 LIBRARIES = ("torchvision", "timm", "smp", "unet")
 """Words before the colon of a model's name that stand for a library, not for a package of the user's."""
@@ -39,6 +41,7 @@ class TrainedModel:
         settings: of the run, by flag.
         digest: of the checkpoint's bytes.
         step: after how many steps it was written.
+        stain_target: what the run made its slides look like; None: they stayed as they are.
     """
 
     name: str
@@ -47,6 +50,7 @@ class TrainedModel:
     settings: dict[str, Any]
     digest: str
     step: int
+    stain_target: StainFit | None
     _module: nn.Module
     _pixels: PixelMaker
     _autocast: torch.dtype | None
@@ -64,13 +68,18 @@ class TrainedModel:
         first = 1 if self.task == "segment" or len(self.classes) == 2 else 0
         return {number: name for number, name in enumerate(self.classes) if number >= first}
 
-    def probabilities(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def probabilities(self, images: NDArray[np.uint8], stain: StainFit | None = None) -> NDArray[np.float32]:
         """Return float32 (n, classes) of a classifier, (n, classes, h, w) of a segmenter.
 
         Args:
-            images: (n, h, w, 3), RGB.
+            images: (n, h, w, 3), RGB, of one slide.
+            stain: of the slide; None: its colours are not changed.
         """
-        return _outputs(self._module, self._pixels, images, self._autocast).softmax(1).cpu().numpy()
+        drawn = None
+        if self.stain_target is not None and stain is not None:
+            none = np.zeros(len(images), np.int64)
+            drawn = StainSteps.of(self.stain_target, [stain], [0]).before(Draw(none, none > 0, None, None), none)
+        return _outputs(self._module, self._pixels, images, drawn, self._autocast).softmax(1).cpu().numpy()
 
 
 def load_model(path: Path, named: str | None, device: torch.device) -> TrainedModel:
@@ -112,7 +121,7 @@ def load_model(path: Path, named: str | None, device: torch.device) -> TrainedMo
     pixels = PixelMaker(device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
     autocast = choose_autocast(settings["precision"], device)
     blank = np.full((1, settings["tile"], settings["tile"], 3), 255, np.uint8)
-    shape = tuple(_outputs(module, pixels, blank, autocast).shape[1:])
+    shape = tuple(_outputs(module, pixels, blank, None, autocast).shape[1:])
     if shape not in ((len(classes),), (len(classes), *blank.shape[1:3])):
         raise ValueError(
             f"{path}: model {name} gives values of {shape} for a tile of {settings['tile']} px; expected one for each "
@@ -121,15 +130,21 @@ def load_model(path: Path, named: str | None, device: torch.device) -> TrainedMo
     task = "classify" if len(shape) == 1 else "segment"
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return TrainedModel(name, task, classes, settings, digest, state["step"], module, pixels, autocast)
+    numbers = state.get("stain_target")  # of a run from before there was any: None
+    target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
+    return TrainedModel(name, task, classes, settings, digest, state["step"], target, module, pixels, autocast)
 
 
 @torch.inference_mode()
 def _outputs(
-    module: nn.Module, pixels: PixelMaker, images: NDArray[np.uint8], autocast: torch.dtype | None
+    module: nn.Module,
+    pixels: PixelMaker,
+    images: NDArray[np.uint8],
+    drawn: Draw | None,
+    autocast: torch.dtype | None,
 ) -> torch.Tensor:
     """Logits in float32."""
-    floats = pixels.floats(torch.from_numpy(images).to(pixels.device), None)
+    floats = pixels.floats(torch.from_numpy(images).to(pixels.device), drawn)
     with torch.autocast(pixels.device.type, autocast, enabled=autocast is not None):
         logits: torch.Tensor = module(floats)
     return logits.float()

@@ -32,6 +32,8 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.csv_cells import write_rows
 from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
+from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain_fits import STEP
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ def predict_slide(
     if unread:
         what = f"{unread} windows with tissue cannot be read and are left out: {windows.damaged[1] or scored.fault}"
         folder.failed.add(spec.slide_id, "windows", what)
+    if isinstance(windows.stain, str):
+        folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {windows.stain}")
     areas = _write_areas(model, windows, scored, folder, spec.slide_id)
     _write_tiles(model, windows, scored, folder, spec.slide_id)
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
@@ -193,7 +197,8 @@ def _answers(
     waiting: list[tuple[int, Pixels]] = []
 
     def asked() -> Iterator[tuple[int, Floats]]:
-        values = model.probabilities(np.stack([pixels for _, pixels in waiting]))
+        stain = windows.stain if isinstance(windows.stain, StainFit) else None
+        values = model.probabilities(np.stack([pixels for _, pixels in waiting]), stain)
         yield from zip([i for i, _ in waiting], values, strict=True)
         waiting.clear()
 

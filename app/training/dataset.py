@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,10 @@ from pipelines.labels.splits import Splits, fixed_splits, make_splits, split_fol
 from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
+from pipelines.stream.stain_steps import StainSteps
 from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
+from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain_fits import fit_slides
 from pipelines.tiles.tile_table import sides_text
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,8 @@ class Dataset:
         tiles: of every usable slide.
         tile_labels: int64 (n,), class of each tile when the task is classify, else None.
         slide_labels: class of each slide; empty when only tiles or pixels have one.
+        stains: of each slide of ``tiles``, None where there is no fit; empty when they are not normalised.
+        stain_target: what they are made to look like.
     """
 
     task: str
@@ -59,11 +64,19 @@ class Dataset:
     tiles: TileTable
     tile_labels: NDArray[np.int64] | None
     slide_labels: dict[str, int]
+    stains: tuple[StainFit | None, ...] = ()
+    stain_target: StainFit | None = None
 
     def rows(self, split: str) -> NDArray[np.int64]:
         """Rows of ``tiles`` that belong to ``split`` (train, val or test)."""
         slides = [k for k, slide_id in enumerate(self.tiles.slides) if self.splits.split[slide_id] == split]
         return np.flatnonzero(np.isin(self.tiles.slide, slides))
+
+    def stain_steps(self, rows: NDArray[np.int64]) -> StainSteps | None:
+        """How the tiles ``rows``, as rows of a table of their own, are normalised; None: they are not."""
+        if self.stain_target is None:
+            return None
+        return StainSteps.of(self.stain_target, self.stains, self.tiles.slide[rows])
 
     def pool(self, capacity: int) -> SlidePool:
         """Handles for these slides, at most ``capacity`` open at once."""
@@ -133,6 +146,11 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         assert drawn_labels is not None
         tile_labels = drawn_labels
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
+    if config.colour.method:
+        how = config.colour.method, config.index.tissue_mpp, folder.path
+        fits = fit_slides(specs, *how, workers=data.index_workers, progress=progress)
+        target = fits.target(config.colour.stain_target)
+        dataset = replace(dataset, stains=tuple(fits.of_slides(tiles.slides)), stain_target=target)
     _check_training_part(dataset)
     return dataset
 

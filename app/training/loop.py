@@ -226,6 +226,7 @@ class TrainingLoop:
                 "best": outcome.best,
                 "classes": list(self._session.dataset.classes),
                 "settings": self._session.settings,
+                "stain_target": self._session.stain_target,
             }
         self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
 

@@ -129,6 +129,13 @@ class Session:
         """What the run was asked for, as the checkpoint keeps it."""
         return flat(self.config)
 
+    @property
+    def stain_target(self) -> list[float] | None:
+        """What slides were made to look like, as the checkpoint keeps it: numbers of a ``StainFit``; None: they were
+        not."""
+        target = self.dataset.stain_target
+        return None if target is None else list(target.numbers)
+
     def train_rows_of(self, samples: Sequence[int]) -> list[int]:
         """Rows of the dataset's tiles that training samples are drawn from, on whatever rank."""
         rows: list[int] = self.train_rows[self.stream.source.rows_of(np.asarray(samples, np.int64))].tolist()
@@ -196,6 +203,7 @@ def build_session(
     if channels_last:
         model.to(memory_format=torch.channels_last)
     train_rows = dataset.rows("train")
+    validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
     loss = _loss(config, dataset, train_rows).to(placement.device)
     host = None if strategy.policy.stream is None else _host_space(config, strategy)
     engine = build_engine(
@@ -213,9 +221,10 @@ def build_session(
         host=host,
     )
 
-    def pixels(augment: AugmentSettings) -> Maker:
-        """What turns tiles into the model's input, whole or by the boxes that it asks for."""
-        made = PixelMaker(placement.device, augment, config.seed, channels_last=channels_last)
+    def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
+        """What turns tiles of ``rows`` into the model's input, whole or by the boxes that it asks for."""
+        stains = dataset.stain_steps(rows)
+        made = PixelMaker(placement.device, augment, config.seed, channels_last=channels_last, stains=stains)
         return made if strategy.policy.stream is None else BoxMaker(made)
 
     pool = dataset.pool(config.stream.open_slides + 2)
@@ -232,14 +241,14 @@ def build_session(
         engine,
         loss,
         _read_ahead(config, training_reading.sharded(stream), placement, host),
-        pixels(config.augmentation),
-        pixels(AugmentSettings(augment="none")),
+        pixels(config.augmentation, train_rows),
+        pixels(AugmentSettings(augment="none"), validation_rows),
         pool,
         training_reading,
         reading([engine.predict_wants] * len(engine.share)),
         ranges,
         train_rows,
-        spread(dataset, dataset.rows("val"), config.score.validation_tiles),
+        validation_rows,
         parameters,
         watchdog,
         notes,

@@ -53,7 +53,7 @@ def test_boxes_are_crops_of_the_whole_bit_for_bit(augment: str, side: tuple[int,
 def test_oblong_tiles_are_turned_by_halves_alone() -> None:
     """Each of the four ways as often as the others: none are lost to turns that do not fit."""
     image = torch.arange(6, dtype=torch.uint8).reshape(1, 2, 3, 1).expand(COUNT, 2, 3, 3)
-    pixels = PixelMaker(CPU, AugmentSettings(stain=0, brightness=0), 1)
+    pixels = PixelMaker(CPU, AugmentSettings(stain_jitter=0, brightness=0), 1)
     _, turned = pixels.make(None, image[..., 0], np.arange(COUNT))
     assert turned is not None
     corners = [int(tile[0, 0]) for tile in turned]
