@@ -110,6 +110,11 @@ def load_model(path: Path, named: str | None, device: torch.device) -> TrainedMo
             f"{path} was trained with --tile slide, where a slide is one image and has one score: there are no windows "
             "to be put together. Predict with a model of a --tile in px"
         )
+    if settings.get("pictures") == "resize":
+        raise ValueError(
+            f"{path} was trained with --pictures resize, where a picture is one image and has one score: there are no "
+            "windows to be put together. Scores of held-out pictures are in predictions.csv of its run"
+        )
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
     module.load_state_dict(state["model"])
     channels_last = settings["channels_last"] and takes_channels_last(

@@ -257,6 +257,8 @@ class RunConfig:
                 f"--augment cpu varies colours before tiles reach the device, where --stain {self.colour.stain} "
                 "normalises them: use --augment device or none"
             )
+        if self.augmentation.augment == "cpu" and self.index.whole_pictures:
+            faults.append("--augment cpu is for tiles; with --pictures resize, use device (crops and flips) or none")
         if self.index.tile == "slide":
             faults += self._whole_slide_faults()
         if self.twin_steps < 0:

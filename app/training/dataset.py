@@ -103,6 +103,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         mpp=data.slide_mpp,
         mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
         picture_mpp=config.index.picture_mpp,
+        whole_pictures=config.index.whole_pictures,
         backend=data.backend,
     )
     truth = find_labels(
@@ -165,6 +166,11 @@ def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> 
 
 def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     asked = config.data.task
+    if config.index.whole_pictures and (isinstance(truth, SlideAnnotations) or asked == "segment"):
+        raise ValueError(
+            f"--pictures resize gives each picture one class; got --task {asked} with {truth.source}: leave it out to "
+            "learn from what is drawn, on tiles"
+        )
     if config.data.class_map and isinstance(truth, SlideLabels):
         raise ValueError(
             f"--class-map is for annotations, and only slide labels were found ({truth.source}): rename them there"

@@ -241,7 +241,7 @@ def build_session(
         engine,
         loss,
         _read_ahead(config, training_reading.sharded(stream), placement, host),
-        pixels(config.augmentation, train_rows),
+        pixels(_augmentation(config), train_rows),
         pixels(AugmentSettings(augment="none"), validation_rows),
         pool,
         training_reading,
@@ -274,6 +274,8 @@ def _load_weights(model: nn.Module, path: Path) -> tuple[str, ...]:
 def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs: int | None = None) -> TileStream:
     """Tiles ``rows`` of the dataset with their targets, in index order."""
     stream = TileStream.over(dataset.tiles.select(rows), seed=config.seed, epochs=epochs)
+    if config.index.whole_pictures:
+        stream = stream.crop(varied=False)
     if dataset.tile_labels is not None:
         return stream.label(dataset.tile_labels[rows])
     assert isinstance(dataset.truth, SlideAnnotations)
@@ -290,7 +292,14 @@ def _training_tiles(
         if dataset.tile_labels is None:
             raise ValueError("--balance draws classes of tiles equally often; segmentation has classes of pixels")
         stream = stream.balance(dataset.tile_labels[rows])
-    return stream.augment(config.augmentation)
+    if config.index.whole_pictures:
+        stream = stream.crop(varied=config.augmentation.augment == "device", flip=config.augmentation.flip)
+    return stream.augment(_augmentation(config))
+
+
+def _augmentation(config: RunConfig) -> AugmentSettings:
+    """What is varied in tiles; of whole pictures nothing more than the crop, which comes with reading."""
+    return AugmentSettings(augment="none") if config.index.whole_pictures else config.augmentation
 
 
 def _told(what: str, step: str, failed: FailedSlides) -> OnFault:

@@ -16,7 +16,7 @@ from tyro.conf import Suppress
 
 from pipelines.stream import stain
 
-DRAW, ALBUMENTATIONS = 3, 4
+DRAW, ALBUMENTATIONS, CROP = 3, 4, 5
 """Purposes of random numbers, part of each seed; ``order.py`` has 1 and 2."""
 
 
@@ -26,7 +26,8 @@ class AugmentSettings:
 
     augment: Literal["none", "device", "cpu"] = "device"
     """device: flips, quarter turns, stain, brightness, where the model runs; cpu: also affine changes and blur, in
-    the reading threads, which costs more there than reading; none: tiles as they are."""
+    the reading threads, which costs more there than reading; none: tiles as they are. With
+    --pictures resize, device stands for random crops and left-right flips, and for nothing else."""
     flip: Suppress[bool] = True
     """Flips and quarter turns, all eight orientations equally often."""
     stain_jitter: Suppress[float] = 0.05
