@@ -1,7 +1,7 @@
 """Stain normalisation measured: Mpx/s beside torch-staintools on the same tiles, and a picture before and after.
 
-Takes the shipped slide and pictures of nuclei; writes the table into the README and ``before_and_after.jpg``. The
-library is measured where it is installed.
+Takes the shipped slide, drawn slides and pictures of nuclei; writes results into the README and
+``before_and_after.jpg``. The library is measured where it is installed.
 
     python -m benchmarks.stain.run [--repeats 9] [--tile 512] [--tiles 8]
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,9 @@ import cv2
 import numpy as np
 import torch
 
+from app import synth
 from benchmarks.results import markdown_table, results, write_results
-from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
 from pipelines.stream.augment import AugmentSettings
@@ -35,8 +37,12 @@ SLIDE = DATA / "real" / "CMU-1-Small-Region.svs"
 METHODS: tuple[Method, ...] = ("macenko", "reinhard")
 CPU = torch.device("cpu")
 NONE = AugmentSettings(augment="none")
-PICTURES = 5
-"""Pictures of nuclei that are shown beside the slide."""
+PLACES = ((100, 300), (1200, 1500))
+"""Of the slide, shown."""
+DRAWN, DRAWN_SHOWN, NUCLEI = 8, 3, 2
+"""Slides drawn, those shown of them, and pictures of nuclei that are shown."""
+CELL = (220, 176)
+"""Width and height of each cell of the picture."""
 
 
 def read_tiles(count: int, side: int) -> Pixels:
@@ -141,30 +147,55 @@ def _levels(images: torch.Tensor) -> Pixels:
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
 
 
-def draw_before_and_after(path: Path) -> None:
-    """Write a picture: columns are the slide and pictures of nuclei, rows as they are, by Macenko, by Reinhard."""
-    region = read_tiles(1, 640)[0][:512]
+def normalised(pixels: Pixels, fit: StainFit | None, method: Method) -> Pixels:
+    """``pixels``, uint8 (h, w, 3), as the model gets them, before they are scaled."""
+    maker = PixelMaker(CPU, NONE, 0, stains=StainSteps.of(PUBLISHED[method], [fit], [0]))
+    first = np.zeros(1, np.int64)
+    return _levels(maker.floats(torch.from_numpy(pixels[None].copy()), maker.drawn(first, first)))[0]
+
+
+def drawn_slides(folder: Path) -> list[Path]:
+    """Draw slides of tissue, each stained in its own way."""
+    assert synth.main([str(folder), "--slides", str(DRAWN), "--size", "1024", "--task", "classify"]) == 0
+    return sorted(spec.path for spec in find_slides(folder))
+
+
+def between_slides(slides: list[Path]) -> str:
+    """How far the colours of slides are apart: standard deviation of the mean R, G, B of their tissue."""
+    apart = {}
+    for method in (None, *METHODS):
+        means = []
+        for path in slides:
+            with SlideSpec(path.stem, path).open() as slide:
+                pixels = slide.read(Region(0, 0, 1024, 1024, slide.mpp))
+            tissue = pixels.min(2) < 200
+            changed = pixels if method is None else normalised(pixels, fit_of(path, method), method)
+            means.append(changed[tissue].mean(0))
+        apart[method or "as they are"] = np.std(means, 0).mean()
+    told = ", ".join(f"{name} {value:.1f}" for name, value in apart.items())
+    return f"Mean R, G, B of the tissue of {len(slides)} drawn slides, standard deviation between them, of 255: {told}."
+
+
+def draw_before_and_after(path: Path, slides: list[Path]) -> None:
+    """Write a picture: columns are two places of the slide, drawn slides, and pictures of nuclei; rows as they are, by
+    Macenko, by Reinhard."""
+    shown: list[tuple[Path, float | None, Pixels]] = []
+    with SlideSpec("slide", SLIDE).open() as slide:
+        for l0_x, l0_y in PLACES:
+            shown.append((SLIDE, None, slide.read(Region(l0_x, l0_y, 640, 512, slide.mpp))))
+    for drawn in slides[:DRAWN_SHOWN]:
+        with SlideSpec(drawn.stem, drawn).open() as slide:
+            shown.append((drawn, None, slide.read(Region(200, 200, 640, 512, slide.mpp))))
     names = sorted((DATA / "nuclei" / "images").glob("*.png"))
-    shown = [(SLIDE, None, region)]
-    for picture in names[:: max(1, len(names) // PICTURES)][:PICTURES]:
-        pixels = cv2.imread(str(picture))[..., ::-1]
-        shown.append((picture, 0.5, pixels[:256, :320]))
+    for picture in names[:: len(names) // NUCLEI][:NUCLEI]:
+        shown.append((picture, 0.5, cv2.imread(str(picture))[:256, :320, ::-1]))
     rows = []
     for method in (None, *METHODS):
-        cells = []
-        for source, mpp, pixels in shown:
-            fit = None if method is None else fit_of(source, method, mpp)
-            changed = pixels
-            if method is not None and fit is not None:
-                steps = StainSteps.of(PUBLISHED[method], [fit], [0])
-                maker = PixelMaker(CPU, NONE, 0, stains=steps)
-                one = np.zeros(1, np.int64)
-                changed = _levels(maker.floats(torch.from_numpy(pixels[None].copy()), maker.drawn(one, one)))[0]
-            cells.append(cv2.resize(changed, (320, 256), interpolation=cv2.INTER_AREA))
-        rows.append(np.concatenate(cells, 1))
-    picture = np.concatenate(rows)
-    picture = cv2.resize(picture, None, fx=0.75, fy=0.75, interpolation=cv2.INTER_AREA)
-    cv2.imwrite(str(path), picture[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 85])
+        cells = [
+            p if method is None else normalised(p, fit_of(source, method, mpp), method) for source, mpp, p in shown
+        ]
+        rows.append(np.concatenate([cv2.resize(c, CELL, interpolation=cv2.INTER_AREA) for c in cells], 1))
+    cv2.imwrite(str(path), np.concatenate(rows)[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 85])
 
 
 def main() -> None:
@@ -179,8 +210,10 @@ def main() -> None:
     rows = [[name, f"{mpx / value:.1f}"] for name, value in seconds.items()]
     table = markdown_table([f"{asked.tiles} tiles of {asked.tile} px, one thread", "Mpx/s"], rows)
     command = f"python -m benchmarks.stain.run --repeats {asked.repeats} --tile {asked.tile} --tiles {asked.tiles}"
-    write_results(HERE / "README.md", results(command, table, blank_tiles()))
-    draw_before_and_after(HERE / "before_and_after.jpg")
+    with tempfile.TemporaryDirectory() as folder:
+        slides = drawn_slides(Path(folder))
+        write_results(HERE / "README.md", results(command, table, blank_tiles(), between_slides(slides)))
+        draw_before_and_after(HERE / "before_and_after.jpg", slides)
     print(table)
 
 

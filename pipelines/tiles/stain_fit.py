@@ -44,6 +44,10 @@ LEAST_ANGLE = 6.0
 LEAST_AMOUNT = 0.1
 """Optical density of the strongest px of a stain."""
 
+MOST_EOSIN = 1.75
+"""Times the greatest amount of haematoxylin that of eosin may be. More is found where the darkest tissue takes more
+green than the pale: a blue or violet stain, whose nuclei would become the brightest part of the picture."""
+
 LEAST_SPREAD = (0.12, 0.022, 0.0057)
 """Standard deviations in l, alpha, beta: a fifth of those of an H&E slide. With less, noise would become colour."""
 
@@ -182,6 +186,11 @@ def _macenko(density: NDArray[np.float64]) -> StainFit:
     amounts = np.percentile(density @ np.linalg.pinv(stains), 100 - PERCENT, axis=0)
     if amounts.min() < LEAST_AMOUNT:
         raise NoStainFit(f"of one stain there is almost nothing: {amounts.min():.2f}, at least {LEAST_AMOUNT:g}")
+    if amounts[1] > MOST_EOSIN * amounts[0]:
+        raise NoStainFit(
+            "it is not stained by haematoxylin and eosin: its darkest tissue would be eosin, "
+            f"{amounts[1] / amounts[0]:.1f} times the haematoxylin; at most {MOST_EOSIN:g}"
+        )
     return StainFit("macenko", _rounded([*stains.ravel(), *amounts]))
 
 
