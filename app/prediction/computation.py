@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,8 +32,8 @@ from parallel.offload.host_space import HostSpace
 from parallel.strategy import Strategy
 from parallel.streaming.images import Boxes
 from pipelines.slides.slide import SlideError
-from pipelines.stream.device_batch import Maker
 from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.stain_steps import StainSteps
 from pipelines.stream.tile_boxes import BoxMaker
 
 
@@ -65,6 +65,12 @@ class Spread:
         return Strategy("gpipe" if ranks > 1 else "single", ranks, ranks, m=1, policy=policy, gradient_bytes=0)
 
 
+class MakePixels(Protocol):
+    """Gives what makes tiles the model's input."""
+
+    def __call__(self, *, stains: StainSteps | None = None) -> PixelMaker: ...
+
+
 class Whole:
     """One process that computes the model at once.
 
@@ -73,31 +79,38 @@ class Whole:
         alone: no other rank computes the same slide.
 
     Args:
-        pixels: makes tiles the model's input.
+        pixels: gives what makes tiles the model's input, whose stains are changed as asked.
         autocast: type for mixed precision; None computes in the model's own.
         side: of a usual window, px.
     """
 
     reads = writes = alone = True
 
-    def __init__(self, module: nn.Module, pixels: PixelMaker, autocast: torch.dtype | None, side: int) -> None:
+    def __init__(self, module: nn.Module, pixels: MakePixels, autocast: torch.dtype | None, side: int) -> None:
         self._pixels, self._autocast = pixels, autocast
-        noise = torch.randint(256, (1, side, side, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        self._module = with_folded_norms(module.to(pixels.device).eval(), pixels.floats(noise.to(pixels.device), None))
+        noise = np.random.default_rng(0).integers(256, size=(1, side, side, 3), dtype=np.uint8)
+        self._module = with_folded_norms(module.to(pixels().device).eval(), self._input(noise, None))
 
     @torch.inference_mode()
-    def logits(self, images: NDArray[np.uint8] | None, shape: tuple[int, ...]) -> Tensor | None:
+    def logits(
+        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainSteps | None = None
+    ) -> Tensor | None:
         """Return logits in float32, where ``writes``.
 
         Args:
             images: uint8 (n, h, w, 3), where ``reads``.
             shape: (n, 3, h, w) of them, on every rank.
+            stain: how the stains of row 0 of a table, the slide, are changed; None: they are not.
         """
         assert images is not None
-        floats = self._pixels.floats(torch.from_numpy(images).to(self._pixels.device), None)
-        with torch.autocast(self._pixels.device.type, self._autocast, enabled=self._autocast is not None):
+        floats = self._input(images, stain)
+        with torch.autocast(floats.device.type, self._autocast, enabled=self._autocast is not None):
             logits: Tensor = self._module(floats)
         return logits.float()
+
+    def _input(self, images: NDArray[np.uint8], stain: StainSteps | None) -> Tensor:
+        maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
+        return maker.floats(torch.from_numpy(images).to(maker.device), maker.drawn(rows, rows))
 
     def told(self, value: Any) -> Any:
         """Return the ``value`` of the rank that reads, on all ranks of the group."""
@@ -120,7 +133,7 @@ class InParts:
         self,
         module: nn.Module,
         spread: Spread,
-        pixels: PixelMaker,
+        pixels: MakePixels,
         autocast: torch.dtype | None,
         side: int,
         batch: int,
@@ -135,18 +148,21 @@ class InParts:
             batch=batch,
             tile=side,
             seed=0,
-            device=pixels.device,
+            device=pixels().device,
             autocast=autocast,
             host=spread.host,
         )
-        self._maker: Maker = pixels if spread.stream is None else BoxMaker(pixels)
+        self._pixels, self._in_boxes = pixels, spread.stream is not None
         self.reads, self.writes = self._engine.predict_wants
         self.alone = spread.communicator.world == 1
 
-    def logits(self, images: NDArray[np.uint8] | None, shape: tuple[int, ...]) -> Tensor | None:
+    def logits(
+        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainSteps | None = None
+    ) -> Tensor | None:
         made: Tensor | Boxes | None = None
         if images is not None:
-            made, _ = self._maker.make(torch.from_numpy(images), None, np.arange(len(images)))
+            maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
+            made, _ = (BoxMaker(maker) if self._in_boxes else maker).make(torch.from_numpy(images), None, rows, rows)
         logits: Tensor | None = self._engine.predict(Microbatch(made, None, shape))
         return logits
 

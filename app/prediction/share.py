@@ -130,7 +130,8 @@ def _predictor(
     cells = model.tile // cell
     stride = max(1, round(cells * (1 - command.overlap)))
     least = asked["min_tissue"] if model.task == "classify" else min(asked["min_tissue"], ANY_TISSUE)
-    windows = WindowSettings(model.tile, asked["mpp"], cell, stride, least, asked["tissue_mpp"])
+    method = model.stain_target.method if model.stain_target else None
+    windows = WindowSettings(model.tile, asked["mpp"], cell, stride, least, asked["tissue_mpp"], method)
     return lambda spec, folder: predict_slide(spec, model, windows, command.batch, folder), (
         f"windows of {model.tile} px at {asked['mpp']:g} um/px every {stride * cell} px"
     )

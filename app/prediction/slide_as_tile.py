@@ -20,6 +20,8 @@ from pipelines.catalog.processes import each_in_process
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, index_slide, slide_limits
+from pipelines.tiles.stain_fit import Method, StainFit
+from pipelines.tiles.stain_fits import STEP, stain_of
 from pipelines.tiles.tile_table import IndexSettings
 
 
@@ -36,14 +38,18 @@ def predict_as_tile(
         pixels = None
         with model.computation.together():
             tiles, picture = _rectangle(spec, settings)
+            stain = None if model.stain_target is None else _stain(spec, model.stain_target.method, settings)
             region = Region(int(tiles.l0_x[0]), int(tiles.l0_y[0]), *tiles.size, settings.mpp)
             slide = opened.enter_context(spec.open())
             if model.computation.reads:
                 pixels = slide.read(region)[None]
         with rank_faults(spec.slide_id, model.computation):
-            values = model.probabilities(pixels, (1, 3, region.height, region.width))
+            fit = stain if isinstance(stain, StainFit) else None
+            values = model.probabilities(pixels, (1, 3, region.height, region.width), fit)
         if values is None:
             return None
+        if isinstance(stain, str):
+            folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {stain}")
         (scores,) = values.astype(float)
         folder.overlay(spec.slide_id).write_bytes(picture)
         l0_width, l0_height = (l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size)
@@ -56,6 +62,14 @@ def predict_as_tile(
             spec.slide_id, told, state, {"mpp": slide.mpp, "l0_size": [tiles.source.width, tiles.source.height]}
         )
     return told
+
+
+def _stain(spec: SlideSpec, method: Method, settings: IndexSettings) -> StainFit | str:
+    """How the slide is stained, or why that cannot be measured."""
+    threads = default_threads(1)
+    task = functools.partial(stain_of, method=method, tissue_mpp=settings.tissue_mpp, threads=threads)
+    ((_, result),) = each_in_process(task, [spec], 1, slide_limits(threads))
+    return result if isinstance(result, StainFit) else str(result)
 
 
 def _rectangle(spec: SlideSpec, settings: IndexSettings) -> tuple[SlideTiles, bytes]:

@@ -7,6 +7,7 @@ it again, as building it runs that package.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from app.training.memory_layout import takes_channels_last
 from models.registry import build_model
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.stain_steps import StainSteps
+from pipelines.tiles.stain_fit import StainFit
 
 LIBRARIES = ("torchvision", "timm", "smp", "unet")
 """Words before the colon of a model's name that stand for a library, not for a package of the user's."""
@@ -44,6 +47,7 @@ class TrainedModel:
         digest: of the checkpoint's bytes.
         step: after how many steps it was written.
         averaged: its weights are their running averages.
+        stain_target: what the run made its slides look like; None: they stayed as they are.
     """
 
     name: str
@@ -53,6 +57,7 @@ class TrainedModel:
     digest: str
     step: int
     averaged: bool
+    stain_target: StainFit | None
     computation: Whole | InParts
 
     @property
@@ -75,17 +80,23 @@ class TrainedModel:
         first = 1 if self.task == "segment" or len(self.classes) == 2 else 0
         return {number: name for number, name in enumerate(self.classes) if number >= first}
 
-    def probabilities(self, images: NDArray[np.uint8] | None, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+    def probabilities(
+        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainFit | None = None
+    ) -> NDArray[np.float32] | None:
         """Return float32 (n, classes) of a classifier, (n, classes, h, w) of a segmenter, where the computation writes.
 
         Args:
-            images: (n, h, w, 3), RGB, where the computation reads.
+            images: (n, h, w, 3), RGB, of one slide, where the computation reads.
             shape: (n, 3, h, w) of them.
+            stain: of the slide; None: its colours are not changed.
 
         Raises:
             ValueError: the model gives other values than its task has.
         """
-        logits = self.computation.logits(images, shape)
+        steps = None
+        if self.stain_target is not None and stain is not None:
+            steps = StainSteps.of(self.stain_target, [stain], [0])
+        logits = self.computation.logits(images, shape, steps)
         if logits is None:
             return None
         expected = (len(self.classes),) if self.task == "classify" else (len(self.classes), *shape[2:])
@@ -121,6 +132,11 @@ def load_model(
             f"{path} is of the model {name}, which is a package of its user's and runs its code when it is built: "
             f"if you trust it, say so with --model {name}"
         )
+    if settings.get("pictures") == "resize":
+        raise ValueError(
+            f"{path} was trained with --pictures resize, where a picture is one image and has one score: there are no "
+            "windows to be put together. Scores of held-out pictures are in predictions.csv of its run"
+        )
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
     module.load_state_dict(state["model"])
     averages = state.get("average", {})
@@ -131,7 +147,7 @@ def load_model(
     channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
         module.to(memory_format=torch.channels_last)
-    pixels = PixelMaker(device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
+    pixels = functools.partial(PixelMaker, device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
     autocast = choose_autocast(settings["precision"], device)
     task = state.get("task")
     computation: Whole | InParts
@@ -152,7 +168,9 @@ def load_model(
         )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return TrainedModel(name, task, classes, settings, digest, state["step"], bool(averages), computation)
+    numbers = state.get("stain_target")  # of a run from before there was any: None
+    target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
+    return TrainedModel(name, task, classes, settings, digest, state["step"], bool(averages), target, computation)
 
 
 def _task(computation: Whole, name: str, classes: int, side: int) -> str:

@@ -34,6 +34,8 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.csv_cells import write_rows
 from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError
+from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain_fits import STEP
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
 
 log = logging.getLogger(__name__)
@@ -96,6 +98,8 @@ def predict_slide(
     if unread:
         what = f"{unread} windows with tissue cannot be read and are left out: {windows.damaged[1] or scored.fault}"
         folder.failed.add(spec.slide_id, "windows", what)
+    if isinstance(windows.stain, str):
+        folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {windows.stain}")
     areas = _write_areas(model, windows, scored, folder, spec.slide_id)
     write_tiles(folder.tiles(spec.slide_id), model.classes, _tile_rows(windows, scored.scores))
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
@@ -187,6 +191,7 @@ def _answers(
     """
     computation, unread = model.computation, 0
     tiles = _tiles(slide, windows, batch + rank_cores()) if computation.reads else None
+    stain = windows.stain if isinstance(windows.stain, StainFit) else None
     blank = np.full((model.tile, model.tile, 3), 255, np.uint8)
     for first in range(0, len(windows), batch):
         numbers = range(first, min(first + batch, len(windows)))
@@ -199,7 +204,7 @@ def _answers(
                 if unread > MOST_UNREADABLE * len(windows):
                     raise SlideError(fault)
         images = np.stack([blank if isinstance(tile, SlideError) else tile for tile in read]) if read else None
-        values = model.probabilities(images, (len(numbers), 3, model.tile, model.tile))
+        values = model.probabilities(images, (len(numbers), 3, model.tile, model.tile), stain)
         if values is not None:
             yield from ((i, value) for i, value, fault in zip(numbers, values, faults, strict=True) if not fault)
 

@@ -22,6 +22,7 @@ from pipelines.labels.tile_label import TileLabel
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.stain_fits import StainSettings
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,7 @@ class RunConfig:
     index: IndexSettings = field(default_factory=IndexSettings)
     split: SplitSettings = field(default_factory=SplitSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
+    colour: StainSettings = field(default_factory=StainSettings)
     augmentation: AugmentSettings = field(default_factory=AugmentSettings)
     net: ModelSettings = field(default_factory=ModelSettings)
     optimization: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -256,6 +258,7 @@ class RunConfig:
             *self.split.validate(),
             *self.index.validate(),
             *self.stream.validate(),
+            *self.colour.validate(),
             *self.augmentation.validate(),
             *self.optimization.validate(),
             *strategy_faults(self.strategy),
@@ -272,6 +275,13 @@ class RunConfig:
             faults.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
             faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
+        if self.augmentation.augment == "cpu" and self.colour.method:
+            faults.append(
+                f"--augment cpu varies colours before tiles reach the device, where --stain {self.colour.stain} "
+                "normalises them: use --augment device or none"
+            )
+        if self.augmentation.augment == "cpu" and self.index.whole_pictures:
+            faults.append("--augment cpu is for tiles; with --pictures resize, use device (crops and flips) or none")
         if self.index.tile == "slide":
             faults += self._whole_slide_faults()
         if self.twin_steps < 0:

@@ -243,6 +243,7 @@ class TrainingLoop:
                 "classes": list(self._session.dataset.classes),
                 "task": self._session.dataset.task,
                 "settings": self._session.settings,
+                "stain_target": self._session.stain_target,
             }
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more

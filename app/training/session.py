@@ -132,6 +132,13 @@ class Session:
         """What the run was asked for, as the checkpoint keeps it."""
         return flat(self.config)
 
+    @property
+    def stain_target(self) -> list[float] | None:
+        """What slides were made to look like, as the checkpoint keeps it: numbers of a ``StainFit``; None: they were
+        not."""
+        target = self.dataset.stain_target
+        return None if target is None else list(target.numbers)
+
     def train_rows_of(self, samples: Sequence[int]) -> list[int]:
         """Rows of the dataset's tiles that training samples are drawn from, on whatever rank."""
         rows: list[int] = self.train_rows[self.stream.source.rows_of(np.asarray(samples, np.int64))].tolist()
@@ -193,6 +200,7 @@ def build_session(
             f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
         )
     train_rows = dataset.rows("train")
+    validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
     loss = build_loss(config.optimization, dataset, train_rows).to(placement.device)
     host = None if strategy.policy.stream is None else _host_space(config, strategy)
     engine = build_engine(
@@ -210,9 +218,10 @@ def build_session(
         host=host,
     )
 
-    def pixels(augment: AugmentSettings) -> Maker:
-        """What turns tiles into the model's input, whole or by the boxes that it asks for."""
-        made = PixelMaker(placement.device, augment, config.seed, channels_last=model.channels_last)
+    def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
+        """What turns tiles of ``rows`` into the model's input, whole or by the boxes that it asks for."""
+        stains = dataset.stain_steps(rows)
+        made = PixelMaker(placement.device, augment, config.seed, channels_last=model.channels_last, stains=stains)
         return made if strategy.policy.stream is None else BoxMaker(made)
 
     cache = _tile_cache(config, dataset)
@@ -230,14 +239,14 @@ def build_session(
         engine,
         loss,
         _read_ahead(config, training_reading.sharded(stream), placement, host),
-        pixels(config.augmentation),
-        pixels(AugmentSettings(augment="none")),
+        pixels(_augmentation(config), train_rows),
+        pixels(AugmentSettings(augment="none"), validation_rows),
         pool,
         training_reading,
         reading([engine.predict_wants] * len(engine.share)),
         ranges,
         train_rows,
-        spread(dataset, dataset.rows("val"), config.score.validation_tiles),
+        validation_rows,
         model.parameters,
         watchdog,
         model.loaded,
@@ -251,6 +260,8 @@ def build_session(
 def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs: int | None = None) -> TileStream:
     """Tiles ``rows`` of the dataset with their targets, in index order."""
     stream = TileStream.over(dataset.tiles.select(rows), seed=config.seed, epochs=epochs)
+    if config.index.whole_pictures:
+        stream = stream.crop(varied=False)
     if dataset.tile_labels is not None:
         return stream.label(dataset.tile_labels[rows])
     assert isinstance(dataset.truth, SlideAnnotations)
@@ -280,7 +291,14 @@ def _training_tiles(
         by_slide = sample == "slide"
         weights = slide_weights(stream.tiles.slide) if by_slide else _pixel_weights(dataset, rows, placement)
         stream = stream.weigh(weights)
-    return stream.augment(config.augmentation)
+    if config.index.whole_pictures:
+        stream = stream.crop(varied=config.augmentation.augment == "device", flip=config.augmentation.flip)
+    return stream.augment(_augmentation(config))
+
+
+def _augmentation(config: RunConfig) -> AugmentSettings:
+    """What is varied in tiles; of whole pictures nothing more than the crop, which comes with reading."""
+    return AugmentSettings(augment="none") if config.index.whole_pictures else config.augmentation
 
 
 def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
