@@ -6,6 +6,7 @@ in where the session is built.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -104,7 +105,8 @@ class TrainingLoop:
         outcome, total = self.outcome, self._session.total_steps
         ended = self.is_done
         bar = RunProgress(total, outcome.step, quiet=not self._is_first)
-        with self._tiles, self._feed, self._log, self._checkpoints, bar as progress:
+        kept = self._session.cache or contextlib.nullcontext()
+        with kept, self._tiles, self._feed, self._log, self._checkpoints, bar as progress:
             stop, batch = False, None
             while not ended and not stop:
                 if batch is not None:
@@ -239,7 +241,9 @@ class TrainingLoop:
                 "best": outcome.best,
                 "stale": outcome.stale,
                 "classes": list(self._session.dataset.classes),
+                "task": self._session.dataset.task,
                 "settings": self._session.settings,
+                "stain_target": self._session.stain_target,
             }
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more
