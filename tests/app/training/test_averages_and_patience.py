@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from app.checkpoint.file import save_checkpoint
 from app.prediction.trained_model import load_model
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import RunConfig, ScoreSettings
@@ -79,15 +80,18 @@ def test_predictions_are_those_of_the_averages(data: tuple[Path, Dataset], tmp_p
         patch.setitem(MODELS, "tests.helpers:tiny", MODELS["tiny"])
         patch.setattr("app.prediction.trained_model.build_model", lambda name, **_: copy.deepcopy(MODELS[name]))
         state = train_on_threads(config, data[1]).state
-        asked = load_model(tmp_path / "run/checkpoints/last.pt", "tests.helpers:tiny", torch.device("cpu"))
-    assert asked.averaged
-    net = copy.deepcopy(MODELS["tiny"])
-    net.load_state_dict(state["model"] | state["average"])
-    images = np.random.default_rng(0).integers(0, 255, (2, 128, 128, 3), dtype=np.uint8)
-    with torch.inference_mode():
-        floats = asked._pixels.floats(torch.from_numpy(images), None)
-        expected = net.eval()(floats).softmax(1).numpy()
-    assert np.allclose(asked.probabilities(images), expected, rtol=1e-6)
+        state.pop("format")
+        raw = {key: value for key, value in state.items() if key != "average"}
+        states = {"kept": state, "raw": raw, "in place": raw | {"model": state["model"] | state["average"]}}
+        images = np.random.default_rng(0).integers(0, 255, (2, 128, 128, 3), dtype=np.uint8)
+        found = {}
+        for name, each in states.items():
+            save_checkpoint(tmp_path / f"{name}.pt", each)
+            model = load_model(tmp_path / f"{name}.pt", "tests.helpers:tiny", torch.device("cpu"))
+            assert model.averaged == (name == "kept")
+            found[name] = model.probabilities(images, (2, 3, 128, 128))
+    assert np.array_equal(found["kept"], found["in place"])
+    assert not np.allclose(found["kept"], found["raw"], atol=1e-4)
 
 
 @pytest.mark.usefixtures("one_model")
