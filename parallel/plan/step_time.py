@@ -29,9 +29,10 @@ DDP_BUCKET = 25 << 20
 """Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
 LONG = 4
 """Times the depth of a pipeline: microbatches of a step that is simulated whole."""
-UPDATE_PASSES = (6, 11, 20)
+UPDATE_PASSES = (6, 11, 20, 25)
 """By values that the optimizer keeps for each parameter, how many times the bytes of the parameters it reads or writes:
-torch's SGD, SGD with momentum, and AdamW, with weight decay, operation by operation (``torch/optim``)."""
+torch's SGD, SGD with momentum, and AdamW, with weight decay, operation by operation (``torch/optim``), and AdamW with a
+running average. SGD with momentum and an average takes 16, and is counted as AdamW."""
 
 ADDING_PASSES = 3
 """Times the bytes of the parameters that adding a microbatch's gradients to those before reads or writes."""
