@@ -70,7 +70,11 @@ def index(command: IndexCommand) -> None:
     """Build the index and say what it holds."""
     started_s = time.perf_counter()
     specs = find_slides(
-        command.slides, mpp=command.slide_mpp, picture_mpp=command.index.picture_mpp, backend=command.backend
+        command.slides,
+        mpp=command.slide_mpp,
+        picture_mpp=command.index.picture_mpp,
+        whole_pictures=command.index.whole_pictures,
+        backend=command.backend,
     )
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
+from app.training.split_choice import choose_splits
 from pipelines.cache.cached_slide import CachedSpec
 from pipelines.cache.tile_cache import TileCache
 from pipelines.catalog.catalog import SlideSpec, find_slides
@@ -24,11 +25,14 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import ClassMap
 from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
-from pipelines.labels.splits import Splits, fixed_splits, make_splits, split_folders
+from pipelines.labels.splits import Splits, split_folders
 from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
+from pipelines.stream.stain_steps import StainSteps
 from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
+from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain_fits import fit_slides
 from pipelines.tiles.tile_table import sides_text
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ class Dataset:
         tiles: of every usable slide.
         tile_labels: int64 (n,), class of each tile when the task is classify, else None.
         slide_labels: class of each slide; empty when only tiles or pixels have one.
+        stains: of each slide of ``tiles``, None where there is no fit; empty when they are not normalised.
+        stain_target: what they are made to look like.
     """
 
     task: str
@@ -62,11 +68,19 @@ class Dataset:
     tiles: TileTable
     tile_labels: NDArray[np.int64] | None
     slide_labels: dict[str, int]
+    stains: tuple[StainFit | None, ...] = ()
+    stain_target: StainFit | None = None
 
     def rows(self, split: str) -> NDArray[np.int64]:
         """Rows of ``tiles`` that belong to ``split`` (train, val or test)."""
         slides = [k for k, slide_id in enumerate(self.tiles.slides) if self.splits.split[slide_id] == split]
         return np.flatnonzero(np.isin(self.tiles.slide, slides))
+
+    def stain_steps(self, rows: NDArray[np.int64]) -> StainSteps | None:
+        """How the tiles ``rows``, as rows of a table of their own, are normalised; None: they are not."""
+        if self.stain_target is None:
+            return None
+        return StainSteps.of(self.stain_target, self.stains, self.tiles.slide[rows])
 
     def pool(self, capacity: int, cache: TileCache | None = None) -> SlidePool:
         """Handles for these slides, at most ``capacity`` open at once; their tiles go through ``cache``."""
@@ -93,6 +107,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         mpp=data.slide_mpp,
         mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
         picture_mpp=config.index.picture_mpp,
+        whole_pictures=config.index.whole_pictures,
         backend=data.backend,
     )
     truth = find_labels(
@@ -129,7 +144,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
     slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
     given = split_folders(data.slides, specs)
-    splits = _splits(config, folder, truth, usable, slide_labels, given, progress)
+    splits = choose_splits(config, folder, truth, usable, slide_labels, given, progress)
     if task == "segment":
         tile_labels = None
     elif isinstance(truth, SlideLabels):
@@ -138,6 +153,11 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         assert drawn_labels is not None
         tile_labels = drawn_labels
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
+    if config.colour.method:
+        how = config.colour.method, config.index.tissue_mpp, folder.path
+        fits = fit_slides(specs, *how, workers=data.index_workers, progress=progress)
+        target = fits.target(config.colour.stain_target)
+        dataset = replace(dataset, stains=tuple(fits.of_slides(tiles.slides)), stain_target=target)
     _check_training_part(dataset)
     return dataset
 
@@ -152,6 +172,11 @@ def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> 
 
 def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     asked = config.data.task
+    if config.index.whole_pictures and (isinstance(truth, SlideAnnotations) or asked == "segment"):
+        raise ValueError(
+            f"--pictures resize gives each picture one class; got --task {asked} with {truth.source}: leave it out to "
+            "learn from what is drawn, on tiles"
+        )
     if config.data.class_map and isinstance(truth, SlideLabels):
         raise ValueError(
             f"--class-map is for annotations, and only slide labels were found ({truth.source}): rename them there"
@@ -169,33 +194,6 @@ def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     if asked == "auto":
         return "classify" if isinstance(truth, SlideLabels) else "segment"
     return asked
-
-
-def _splits(
-    config: RunConfig,
-    folder: RunFolder,
-    truth: SlideLabels | SlideAnnotations,
-    usable: list[str],
-    slide_labels: dict[str, int],
-    given: dict[str, str],
-    progress: Callable[[str], None],
-) -> Splits:
-    patients = {slide_id: truth.patient[slide_id] for slide_id in usable}
-    if folder.splits.exists():
-        splits = Splits.load(folder.splits, patients)
-    else:
-        asked = config.split
-        if given:
-            progress(f"split by the folders {', '.join(sorted(set(given.values())))}")
-            splits = fixed_splits(given, patients, slide_labels, validation=asked.validation, seed=config.seed)
-        else:
-            splits = make_splits(
-                patients, slide_labels or None, validation=asked.validation, test=asked.test, seed=config.seed
-            )
-        splits.save(folder.splits)
-    counts = ", ".join(f"{part} {sum(s == part for s in splits.split.values())}" for part in ("train", "val", "test"))
-    progress(f"slides by split: {counts}; patients in more than one split: {splits.patient_overlap()}")
-    return splits
 
 
 def _drawn_areas(
@@ -268,11 +266,20 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]
     """How many of the tiles ``rows`` (classify), or points in a sample of them (segment), each class has: (C,)."""
     if dataset.tile_labels is not None:
         return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
-    assert isinstance(dataset.truth, SlideAnnotations)
-    sample = rows[:: max(1, len(rows) // WEIGHT_SAMPLE)]
-    counts = np.zeros(len(dataset.classes), np.int64)
-    with contextlib.closing(dataset.pool(1)) as pool:
-        for row in sample:
-            with contextlib.suppress(SlideError):  # of a tile that cannot be read, which is written down where it is
-                counts += _class_areas(dataset.tiles, int(row), dataset.truth, pool)
+    areas, _ = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])
+    counts: NDArray[np.int64] = areas.sum(0)
     return counts
+
+
+def class_areas(dataset: Dataset, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Return the points of each class on a grid over each of the tiles ``rows``, (n, C), and how many tiles cannot be
+    read: these, which are written down where they are read for training, have none."""
+    assert isinstance(dataset.truth, SlideAnnotations)
+    areas, unread = np.zeros((len(rows), len(dataset.classes)), np.int64), 0
+    with contextlib.closing(dataset.pool(1)) as pool:
+        for k, row in enumerate(rows.tolist()):
+            try:
+                areas[k] = _class_areas(dataset.tiles, row, dataset.truth, pool)
+            except SlideError:
+                unread += 1
+    return areas, unread

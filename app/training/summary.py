@@ -107,6 +107,14 @@ class RunSummary:
             f"{status}: {summary['steps']} steps, {summary['images']} tiles, "
             f"{_number(speed)} images/s ({_number(twin)} fed from memory)"
         )
+        if early := summary["stopped_early"]:
+            best = ""
+            if "best_step" in early:
+                best = f" than {early['best_metric']} {early['best_value']:.4f} of step {early['best_step']}"
+            self.say(
+                f"stopped early at step {early['step']}: {early['validations']} validations in a row without a better "
+                f"score{best} (--patience {early['patience']})"
+            )
         if self._session.cache is not None:
             self.say(_cache_line(self._cached, self._session.cache))
         if status != "failed":
@@ -127,6 +135,7 @@ class RunSummary:
             "classes": list(session.dataset.classes),
             "model": config.net.model,
             "parameters": session.parameters,
+            "weights": session.loaded.summary if session.loaded else None,
             "strategy": strategy.name,
             "ranks": self._communicator.world,
             "stages": strategy.depth,
@@ -163,6 +172,7 @@ class RunSummary:
             "final_loss": outcome.loss,
             "metrics": outcome.metrics,
             "best": outcome.best,
+            "stopped_early": outcome.stopped_early(config.score.patience, session.total_steps),
             "checkpoint": str(self._folder.last) if self._folder.last.exists() else None,
             "wall_s": time.monotonic() - self._started_s,
             "restarts": self._restarts,
