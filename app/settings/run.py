@@ -282,6 +282,9 @@ class RunConfig:
             )
         if self.augmentation.augment == "cpu" and self.index.whole_pictures:
             faults.append("--augment cpu is for tiles; with --pictures resize, use device (crops and flips) or none")
+        if self.stream.cache is not None and (self.index.whole_pictures or self.index.tile == "slide"):
+            what = "--pictures resize" if self.index.whole_pictures else "--tile slide"
+            faults.append(f"--cache keeps tiles of one size, which those of {what} are not: leave it out")
         if self.index.tile == "slide":
             faults += self._whole_slide_faults()
         if self.twin_steps < 0:
@@ -301,8 +304,6 @@ class RunConfig:
                 f"--tile slide computes slides one at a time, as they differ in size: --batch {asked.batch} needs "
                 f"--microbatches {asked.batch}; got {asked.m}"
             )
-        if self.stream.cache is not None:
-            faults.append("--cache keeps tiles of one size, which those of --tile slide are not: leave it out")
         if self.augmentation.augment == "cpu":
             faults.append(
                 "--augment cpu varies tiles of one size, which those of --tile slide are not: use device or none"

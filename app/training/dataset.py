@@ -38,7 +38,8 @@ from pipelines.tiles.tile_table import sides_text
 log = logging.getLogger(__name__)
 
 LABEL_GRID = 64
-"""A tile's class from annotations is decided on this many points along each side."""
+"""A tile's class from annotations is decided on this many points along its longer side; that of any area drawn on it
+on every pixel."""
 
 WEIGHT_SAMPLE = 500
 """About as many tiles are looked at to count the pixels of each class."""
@@ -135,8 +136,10 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     usable = [slide_id for slide_id in tiles.slides if slide_id in known]
     tiles, drawn_labels = tiles.of_slides(usable), None
     if task == "classify" and isinstance(truth, SlideAnnotations):
-        tiles, areas = _drawn_areas(tiles, truth, specs, FailedSlides(folder.failed_slides))
-        tiles, drawn_labels = _labelled(tiles, TileLabel.parse(data.tile_label).classes(areas), progress)
+        rule = TileLabel.parse(data.tile_label)
+        points = max(tiles.largest) if rule.counts_any else LABEL_GRID
+        tiles, areas = _drawn_areas(tiles, truth, specs, FailedSlides(folder.failed_slides), points)
+        tiles, drawn_labels = _labelled(tiles, rule.classes(areas), progress)
         usable = list(tiles.slides)
     specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
     slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
@@ -194,10 +197,10 @@ def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
 
 
 def _drawn_areas(
-    tiles: TileTable, truth: SlideAnnotations, specs: tuple[SlideSpec, ...], failed: FailedSlides
+    tiles: TileTable, truth: SlideAnnotations, specs: tuple[SlideSpec, ...], failed: FailedSlides, points: int
 ) -> tuple[TileTable, NDArray[np.int64]]:
-    """The tiles of slides whose annotation can be read, and the areas (n, C) of each class on them; the other slides
-    are written down."""
+    """The tiles of slides whose annotation can be read, and the areas (n, C) of each class on them, in points of a grid
+    of so many along the longer side; the other slides are written down."""
     areas = np.zeros((len(tiles), len(truth.classes)), np.int64)
     lost: set[str] = set()
     with contextlib.closing(SlidePool(specs, 1)) as pool:
@@ -206,7 +209,7 @@ def _drawn_areas(
             if slide_id in lost:
                 continue
             try:
-                areas[row] = _class_areas(tiles, row, truth, pool)
+                areas[row] = _class_areas(tiles, row, truth, pool, points)
             except SlideError as fault:
                 lost.add(slide_id)
                 if failed.add_once(slide_id, "annotation", fault):
@@ -229,11 +232,13 @@ def _labelled(
     return kept.of_slides([kept.slides[k] for k in np.unique(kept.slide)]), labels[rows]
 
 
-def _class_areas(tiles: TileTable, row: int, truth: SlideAnnotations, pool: SlidePool) -> NDArray[np.int64]:
+def _class_areas(
+    tiles: TileTable, row: int, truth: SlideAnnotations, pool: SlidePool, points: int = LABEL_GRID
+) -> NDArray[np.int64]:
     """Points of a grid over tile ``row`` that fall on each class, (C,)."""
     tile = tiles.region(row)
     longer = max(tile.width, tile.height)
-    grid = min(LABEL_GRID, longer)
+    grid = min(points, longer)
     width, height = (max(1, side * grid // longer) for side in (tile.width, tile.height))
     coarse = Region(tile.l0_x, tile.l0_y, width, height, tile.mpp * longer / grid)
     mask = np.empty((height, width), np.uint8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ TRAILER_BYTES = 16
 JSON_VALUES: tuple[Any, ...] = (0, 1, -1, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), None, True)
 JSON_VALUES += ("", "x", "../../x", [], {}, [0], [-1, 0], "nan", 0.5)
 """What a value of JSON metadata is replaced by."""
+XML_VALUES = ("", "0", "-1", "1", "2", "5", "1e9", "1e308", "-1e999", "nan", "inf", "10" * 30, "x", "../../x", "&#0;")
+XML_VALUES += ("&lt;", "Polygon", "Dot", "Rectangle", "None", "0x10", "1_0", "\u0663")
+"""What the value of an attribute is replaced by."""
 WORDS = (b"inf", b"nan", b"-1", b"0", b"1e999", b"99999999999999999999", b"\x00", b"\xff\xfe", b'"', b"<", b"|", b"=")
 
 
@@ -238,7 +242,10 @@ def mutate_file(path: Path, layout: Layout, chance: random.Random) -> tuple[str,
     if path.suffix in (".geojson", ".json") and chance.random() < 0.6:
         _edit_json(path, chance)
         return "edit_json", True
-    text = path.suffix in (".geojson", ".json", ".csv")
+    if path.suffix == ".xml" and chance.random() < 0.6:
+        _edit_xml(path, chance)
+        return "edit_xml", True
+    text = path.suffix in (".geojson", ".json", ".xml", ".csv")
     mutators = OF_TIFF if layout.entries else OF_TEXT if text else OF_HEADERS
     new, done = bytearray(old), []
     while bytes(new) == old:  # a number replaced by itself is no damage
@@ -287,6 +294,27 @@ def _edit_json(path: Path, chance: random.Random) -> None:
     else:
         holder[key] = [holder[key], holder[key]]
     path.write_text(json.dumps(document))
+
+
+def _edit_xml(path: Path, chance: random.Random) -> None:
+    """Replace the value of an attribute, remove, repeat or rename an element, or declare entities."""
+    text = path.read_text()
+    action = chance.choice(("value", "value", "value", "remove", "repeat", "rename", "entities"))
+    if action == "entities":
+        name = chance.choice(("a", "lt", "x y"))
+        entities = f'<!DOCTYPE x [<!ENTITY {name} SYSTEM "file:///etc/hostname"><!ENTITY b "&{name};&{name};">]>'
+        start = text.index("?>") + 2
+        path.write_text(text[:start] + entities + text[start:].replace('="', '="&b;', 1))
+        return
+    pattern = r'(?<==")[^"]*(?=")' if action == "value" else r"<[A-Z]\w*[^<>]*/?>"
+    match = chance.choice(list(re.finditer(pattern, text)))
+    new = {
+        "value": str(chance.choice(XML_VALUES)),
+        "remove": "",
+        "repeat": match[0] * 2,
+        "rename": f"<{chance.choice(('Polygon', 'Group', 'Region', 'x'))}{match[0].lstrip('<')[1:]}",
+    }[action]
+    path.write_text(text[: match.start()] + new + text[match.end() :])
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -125,7 +125,43 @@ def _geojson(path: Path) -> None:
         }
         for k, name in enumerate(("tumour", "stroma"))
     ]
+    hole, crossing = [[x / 2 + 100, y / 2 + 80] for x, y in ring], [ring[0], ring[2], ring[1], ring[3], ring[0]]
+    parts = {"type": "MultiPolygon", "coordinates": [[ring, hole], [crossing]]}
+    point = {"type": "Point", "coordinates": [5, 5]}
+    features += [{"type": "Feature", "geometry": geometry, "properties": {}} for geometry in (parts, point)]
     path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+
+
+BOX = ((100, 100), (500, 100), (500, 400), (100, 400))
+CROSSING = ((300, 300), (700, 300), (700, 450), (400, 450), (400, 200), (600, 200), (600, 480), (300, 480))
+
+
+def _asap(path: Path) -> None:
+    areas = (("tumour", "Polygon", BOX), ("stroma", "Spline", CROSSING), ("Exclusion", "Rectangle", BOX[1:]))
+    lines = ['<?xml version="1.0"?>', "<ASAP_Annotations><Annotations>"]
+    for k, (group, kind, points) in enumerate((*areas, ("tumour", "Dot", BOX[:1]))):
+        lines.append(f'<Annotation Name="{k}" Type="{kind}" PartOfGroup="{group}" Color="#F4FA58"><Coordinates>')
+        lines += [f'<Coordinate Order="{i}" X="{x}" Y="{y}"/>' for i, (x, y) in enumerate(points)]
+        lines.append("</Coordinates></Annotation>")
+    groups = [f'<Group Name="{name}" PartOfGroup="None"/>' for name in ("tumour", "stroma", "Exclusion")]
+    lines += ["</Annotations><AnnotationGroups>", *groups, "</AnnotationGroups></ASAP_Annotations>"]
+    path.write_text("\n".join(lines))
+
+
+def _imagescope(path: Path) -> None:
+    layers = (
+        ("tumour", ((0, 0, BOX), (0, 1, BOX[:2]), (2, 0, BOX[1::2]))),
+        ("stroma", ((1, 0, BOX[::2]), (5, 0, BOX))),
+    )
+    lines = ['<?xml version="1.0"?>', '<Annotations MicronsPerPixel="0.5">']
+    for k, (name, regions) in enumerate(layers, 1):
+        lines.append(f'<Annotation Id="{k}" Name="{name}" Type="4"><Attributes/><Regions>')
+        for i, (kind, negative, points) in enumerate(regions, 1):
+            lines.append(f'<Region Id="{i}" Type="{kind}" NegativeROA="{negative}"><Vertices>')
+            lines += [f'<Vertex X="{x}" Y="{y}" Z="0"/>' for x, y in points]
+            lines.append("</Vertices></Region>")
+        lines.append("</Regions></Annotation>")
+    path.write_text("\n".join([*lines, "</Annotations>"]))
 
 
 def _labels(path: Path) -> None:
@@ -173,6 +209,8 @@ WRITERS: dict[str, tuple[str, Callable[[Path, Pixels], object]]] = {
     ),
     "mask-png": ("m_mask.png", lambda path, picture: Image.fromarray(_mask()).save(path)),
     "geojson": ("m.geojson", lambda path, picture: _geojson(path)),
+    "asap": ("m-asap.xml", lambda path, picture: _asap(path)),
+    "imagescope": ("m-imagescope.xml", lambda path, picture: _imagescope(path)),
     "labels": ("labels.csv", lambda path, picture: _labels(path)),
 }
 """Format -> file name and what writes it; real slides and the samples of ``app.doctor`` are copied."""

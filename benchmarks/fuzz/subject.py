@@ -32,7 +32,7 @@ TINY_SETTINGS = IndexSettings(tile=32, mpp=MPP, min_tissue=0.0, tissue_mpp=2.0)
 READ_PX = 256
 """Side of the regions that are read of each level: its corners and its middle."""
 UNRECORDED = ("png", "jpeg", "tiff-strips", "dicom")
-TABLES = ("mask-tiff", "mask-png", "geojson", "labels")
+TABLES = ("mask-tiff", "mask-png", "geojson", "asap", "imagescope", "labels")
 GIB = 1 << 30
 
 

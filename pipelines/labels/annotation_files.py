@@ -56,6 +56,7 @@ def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
             f"--annotations {folder} holds nothing for the slides: looked, sub-folders included, for <slide>.geojson, "
             f"<slide>.xml, <slide>.json, <slide>.tif and <slide>.png, for example {specs[0].slide_id}.geojson. "
             + (f"Found annotations for {listed([f.stem for f in files.unknown])}. " if files.unknown else "")
+            + ("DICOM SEG is not read: write it as a mask TIFF or as GeoJSON. " if any(folder.rglob("*.dcm")) else "")
             + "Name the files after the slides"
         )
     return files

@@ -1,9 +1,10 @@
 """Areas drawn in ASAP: a class is a group of annotations.
 
 Takes elements of ``ASAP_Annotations`` (Annotation, Coordinate, Group), gives a ``Drawing``; and writes one. Coordinates
-are level-0 px. The groups of the Camelyon challenges mean what their masks say: in Camelyon16 ``_0`` and ``_1`` are
-``Tumor`` and ``_2``, or ``Exclusion``, is not; in Camelyon17 ``normal`` lies within ``metastases``. Such exclusions are
-painted last, as background.
+are level-0 px; a ring that crosses itself has all that it winds around, as in the masks that ASAP itself makes. The
+groups of the Camelyon challenges mean what their masks say: in Camelyon16 ``_0`` and ``_1`` are ``Tumor`` and ``_2``,
+or ``Exclusion``, is not; in Camelyon17 ``normal`` lies within ``metastases``. Such exclusions are painted last, as
+background.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin, make_drawing, printable_name
 from pipelines.labels.geojson import signed_area
+from pipelines.labels.winding import even_odd_areas, wound_areas
 
 AREAS = frozenset({"Polygon", "Spline", "Rectangle"})
 """A spline is the polygon through its points, as in the masks that ASAP itself makes."""
@@ -74,9 +76,12 @@ class AsapReader:
             for group, _ in self._areas
         ]
         last = [meaning.get(group) == BACKGROUND for group, _ in self._areas]
-        order = sorted(range(len(classes)), key=last.__getitem__)
+        areas = wound_areas([ring for _, ring in self._areas])
+        if flat := sum(not polygons for polygons in areas):
+            self._left_out["area that encloses nothing"] += flat
+        painted = [(k, rings) for k in sorted(range(len(classes)), key=last.__getitem__) for rings in areas[k]]
         return make_drawing(
-            [[self._areas[k][1]] for k in order], [classes[k] for k in order], self._left_out, Origin.LEVEL0
+            [rings for _, rings in painted], [classes[k] for k, _ in painted], self._left_out, Origin.LEVEL0
         )
 
 
@@ -84,18 +89,22 @@ def write_asap(drawing: Drawing, path: Path) -> None:
     """Write ``drawing``, counted from level 0, in painting order, with a group for each class.
 
     ASAP has no holes: the ring of a polygon goes along its holes and back on a cut of no width, which every way to fill
-    it leaves out.
+    it leaves out. A ring that crosses itself is written as areas that do not, since ASAP fills it by another rule.
     """
     assert drawing.origin is Origin.LEVEL0
     lines = ['<?xml version="1.0"?>', "<ASAP_Annotations>", "<Annotations>"]
-    for polygon, index in enumerate(drawing.polygon_class.tolist()):
+    areas = (
+        (index, rings)
+        for polygon, index in enumerate(drawing.polygon_class.tolist())
+        for rings in even_odd_areas(drawing.rings(polygon))
+    )
+    for number, (index, rings) in enumerate(areas):
         group = quoteattr(drawing.classes[index])
         lines.append(
-            f'<Annotation Name="Annotation {polygon}" Type="Polygon" PartOfGroup={group} Color="#F4FA58"><Coordinates>'
+            f'<Annotation Name="Annotation {number}" Type="Polygon" PartOfGroup={group} Color="#F4FA58"><Coordinates>'
         )
         lines += [
-            f'<Coordinate Order="{k}" X="{x!r}" Y="{y!r}"/>'
-            for k, (x, y) in enumerate(_keyholed(drawing.rings(polygon)).tolist())
+            f'<Coordinate Order="{k}" X="{x!r}" Y="{y!r}"/>' for k, (x, y) in enumerate(_keyholed(rings).tolist())
         ]
         lines.append("</Coordinates></Annotation>")
     lines += ["</Annotations>", "<AnnotationGroups>"]

@@ -58,6 +58,7 @@ def test_wrong_sizes_and_whole_slides_are_refused() -> None:
         stream=StreamSettings(cache=Path("c")),
         strategy=StrategySettings(batch=1, microbatches=1, parallel="single"),
     )
-    assert whole.validate() == [
-        "--cache keeps tiles of one size, which those of --tile slide are not: leave it out",
-    ]
+    refused = "--cache keeps tiles of one size, which those of {} are not: leave it out"
+    assert whole.validate() == [refused.format("--tile slide")]
+    pictures = RunConfig(DataSettings(Path("slides")), IndexSettings(pictures="resize"), stream=whole.stream)
+    assert pictures.validate() == [refused.format("--pictures resize")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +20,15 @@ from tests.helpers.drawings import box, write_geojson
 HALF = 768
 
 
-def prepared(slides: Path, folder: Path, said: list[str] | None = None, **data: object) -> Dataset:
+def prepared(
+    slides: Path, folder: Path, said: list[str] | None = None, more: Sequence[dict[str, Any]] = (), **data: object
+) -> Dataset:
     for spec in find_slides(slides):
         write_geojson(
             folder / "drawn" / f"{spec.slide_id}.geojson",
             box(0, 0, HALF + 64, 2 * HALF, "Tumor"),  # a quarter of the tiles to the right of the middle
             box(HALF, HALF, 2 * HALF, 2 * HALF, "Ignore*"),
+            *more,
         )
     settings = DataSettings(slides, annotations=folder / "drawn", task="classify")
     config = RunConfig(dataclasses.replace(settings, **data), IndexSettings(tile=256), out=folder / "run")  # type: ignore[arg-type]
@@ -41,6 +46,16 @@ def test_rules_and_ignored_tiles(segment_slides: Path, tmp_path: Path, rule: str
     expected = [1 if tile.l0_x < HALF else quarter if tile.l0_x == HALF else 0 for tile in tiles]
     np.testing.assert_array_equal(dataset.tile_labels, expected)
     assert set(expected) == {0, 1}
+
+
+def test_any_counts_a_single_pixel(segment_slides: Path, tmp_path: Path) -> None:
+    dots = [box(x, 130, x + 1, 131, "Dot") for x in range(HALF + 256 + 101, 2 * HALF, 256)]
+    dataset = prepared(segment_slides, tmp_path, more=dots, tile_label="any")
+    assert dataset.tile_labels is not None
+    tiles = [dataset.tiles.region(row) for row in range(len(dataset.tiles))]
+    dotted = [tile.l0_y == 0 and tile.l0_x > HALF for tile in tiles]
+    assert any(dotted)
+    np.testing.assert_array_equal(dataset.tile_labels == dataset.classes.index("Dot"), dotted)
 
 
 def test_settings_that_do_not_fit_are_refused(classify_slides: Path, segment_slides: Path, tmp_path: Path) -> None:

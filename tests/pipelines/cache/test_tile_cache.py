@@ -160,7 +160,7 @@ def begin(process: subprocess.Popen[str]) -> None:
 def test_processes_write_into_one_folder_at_once_and_stay_within_its_size(tmp_path: Path) -> None:
     reader = TileCache(tmp_path, BOUND, KIND)
     bound = 1_000_000
-    writers = [writer(tmp_path, bound, 0, 400), writer(tmp_path, bound, 300, 700)]
+    writers = [writer(tmp_path, bound, 0, 700), writer(tmp_path, bound, 600, 1300)]  # each has too many by itself
     for process in writers:
         begin(process)
     told = [process.communicate()[0].split() for process in writers]
@@ -172,8 +172,7 @@ def test_processes_write_into_one_folder_at_once_and_stay_within_its_size(tmp_pa
     places = [p for s in ShardFolder(tmp_path, KIND).shards() for p in reader._shards.places_of(s).tolist()]
     listed = [row[2] for row in places if any(row)]
     assert len(listed) == stored
-    assert all(int(count) for count, _ in told), "both found room"
-    assert [number for number in range(700) if holds(reader, number)] == sorted(set(listed))
+    assert [number for number in range(1300) if holds(reader, number)] == sorted(set(listed))
     assert reader.counts.damaged == 0
 
 

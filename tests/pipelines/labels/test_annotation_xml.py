@@ -15,7 +15,7 @@ from pipelines.labels.drawing import Origin
 from pipelines.labels.slide_labels import find_labels
 from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import SlideError
-from tests.helpers.drawings import blank_slide
+from tests.helpers.drawings import blank_slide, edge_distance
 
 SAMPLES = Path(__file__).parents[2] / "data" / "annotations"
 
@@ -115,6 +115,38 @@ def test_camelyon17_normal_lies_within_metastases(tmp_path: Path) -> None:
     assert (mask[3, 3], mask[1, 1], mask.sum()) == (0, 1, 55)
     asap(tmp_path / "a.xml", drawn[0])  # of another study: a class like any other
     assert mask_of(tmp_path, 9, 9)[1].classes == ("background", "normal")
+
+
+@pytest.mark.parametrize(
+    "ring",
+    [
+        [(0, 0), (20, 0), (20, 14), (4, 14), (4, 6), (12, 6), (12, 18), (0, 18)],  # crosses its own area: wound twice
+        [(1, 1), (15, 15), (15, 1), (1, 15)],  # two lobes, one each way
+        [(2, 2), (18, 2), (18, 18), (2, 18), (2, 2), (6, 6), (14, 6), (14, 14), (6, 14), (6, 6)],  # twice around
+    ],
+)
+def test_rings_that_cross_themselves_have_all_that_they_wind_around(
+    ring: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """As in ASAP's own masks (AnnotationToMask.cpp: a winding number that is not zero)."""
+    asap(tmp_path / "a.xml", ("x", "Polygon", ring))
+    mask, _ = mask_of(tmp_path, 22, 22)
+    centres = np.arange(22) + 0.5
+    winding = np.zeros((22, 22), int)
+    for (x0, y0), (x1, y1) in zip(ring, [*ring[1:], ring[0]], strict=True):
+        if y0 != y1:
+            down, up = (y0 <= centres) & (y1 > centres), (y1 <= centres) & (y0 > centres)
+            right_of = centres[None, :] < (x0 + (centres - y0) * (x1 - x0) / (y1 - y0))[:, None]
+            winding += right_of * (down.astype(int) - up.astype(int))[:, None]
+    assert (np.abs(winding) > 1).any() == (len(ring) != 4)
+    near = edge_distance([ring], centres, centres) < 1e-6  # on the edge itself rounding decides
+    np.testing.assert_array_equal(mask[~near], (winding != 0)[~near].astype(np.uint8))
+
+
+def test_an_area_that_encloses_nothing_is_counted(tmp_path: Path) -> None:
+    path = asap(tmp_path / "a.xml", ("x", "Polygon", square(0, 0, 4)), ("x", "Polygon", [(0, 0), (5, 5), (9, 9)]))
+    drawing = read_xml(path)
+    assert (len(drawing.box), drawing.left_out) == (1, {"area that encloses nothing": 1})
 
 
 def test_groups_are_classes_and_the_rest_is_counted(tmp_path: Path) -> None:

@@ -215,6 +215,9 @@ def test_folders_that_do_not_help(tmp_path: Path) -> None:
     write_geojson(tmp_path / "other.geojson", box(0, 0, 5, 5))
     with pytest.raises(ValueError, match=r"(?s)nothing for the slides.*a\.geojson.*for other\."):
         annotations(tmp_path, specs("a"))
+    (tmp_path / "a.dcm").write_bytes(b"")
+    with pytest.raises(ValueError, match="DICOM SEG is not read: write it as a mask TIFF"):
+        annotations(tmp_path, specs("a"))
 
 
 def test_two_files_for_one_slide(tmp_path: Path) -> None:
