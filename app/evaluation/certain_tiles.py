@@ -23,7 +23,10 @@ SHOWN, PICTURE_PX = 6, 192
 
 
 def certain_tiles(folder: PredictionFolder, slides: Path, made_with: dict[str, Any]) -> dict[str, bytes]:
-    """Return ``SHOWN`` tiles of the least and of the most certainty: the score of the likeliest class."""
+    """Return ``SHOWN`` tiles of the least and of the most certainty: the score of the likeliest class; none of a model
+    that looks at slides as one image."""
+    if made_with["tile"] == "slide":
+        return {}
     classes = made_with["classes"]
     tiles = []
     for row in folder.rows():

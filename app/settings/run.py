@@ -13,6 +13,7 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from app.settings.checkpoint import CheckpointSettings
+from app.settings.optimization import OptimizerSettings
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
@@ -31,7 +32,7 @@ class DataSettings:
     slides: Path
     """Folder of whole-slide images, searched with its sub-folders."""
     labels: Path | None = None
-    """CSV with columns slide, label and optionally patient, mpp. Default: labels.csv beside the slides, else
+    """CSV with columns slide, label and optionally patient, site, mpp. Default: labels.csv beside the slides, else
     sub-folders by class, inside of train/, val/ and test/ where the folders are called so: these are the split then."""
     annotations: Path | None = None
     """Folder of annotations by slide name: QuPath GeoJSON, ASAP or ImageScope XML, mask TIFF or PNG. Default: those
@@ -75,14 +76,45 @@ class SplitSettings:
     """Fraction of patients held out for validation, 0 to 0.9."""
     test: float = 0.0
     """Fraction of patients never looked at in this run, 0 to 0.9."""
+    folds: int | None = None
+    """Deal the patients out to so many folds, of which --fold validates; instead of --validation. Over all of them
+    every patient that is not in --test validates once."""
+    fold: int | None = None
+    """The fold that validates, from 0: of --folds, or of the list in --splits FILE.json."""
+    split_by: Literal["patient", "site"] = "patient"
+    """What stays whole. site: hospitals and scanners as column site of the labels names them, so that none that is
+    validated or tested on is trained on; a patient with slides of two sites joins these."""
+    splits: Path | None = None
+    """File that says which slides train, validate and test: a table with columns slide and split, splits_0.csv or
+    splits_0_bool.csv of CLAM, or splits_final.json of nnU-Net with --fold."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the split is said, and not left to fractions of the patients."""
+        return self.splits is not None or self.folds is not None or self.split_by == "site"
 
     def validate(self) -> list[str]:
-        faults = []
+        faults = self._fold_faults()
         for name, value in (("--validation", self.validation), ("--test", self.test)):
             if not 0 <= value <= 0.9:
                 faults.append(f"{name} is a fraction of the patients, 0 to 0.9; got {value:g}")
         if self.validation + self.test >= 1:
             faults.append(f"--validation {self.validation:g} and --test {self.test:g} leave no slide to train on")
+        return faults
+
+    def _fold_faults(self) -> list[str]:
+        faults = []
+        if self.folds is not None and self.folds < 2:
+            faults.append(f"--folds is at least 2; got {self.folds}")
+        elif self.folds is not None and not (self.fold is not None and 0 <= self.fold < self.folds):
+            faults.append(f"--folds {self.folds} needs --fold 0 to --fold {self.folds - 1}; got {self.fold}")
+        if self.folds is None and self.splits is None and self.fold is not None:
+            faults.append(f"--fold {self.fold} needs --folds, or --splits FILE.json")
+        if self.splits is not None and (self.folds is not None or self.split_by != "patient" or self.test):
+            faults.append("--splits FILE decides alone: leave out --folds, --split-by and --test")
+        if (self.splits is not None or self.folds is not None) and self.validation != type(self).validation:
+            which = "--splits" if self.splits is not None else "--folds"
+            faults.append(f"{which} says what validates: leave out --validation {self.validation:g}")
         return faults
 
 
@@ -92,8 +124,15 @@ class StreamSettings:
 
     open_slides: Suppress[int] = 16
     """Slides whose tiles are mixed with each other, and files held open at once."""
-    balance: bool = False
-    """Show each class equally often (classification)."""
+    sample: Literal["tiles", "class", "slide", "pixels"] = "tiles"
+    """What is shown equally often in training. tiles: each tile once per epoch; class: each class of tiles
+    (classification); slide: each slide, however many tiles it has; pixels: the px of each class, as far as tiles have
+    them (segmentation)."""
+    cache: Path | None = None
+    """Folder that keeps tiles as they were read, for later epochs and runs, which may share it. It pays where reading
+    costs more than a disk: slides that are resampled, JPEG 2000, slides on a network. Default: tiles are not kept."""
+    cache_bytes: str = "32GiB"
+    """Size up to which --cache may grow, in KiB, MiB or GiB; what is there serves on when it is full."""
     read_threads: Suppress[int] = 0
     """Threads that decode tiles, per rank; 0: one for each core of the rank."""
     read_ahead: Suppress[str] = "1GiB"
@@ -114,7 +153,16 @@ class StreamSettings:
             faults.append(f"--developer device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
         if bytes_of(self.read_ahead) is None:
             faults.append(f"--developer read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
+        if bytes_of(self.cache_bytes) is None:
+            faults.append(f"--cache-bytes takes a size such as 512MiB or 32GiB; got {self.cache_bytes!r}")
         return faults
+
+    @property
+    def cache_bound(self) -> int:
+        """Bytes up to which the cache may grow."""
+        size = bytes_of(self.cache_bytes)
+        assert size is not None
+        return size
 
     @property
     def read_ahead_bytes(self) -> int:
@@ -143,36 +191,6 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """Optimisation."""
-
-    optimizer: Literal["sgd", "adamw"] = "adamw"
-    """Update rule."""
-    lr: float = 1e-3
-    """Peak learning rate, reached after the warm-up, then lowered to 0 along a cosine."""
-    momentum: Suppress[float] = 0.9
-    """Momentum of sgd."""
-    weight_decay: float = 1e-4
-    """Decay of the parameters, per unit of learning rate."""
-    warmup: int = 0
-    """Steps over which the learning rate rises linearly."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """balanced: rarer classes of the training tiles count more in the loss."""
-
-    def validate(self) -> list[str]:
-        faults = []
-        if not self.lr > 0:
-            faults.append(f"--lr must be above 0; got {self.lr:g}")
-        if not 0 <= self.momentum < 1:
-            faults.append(f"--developer momentum must be within 0 and 1; got {self.momentum:g}")
-        if not self.weight_decay >= 0:
-            faults.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
-        if self.warmup < 0:
-            faults.append(f"--warmup must be at least 0 steps; got {self.warmup}")
-        return faults
-
-
-@dataclass(frozen=True)
 class ScoreSettings:
     """Validation."""
 
@@ -182,11 +200,13 @@ class ScoreSettings:
     """Tiles scored per validation slide, evenly spread; 0: all."""
     slide_score: Literal["mean", "max", "top-k"] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
+    patience: int = 0
+    """Validations in a row without a better score, after which a run ends; 0: it goes through all its steps."""
     top_k: Suppress[int] = 5
     """Tiles that count under --slide-score top-k."""
 
     def validate(self) -> list[str]:
-        return [
+        faults = [
             f"--developer {name} must be at least {least}; got {value}"
             for name, value, least in (
                 ("validate-every", self.validate_every, 0),
@@ -195,6 +215,9 @@ class ScoreSettings:
             )
             if value < least
         ]
+        if self.patience < 0:
+            faults.append(f"--patience must be at least 0 validations; got {self.patience}")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -278,6 +301,8 @@ class RunConfig:
                 f"--tile slide computes slides one at a time, as they differ in size: --batch {asked.batch} needs "
                 f"--microbatches {asked.batch}; got {asked.m}"
             )
+        if self.stream.cache is not None:
+            faults.append("--cache keeps tiles of one size, which those of --tile slide are not: leave it out")
         if self.augmentation.augment == "cpu":
             faults.append(
                 "--augment cpu varies tiles of one size, which those of --tile slide are not: use device or none"

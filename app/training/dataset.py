@@ -16,13 +16,16 @@ from numpy.typing import NDArray
 
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
+from app.training.split_choice import choose_splits
+from pipelines.cache.cached_slide import CachedSpec
+from pipelines.cache.tile_cache import TileCache
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import ClassMap
 from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
-from pipelines.labels.splits import Splits, fixed_splits, make_splits, split_folders
+from pipelines.labels.splits import Splits, split_folders
 from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
@@ -78,9 +81,9 @@ class Dataset:
             return None
         return StainSteps.of(self.stain_target, self.stains, self.tiles.slide[rows])
 
-    def pool(self, capacity: int) -> SlidePool:
-        """Handles for these slides, at most ``capacity`` open at once."""
-        return SlidePool(self.specs, capacity)
+    def pool(self, capacity: int, cache: TileCache | None = None) -> SlidePool:
+        """Handles for these slides, at most ``capacity`` open at once; their tiles go through ``cache``."""
+        return SlidePool(self.specs if cache is None else [CachedSpec(spec, cache) for spec in self.specs], capacity)
 
 
 def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | SlideDone], None]) -> Dataset:
@@ -138,7 +141,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
     slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
     given = split_folders(data.slides, specs)
-    splits = _splits(config, folder, truth, usable, slide_labels, given, progress)
+    splits = choose_splits(config, folder, truth, usable, slide_labels, given, progress)
     if task == "segment":
         tile_labels = None
     elif isinstance(truth, SlideLabels):
@@ -188,33 +191,6 @@ def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     if asked == "auto":
         return "classify" if isinstance(truth, SlideLabels) else "segment"
     return asked
-
-
-def _splits(
-    config: RunConfig,
-    folder: RunFolder,
-    truth: SlideLabels | SlideAnnotations,
-    usable: list[str],
-    slide_labels: dict[str, int],
-    given: dict[str, str],
-    progress: Callable[[str], None],
-) -> Splits:
-    patients = {slide_id: truth.patient[slide_id] for slide_id in usable}
-    if folder.splits.exists():
-        splits = Splits.load(folder.splits, patients)
-    else:
-        asked = config.split
-        if given:
-            progress(f"split by the folders {', '.join(sorted(set(given.values())))}")
-            splits = fixed_splits(given, patients, slide_labels, validation=asked.validation, seed=config.seed)
-        else:
-            splits = make_splits(
-                patients, slide_labels or None, validation=asked.validation, test=asked.test, seed=config.seed
-            )
-        splits.save(folder.splits)
-    counts = ", ".join(f"{part} {sum(s == part for s in splits.split.values())}" for part in ("train", "val", "test"))
-    progress(f"slides by split: {counts}; patients in more than one split: {splits.patient_overlap()}")
-    return splits
 
 
 def _drawn_areas(
@@ -285,11 +261,20 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]
     """How many of the tiles ``rows`` (classify), or points in a sample of them (segment), each class has: (C,)."""
     if dataset.tile_labels is not None:
         return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
-    assert isinstance(dataset.truth, SlideAnnotations)
-    sample = rows[:: max(1, len(rows) // WEIGHT_SAMPLE)]
-    counts = np.zeros(len(dataset.classes), np.int64)
-    with contextlib.closing(dataset.pool(1)) as pool:
-        for row in sample:
-            with contextlib.suppress(SlideError):  # of a tile that cannot be read, which is written down where it is
-                counts += _class_areas(dataset.tiles, int(row), dataset.truth, pool)
+    areas, _ = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])
+    counts: NDArray[np.int64] = areas.sum(0)
     return counts
+
+
+def class_areas(dataset: Dataset, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Return the points of each class on a grid over each of the tiles ``rows``, (n, C), and how many tiles cannot be
+    read: these, which are written down where they are read for training, have none."""
+    assert isinstance(dataset.truth, SlideAnnotations)
+    areas, unread = np.zeros((len(rows), len(dataset.classes)), np.int64), 0
+    with contextlib.closing(dataset.pool(1)) as pool:
+        for k, row in enumerate(rows.tolist()):
+            try:
+                areas[k] = _class_areas(dataset.tiles, row, dataset.truth, pool)
+            except SlideError:
+                unread += 1
+    return areas, unread

@@ -50,12 +50,14 @@ FREE_TO_CHANGE = frozenset(
         "join_timeout_s",
         "read_threads",
         "read_ahead",
+        "cache",
+        "cache_bytes",
         "device_prefetch",
         "gradient_buckets",
         "index_workers",
     }
     | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
-    | {"validate_every", "twin_steps", "slides", "out"}
+    | {"validate_every", "patience", "twin_steps", "slides", "out"}
 )
 """Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
 

@@ -26,6 +26,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "patient": ("patient", "patient_id", "case_id"),
     "mpp": ("mpp",),
     "split": ("split",),
+    "site": ("site", "site_id", "center", "centre", "tissue_source_site"),
 }
 """What a column may be called, by role; upper and lower case are the same. The first one found counts."""
 
@@ -62,7 +63,7 @@ def read_table(path: Path, required: tuple[str, ...]) -> Table:
             accepted names), a quote that is not closed, or lines with more values than columns.
     """
     # Not splitlines: a form feed or a line separator of Unicode within a name ends no line of a CSV file.
-    lines = list(io.StringIO(_read_text(path), newline=None))
+    lines = list(io.StringIO(read_text(path), newline=None))
     header_at = next((i for i, line in enumerate(lines) if line.strip()), None)
     if header_at is None:
         raise ValueError(f"{path} must hold a table with a header line; it is empty")
@@ -112,7 +113,12 @@ def _columns(header: list[str]) -> dict[str, int]:
     return {role: at[0] for role, at in columns.items() if at}
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a user's file, with or without a byte-order mark.
+
+    Raises:
+        ValueError: it cannot be read, or is no text in UTF-8.
+    """
     if (
         path.exists() and not path.is_file() and not path.is_dir()
     ):  # a pipe would be waited for, and could be read only once

@@ -48,6 +48,7 @@ class SlideAnnotations:
         failed: what is wrong with the annotation, by slide id, for slides whose file is damaged.
         unlabelled: slides without an annotation file; they take no part.
         unknown: annotation files without a slide.
+        site: by slide id, of slides whose site is known.
     """
 
     classes: tuple[str, ...]
@@ -59,6 +60,7 @@ class SlideAnnotations:
     failed: Mapping[str, str] = field(default_factory=dict)
     unlabelled: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    site: Mapping[str, str] = field(default_factory=dict)
     _cache: AnnotationCache = field(default_factory=AnnotationCache, repr=False, compare=False)
 
     def read_mask(self, slide_id: str, slide: Slide, region: Region, out: NDArray[np.uint8]) -> None:
@@ -102,6 +104,7 @@ def read_annotations(
     files: AnnotationFiles,
     specs: Sequence[SlideSpec],
     patient: Mapping[str, str],
+    site: Mapping[str, str] | None = None,
     class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
 ) -> SlideAnnotations:
     """Read every file once for the classes in it, and settle the class ids: sorted by name; for masks by value.
@@ -173,6 +176,7 @@ def read_annotations(
         failed,
         unlabelled,
         tuple(map(str, files.unknown)),
+        {slide: name for slide, name in (site or {}).items() if slide in files.path and slide not in failed},
         cache,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
@@ -39,6 +39,7 @@ class SlideLabels:
         source: where the labels come from, for the log.
         unlabelled: slides of the folder without a label; they take no part.
         unknown: names that have a label and no slide.
+        site: by slide id, of slides whose site the table names.
     """
 
     classes: tuple[str, ...]
@@ -47,6 +48,7 @@ class SlideLabels:
     source: str
     unlabelled: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    site: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_labels(
@@ -59,14 +61,14 @@ def find_labels(
 ) -> SlideLabels | SlideAnnotations:
     """Return the labels of ``specs``, from the first of these that is there.
 
-    1. ``labels``: a table with columns slide and label, and as it likes patient and mpp.
+    1. ``labels``: a table with columns slide and label, and as it likes patient, site and mpp.
     2. ``annotations``: a folder of ``<slide>.geojson``, ``.xml`` of ASAP or ImageScope, or mask ``.tif`` or ``.png``.
     3. beside the slides: ``labels.csv``, or such annotation files, also in ``annotations/`` and ``masks/``.
     4. class sub-folders of ``root``: ``root/CLASS/slide.svs``, or ``root/SPLIT/CLASS/slide.svs`` where the folders are
        called like splits (``train``, ``val``, ``test``).
 
     With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
-    patients. Slides without a label and labels without a slide are logged. ``class_map`` is for annotations.
+    patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` is for annotations.
 
     Raises:
         ValueError: none of them, or all faults of the one that was found.
@@ -74,11 +76,13 @@ def find_labels(
     table_path = labels if labels is not None else root / LABELS_FILE
     table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
     if annotations is not None:
-        return read_annotations(annotations_in(annotations, specs), specs, _patients(table, specs), class_map)
+        return read_annotations(
+            annotations_in(annotations, specs), specs, *_patients_and_sites(table, specs), class_map
+        )
     if table is not None and (labels is not None or "label" in table.roles):
         return _labels_from_table(read_table(table_path, ("slide", "label")), specs)
     if beside := annotations_beside(root, specs):
-        return read_annotations(beside, specs, _patients(table, specs), class_map)
+        return read_annotations(beside, specs, *_patients_and_sites(table, specs), class_map)
     if by_folder := _labels_from_folders(root, specs):
         return by_folder
     raise ValueError(
@@ -135,8 +139,9 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
             faults.append(
                 f"line {row.line}: slide {slide!r} is {row['label']!r} here and {name_of[slide]!r} before; keep one"
             )
-    patients, patient_faults = _patients_from_table(table, ids)
-    faults += patient_faults
+    patients, patient_faults = _named(table, ids, "patient")
+    sites, site_faults = _named(table, ids, "site")
+    faults += patient_faults + site_faults
     if not name_of and not faults:
         faults.append(
             f"no line names a slide of the folder; the file has {listed(unknown)}, the folder {listed(sorted(ids))}. "
@@ -149,7 +154,8 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
         )
     if faults:
         raise ValueError(f"labels {table.path}: {shown(faults)}")
-    return _labels(name_of, patients, specs, str(table.path), unknown)
+    patients = {slide: slide for slide in ids} | patients
+    return _labels(name_of, patients, specs, str(table.path), unknown, sites)
 
 
 def _labels_from_folders(root: Path, specs: Sequence[SlideSpec]) -> SlideLabels | None:
@@ -168,11 +174,16 @@ def _labels_from_folders(root: Path, specs: Sequence[SlideSpec]) -> SlideLabels 
     classes = len(set(name_of.values()))
     if classes < 2 or (classes == len(name_of) and classes > 2):
         return None
-    return _labels(name_of, {s: s for s in name_of}, specs, f"class sub-folders of {root}", [])
+    return _labels(name_of, {s: s for s in name_of}, specs, f"class sub-folders of {root}", [], {})
 
 
 def _labels(
-    name_of: Mapping[str, str], patients: Mapping[str, str], specs: Sequence[SlideSpec], source: str, unknown: list[str]
+    name_of: Mapping[str, str],
+    patients: Mapping[str, str],
+    specs: Sequence[SlideSpec],
+    source: str,
+    unknown: list[str],
+    sites: Mapping[str, str],
 ) -> SlideLabels:
     names = set(name_of.values())
     numbers = all(name.isdecimal() and len(name) <= LONGEST_NUMBER for name in names)
@@ -190,26 +201,30 @@ def _labels(
         source,
         unlabelled,
         tuple(unknown),
+        {slide: sites[slide] for slide in sorted(name_of) if slide in sites},
     )
 
 
-def _patients(table: Table | None, specs: Sequence[SlideSpec]) -> dict[str, str]:
+def _patients_and_sites(table: Table | None, specs: Sequence[SlideSpec]) -> tuple[dict[str, str], dict[str, str]]:
+    """Patient of every slide (the slide itself where the table has none), and the sites that the table names."""
     ids = {spec.slide_id for spec in specs}
+    patients = {slide: slide for slide in ids}
     if table is None:
-        return {slide: slide for slide in ids}
-    patients, faults = _patients_from_table(table, ids)
-    if faults:
-        raise ValueError(f"labels {table.path}: {shown(faults)}")
-    return patients
+        return patients, {}
+    named, faults = _named(table, ids, "patient")
+    sites, site_faults = _named(table, ids, "site")
+    if faults + site_faults:
+        raise ValueError(f"labels {table.path}: {shown(faults + site_faults)}")
+    return patients | named, sites
 
 
-def _patients_from_table(table: Table, ids: set[str]) -> tuple[dict[str, str], list[str]]:
-    """Patient of every slide of ``ids`` (the slide itself where the table has none), and the contradictions found."""
+def _named(table: Table, ids: set[str], role: str) -> tuple[dict[str, str], list[str]]:
+    """What a column says of the slides of ``ids``, where it says something, and the contradictions found."""
     named: defaultdict[str, set[str]] = defaultdict(set)
     names = SlideNames(ids)
     for row in table.rows:
         slide = names.match(row["slide"])
-        if slide is not None and row["patient"]:
-            named[slide].add(row["patient"])
-    faults = [f"slide {s!r} has two patients: {', '.join(sorted(p))}; keep one" for s, p in named.items() if len(p) > 1]
-    return {slide: min(named[slide]) if slide in named else slide for slide in ids}, faults
+        if slide is not None and row[role]:
+            named[slide].add(row[role])
+    faults = [f"slide {s!r} has two {role}s: {', '.join(sorted(v))}; keep one" for s, v in named.items() if len(v) > 1]
+    return {slide: min(values) for slide, values in named.items()}, faults

@@ -37,11 +37,13 @@ class Splits:
         split: train, val or test, by slide id.
         patient: by slide id.
         label: class index by slide id; empty where slides have no label of their own (segmentation).
+        site: by slide id, of slides whose site is known.
     """
 
     split: Mapping[str, str]
     patient: Mapping[str, str]
     label: Mapping[str, int] = field(default_factory=dict)
+    site: Mapping[str, str] = field(default_factory=dict)
 
     def slides(self, name: str) -> tuple[str, ...]:
         """Ids of the slides of one split, sorted."""
@@ -50,13 +52,23 @@ class Splits:
 
     def patient_overlap(self) -> int:
         """Number of patients with slides in more than one split. 0, or scores are worth nothing."""
-        return len(_patients_in_two(self.split, self.patient))
+        return len(in_two(self.split, self.patient))
+
+    def site_overlap(self) -> int:
+        """Number of sites with slides in more than one split: scores are then also of how well sites are told apart."""
+        return len(in_two({slide: self.split[slide] for slide in self.site}, self.site))
 
     def save(self, path: Path) -> None:
-        """Write columns slide, patient, label, split, one line per slide."""
+        """Write columns slide, patient, label, split, and site where sites are known, one line per slide."""
+        columns: list[tuple[str, Mapping[str, object]]] = [
+            ("patient", self.patient),
+            ("label", self.label),
+            ("split", self.split),
+            *([("site", self.site)] if self.site else []),
+        ]
         with path.open("w", newline="", encoding="utf-8") as file:
-            rows = ((s, self.patient[s], self.label.get(s), self.split[s]) for s in sorted(self.split))
-            write_rows(file, [("slide", "patient", "label", "split"), *rows])
+            rows = ([slide, *(values.get(slide) for _, values in columns)] for slide in sorted(self.split))
+            write_rows(file, [["slide", *(name for name, _ in columns)], *rows])
 
     @classmethod
     def load(cls, path: Path, patient: Mapping[str, str] | None = None) -> Splits:
@@ -77,6 +89,7 @@ class Splits:
         split: dict[str, str] = {}
         patients: dict[str, str] = {}
         labels: dict[str, int] = {}
+        sites: dict[str, str] = {}
         foreign: list[str] = []
         names = SlideNames(patient or ())
         for row in table.rows:
@@ -93,12 +106,14 @@ class Splits:
             patients[slide] = (original(row["patient"]) or slide) if patient is None else patient[slide]
             if row["label"].lstrip("-").isdecimal():
                 labels[slide] = int(row["label"])
+            if row["site"]:
+                sites[slide] = original(row["site"])
         missing = sorted(set(patient or ()) - set(patients))
         if missing:
             faults.append(
                 f"slides without a line: {listed(missing)}; add a line for each, or delete the file to split anew"
             )
-        for who in _patients_in_two(split, patients):
+        for who in in_two(split, patients):
             where = ", ".join(f"{s} in {split[s]}" for s in sorted(split) if patients[s] == who)
             faults.append(f"patient {who!r} is on two sides ({where}); put all slides of a patient in one split")
         if not faults and "train" not in split.values():
@@ -107,7 +122,7 @@ class Splits:
             raise ValueError(f"split file {path}: {shown(faults)}")
         if foreign:
             logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
-        return cls(split, patients, labels)
+        return cls(split, patients, labels, sites)
 
 
 def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
@@ -147,7 +162,7 @@ def fixed_splits(
         ValueError: a patient is on two sides, or no slide is in train.
     """
     split = dict(split)
-    both = _patients_in_two(split, patient)
+    both = in_two(split, patient)
     if both:
         raise ValueError(
             f"folders of splits: patients with slides in two of them: {listed(both)}; put all of a patient in one"
@@ -195,7 +210,7 @@ def make_splits(
     classes: defaultdict[str, set[int]] = defaultdict(set)
     for slide, who in patient.items():
         classes[who].add(label[slide] if label else 0)
-    strata = _strata(classes)
+    strata = strata_of(classes)
     name_of: dict[str, str] = {}
     for stratum, members in sorted(strata.items()):
         ordered = sorted(members, key=lambda who: blake2b(f"{seed}:{who}".encode()).digest())
@@ -212,8 +227,8 @@ def make_splits(
     return Splits({s: name_of[p] for s, p in patient.items()}, dict(patient), dict(label or {}))
 
 
-def _strata(classes: Mapping[str, set[int]]) -> dict[int, list[str]]:
-    """Patients by the class they count for: the rarest of theirs."""
+def strata_of(classes: Mapping[str, set[int]]) -> dict[int, list[str]]:
+    """Return the patients by the class they count for: the rarest of theirs."""
     frequency = Counter(c for of_patient in classes.values() for c in of_patient)
     strata: defaultdict[int, list[str]] = defaultdict(list)
     for who, of_patient in classes.items():
@@ -244,7 +259,8 @@ def _keep_classes_in_train(name_of: dict[str, str], classes: Mapping[str, set[in
             in_train |= classes[who]
 
 
-def _patients_in_two(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
+def in_two(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
+    """Return the patients (or sites) of the slides of ``split`` that are on two sides, sorted."""
     sides: defaultdict[str, set[str]] = defaultdict(set)
     for slide, name in split.items():
         sides[patient[slide]].add(name)

@@ -1,9 +1,9 @@
-"""In which order the tiles of a table are seen: index order, shuffled over slides, classes balanced; cut into batches.
+"""In which order the tiles of a table are seen: index order, shuffled, classes balanced, by weight; cut into batches.
 
-Takes the slide (and class) of every tile and a seed; gives, for every epoch, the rows of the table in order, and a
-rank's part of every batch of them. An order holds no state: epoch e is a function of (settings, seed, e), so every rank
-and every resumed run finds the same one. Tiles are shuffled inside groups of a few slides, so that only those slides
-are open at a time.
+Takes the slide (and class, or weight) of every tile and a seed; gives, for every epoch, the rows of the table in
+order, and a rank's part of every batch of them. An order holds no state: epoch e is a function of (settings, seed, e),
+so every rank and every resumed run finds the same one. Tiles are shuffled inside groups of a few slides, so that only
+those slides are open at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 Rows = NDArray[np.int64]
 """int64 (n,), rows of a ``TileTable``."""
 
-SHUFFLE, INTERLEAVE = 1, 2
+GOLDEN = (5**0.5 - 1) / 2
+
+SHUFFLE, INTERLEAVE, WEIGH = 1, 2, 3
 """Purposes that random numbers are drawn for; part of each seed, so that no two purposes share numbers."""
 
 
@@ -80,21 +82,80 @@ class SlideShuffle:
 
     def epoch(self, number: int) -> Rows:
         rng = np.random.default_rng([self.seed, SHUFFLE, self.stratum, number])
-        slides = self._tiles_of_slides
-        order = np.empty(self.length, np.int64)
-        end = 0
-        # Groups of equal size: a last group of one slide would end every epoch on batches of that slide alone.
-        for group in np.array_split(rng.permutation(len(slides)), -(-len(slides) // self.open_slides)):
-            tiles = np.concatenate([slides[k] for k in group])
-            rng.shuffle(tiles)
-            order[end : end + len(tiles)] = tiles
-            end += len(tiles)
-        return self.rows[order]
+        return self.rows[_mixed(rng, self._tiles_of_slides, self.open_slides)]
 
     @cached_property
     def _tiles_of_slides(self) -> list[NDArray[np.int64]]:
-        by_slide = np.argsort(self.slide, kind="stable")
-        return np.split(by_slide, np.flatnonzero(np.diff(self.slide[by_slide])) + 1)
+        return _by_slide(np.arange(self.length), self.slide)
+
+
+def _by_slide(tiles: Rows, slide: NDArray[np.integer]) -> list[Rows]:
+    """``tiles`` of each slide, in their order; ``slide`` is of each of them."""
+    order = np.argsort(slide, kind="stable")
+    return np.split(tiles[order], np.flatnonzero(np.diff(slide[order])) + 1)
+
+
+def _mixed(rng: np.random.Generator, slides: Sequence[Rows], open_slides: int) -> Rows:
+    """The tiles of all slides, those of ``open_slides`` at a time mixed."""
+    groups = []
+    # Groups of equal size: a last group of one slide would end every epoch on batches of that slide alone.
+    for group in np.array_split(rng.permutation(len(slides)), -(-len(slides) // open_slides)):
+        tiles = np.concatenate([slides[k] for k in group])
+        rng.shuffle(tiles)
+        groups.append(tiles)
+    return np.concatenate(groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """As many draws per epoch as there are rows, each row in proportion to its weight; slides mixed as in
+    ``SlideShuffle``.
+
+    Rows lie on a line, each as long as its weight, those of a slide beside each other; an epoch draws at points of
+    equal distance (systematic sampling, Madow 1944). So in each epoch a row is drawn as often as its weight says but
+    for less than one, and so is each slide. From epoch to epoch the points move by the golden ratio of their distance,
+    which visits what lies between them as evenly as can be: what is drawn less than once an epoch is not left out for
+    long.
+
+    Attributes:
+        rows: int64 (n,).
+        slide: int (n,), slide of each of ``rows``.
+        weight: float64 (n,), at least 0, sum above 0.
+        seed: of the run.
+        open_slides: slides per group.
+    """
+
+    rows: Rows
+    slide: NDArray[np.integer]
+    weight: NDArray[np.float64]
+    seed: int
+    open_slides: int
+
+    @property
+    def length(self) -> int:
+        return len(self.rows)
+
+    def epoch(self, number: int) -> Rows:
+        line, ends, start = self._line
+        first = (start + number * GOLDEN) % 1.0
+        # points first, first + 1, ...: how many lie before the end of each row
+        before = np.ceil(ends - first).astype(np.int64).clip(0)
+        drawn = np.repeat(line, np.diff(before, prepend=0))
+        rng = np.random.default_rng([self.seed, WEIGH, number + 1])
+        return self.rows[_mixed(rng, _by_slide(drawn, self.slide[drawn]), self.open_slides)]
+
+    @cached_property
+    def _line(self) -> tuple[Rows, NDArray[np.float64], float]:
+        """Positions in ``rows`` along the line, the end of each in points, and where the first point lies."""
+        rng = np.random.default_rng([self.seed, WEIGH, 0])
+        line = rng.permutation(self.length)
+        line = line[np.argsort(self.slide[line], kind="stable")]
+        ends = np.cumsum(self.weight[line])
+        ends *= self.length / ends[-1]
+        ends[-1] = self.length
+        last = int(np.flatnonzero(self.weight[line])[-1])
+        ends[last:] = self.length  # a rounded sum leaves no point to rows of weight 0
+        return line, ends, float(rng.random())
 
 
 @dataclass(frozen=True, eq=False)

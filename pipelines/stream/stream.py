@@ -25,7 +25,7 @@ from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Allocate, BufferPool
 from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.iterator import TileIterator
-from pipelines.stream.order import Balance, IndexOrder, Order, Rows, SampleSource, SlideShuffle
+from pipelines.stream.order import Balance, IndexOrder, Order, Rows, SampleSource, SlideShuffle, Weighted
 from pipelines.stream.picture_crop import PictureCrop
 from pipelines.stream.read import FaultLog, OnFault, Read, SampleReader
 from pipelines.stream.target import Labels, Masks, Target
@@ -50,6 +50,7 @@ class TileStream:
     epochs: int | None
     open_slides: int | None = None
     strata: NDArray[np.int64] | None = None
+    weights: NDArray[np.float64] | None = None
     reading: Read | None = None
     target: Target | None = None
     augmentation: AugmentSettings = NO_AUGMENTATION
@@ -98,7 +99,21 @@ class TileStream:
                 f"balance needs a class >= 0 for each of {len(self.tiles)} tiles; got shape {class_of_tile.shape}, "
                 f"smallest {class_of_tile.min() if class_of_tile.size else 'none'}: leave out tiles without a label"
             )
-        return replace(self, strata=class_of_tile)
+        return replace(self, strata=class_of_tile, weights=None)
+
+    def weigh(self, weight_of_tile: NDArray[np.float64]) -> Self:
+        """Draw each tile as often as its weight says, shuffled: as many draws per epoch as there are tiles.
+
+        Args:
+            weight_of_tile: float64 (n,), of every row of the table, at least 0 and not all 0.
+        """
+        fits = weight_of_tile.shape == (len(self.tiles),) and np.isfinite(weight_of_tile).all()
+        if not fits or weight_of_tile.min() < 0 or not weight_of_tile.sum() > 0:
+            raise ValueError(
+                f"a weight at least 0 for each of {len(self.tiles)} tiles, and not 0 for all; got shape "
+                f"{weight_of_tile.shape}, sum {weight_of_tile.sum():g}"
+            )
+        return replace(self, weights=weight_of_tile, strata=None)
 
     def read(self, pool: SlidePool, on_fault: OnFault | None = None, *, replaces: bool = True) -> Self:
         """Read from these slides; ``on_fault(slide_id, region, error)`` is told, once each, of tiles that cannot be
@@ -167,6 +182,9 @@ class TileStream:
     def order(self) -> Order:
         """The order of rows that the settings ask for."""
         every = np.arange(len(self.tiles))
+        if self.weights is not None:
+            mixed = self.open_slides or len(self.tiles.slides)
+            return Weighted(every, self.tiles.slide, self.weights, self.seed, mixed)
         if self.strata is None:
             return self._order(every, 0, 1)
         classes, of_row = np.unique(self.strata, return_inverse=True)
@@ -223,6 +241,7 @@ class TileStream:
             "epochs": self.epochs or "endless",
             "open_slides": self.open_slides or "index order",
             "balance": "no" if self.strata is None else _digest(self.strata),
+            "weights": "no" if self.weights is None else _digest(self.weights),
             "target": "none" if self.target is None else self.target.fingerprint(),
             "global_batch": self.global_batch,
         }

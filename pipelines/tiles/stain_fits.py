@@ -157,7 +157,7 @@ def fit_slides(
     progress(f"stains of {len(todo)} slides are looked at ({method})")
     workers = min(workers or default_threads(1), len(todo))
     threads = default_threads(workers)
-    task = functools.partial(_fit, method=method, tissue_mpp=tissue_mpp, threads=threads)
+    task = functools.partial(stain_of, method=method, tissue_mpp=tissue_mpp, threads=threads)
     fits, faults = dict(known.fits), dict(known.faults)
     failed = FailedSlides(out / "failed_slides.csv")
     for spec, result in each_in_process(task, todo, workers, slide_limits(threads)):
@@ -174,8 +174,8 @@ def fit_slides(
     return done
 
 
-def _fit(spec: SlideSpec, method: Method, tissue_mpp: float, threads: int) -> StainFit | str:
-    """The fit of one slide, or why there is none; in a process of its own."""
+def stain_of(spec: SlideSpec, method: Method, tissue_mpp: float, threads: int) -> StainFit | str:
+    """Return the fit of one slide, or why there is none; for a process of its own."""
     cv2.setNumThreads(threads)
     try:
         with spec.open() as slide:

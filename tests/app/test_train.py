@@ -198,6 +198,7 @@ def test_torchrun_starts_the_same_run(reference: Path, classify_slides: Path, tm
 def test_segmentation_end_to_end(segment_slides: Path, train: Train, tmp_path: Path) -> None:
     out = tmp_path / "run"
     model = ("--model", "tests.helpers.tiny_models:segmenter", "--class-weights", "balanced")
+    model += ("--sample", "pixels")
     done = train("--slides", segment_slides, *QUICK, *model, "--steps", "8", "--out", out)
     assert done.returncode == 0, done.stderr
     summary = summary_of(out)
@@ -205,6 +206,7 @@ def test_segmentation_end_to_end(segment_slides: Path, train: Train, tmp_path: P
     assert summary["classes"] == ["background", "gland"]
     assert 0 < summary["metrics"]["dice"] <= 1
     assert summary["metrics"]["dice"] == summary["metrics"]["dice_gland"]
+    assert "--sample pixels: of the px shown, background " in (out / "run.log").read_text()
 
 
 def test_segmentation_in_boxes_has_the_loss_and_scores_of_whole_tiles(

@@ -77,10 +77,12 @@ def test_prediction_follows_the_checkpoint(
     asked: list[StainFit] = []
     probabilities = TrainedModel.probabilities
 
-    def told(model: TrainedModel, images: np.ndarray, stain: StainFit | None = None) -> np.ndarray:
+    def told(
+        model: TrainedModel, images: np.ndarray, shape: tuple[int, ...], stain: StainFit | None = None
+    ) -> np.ndarray:
         assert stain is not None
         asked.append(stain)
-        with_it, without = (probabilities(model, images, fit) for fit in (stain, None))
+        with_it, without = (probabilities(model, images, shape, fit) for fit in (stain, None))
         assert np.abs(with_it - without).max() > 1e-4, "it was not normalised"
         return with_it
 

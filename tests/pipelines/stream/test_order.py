@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipelines.stream.order import Balance, IndexOrder, SlideShuffle
+from pipelines.stream.order import Balance, IndexOrder, SlideShuffle, Weighted
 
 slides_of_tiles = st.lists(st.integers(0, 6), min_size=1, max_size=60).map(lambda s: np.array(s, np.int32))
 
@@ -73,3 +73,37 @@ def test_strided_shares_of_a_balanced_order_see_all_classes(classes: int) -> Non
     order = Balance(tuple(IndexOrder(np.flatnonzero(stratum == k)) for k in range(classes)), seed=0)
     for rank in range(classes):
         assert len(np.unique(stratum[order.epoch(0)[rank::classes]])) == classes
+
+
+@given(
+    slides_of_tiles,
+    st.lists(st.sampled_from([0.0, 1e-9, 0.1, 1.0, 7.3]), min_size=60, max_size=60),
+    st.integers(0, 40),
+    st.integers(0, 3),
+)
+def test_weighted_draws_each_row_and_slide_as_its_weight_says(
+    slide: NDArray[np.int32], weights: list[float], epoch: int, seed: int
+) -> None:
+    weight = np.array(weights[: len(slide)])
+    if not weight.sum():
+        weight[0] = 1.0
+    order = Weighted(np.arange(len(slide)), slide, weight, seed, 3)
+    drawn = order.epoch(epoch)
+    assert len(drawn) == order.length == len(slide)
+    wanted = weight / weight.sum() * len(slide)
+    counts = np.bincount(drawn, minlength=len(slide))
+    assert (np.abs(counts - wanted) < 1 + 1e-6).all()
+    assert not counts[weight == 0].any()
+    of_slide = np.bincount(slide[drawn], minlength=7)
+    assert (np.abs(of_slide - np.bincount(slide, wanted, minlength=7)) < 1 + 1e-6).all()
+    assert (order.epoch(epoch) == drawn).all()
+
+
+def test_weighted_leaves_nothing_out_for_long() -> None:
+    slide = np.repeat(np.arange(2, dtype=np.int32), [10, 190])
+    order = Weighted(np.arange(200), slide, np.where(slide == 0, 1 / 10, 1 / 190), 5, 2)
+    counts = np.stack([np.bincount(order.epoch(e), minlength=200) for e in range(40)])
+    # the large slide's tiles are drawn every other epoch or so: none waits for more than three times that
+    assert counts[:, slide == 1].sum(0).min() >= 19
+    assert all(counts[k : k + 6].sum(0).min() >= 1 for k in range(34))
+    assert len({tuple(order.epoch(e)) for e in range(5)}) == 5

@@ -22,6 +22,7 @@ from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
+from pipelines.stream.weights import slide_weights
 from pipelines.tiles.index import IndexSettings, TileTable
 from tests.helpers.real import PYRAMID_TIFF, SVS
 from tests.helpers.tiles import TILE, MemorySpec, memory_specs, pool_of, tile_table
@@ -106,12 +107,17 @@ def test_real_tiles_arrive_as_the_slide_gives_them(path: Path) -> None:
                 assert (image == slide.read(table.region(int(row)))).all()
 
 
+def sampled(stream: TileStream, sample: str) -> TileStream:
+    slide = stream.tiles.slide
+    if sample == "class":
+        return stream.balance(slide.astype(np.int64) % 2)
+    return stream.weigh(slide_weights(slide)) if sample == "slide" else stream
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("balanced", [False, True])
-def test_ranks_share_one_global_order(world: int, balanced: bool) -> None:
-    stream = stream_of()
-    if balanced:
-        stream = stream.balance(stream.tiles.slide.astype(np.int64) % 2)
+@pytest.mark.parametrize("sample", ["tiles", "class", "slide"])
+def test_ranks_share_one_global_order(world: int, sample: str) -> None:
+    stream = sampled(stream_of(), sample)
     whole = np.concatenate([np.frombuffer(c[2], np.int64) for c in rest(iter(stream))])
     shares = [range(4 * r // world, 4 * (r + 1) // world) for r in range(world)]
     together = np.full(len(whole), -1)
@@ -133,9 +139,10 @@ def test_a_rank_reads_only_its_rows() -> None:
 @pytest.mark.parametrize("augment", ["none", "cpu"])
 def test_resume_is_exact_at_every_position(augment: str) -> None:
     mode = AugmentSettings(augment="cpu") if augment == "cpu" else AugmentSettings(augment="none")
-    stream = stream_of([5, 1, 4]).augment(mode).balance(np.arange(10) % 3)
+    stream = stream_of([5, 1, 4]).augment(mode)
+    stream = stream.balance(np.arange(10) % 3) if augment == "cpu" else stream.weigh(np.arange(1.0, 11.0))
     everything = rest(iter(stream))
-    assert len(everything) == 6
+    assert len(everything) == (6 if augment == "cpu" else 5)
     for k in range(len(everything) + 1):
         with iter(stream.prefetch(threads=1 + k % 3)) as first:
             assert rest(first, k) == everything[:k] if k else True
@@ -183,6 +190,7 @@ def _released(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         (stream_of().batch(5), "global_batch was 4, now 5"),
         (stream_of().label(np.zeros(N, np.int64)), "target was"),
         (stream_of().balance(np.arange(N) % 2), "balance was no"),
+        (stream_of().weigh(np.arange(N, dtype=float)), "weights was no"),
         (stream_of().augment(AugmentSettings()), r"augment\.augment was none, now device"),
         (stream_of(epochs=None), "epochs was 2, now endless"),
     ],
@@ -205,14 +213,13 @@ def test_balance_draws_classes_equally_often() -> None:
     assert np.bincount(drawn).tolist() == [39, 39]
 
 
-@pytest.mark.parametrize("balanced", [False, True])
-def test_each_slide_is_opened_once_per_epoch_and_few_are_open(balanced: bool) -> None:
+@pytest.mark.parametrize("sample", ["tiles", "class", "slide"])
+def test_each_slide_is_opened_once_per_epoch_and_few_are_open(sample: str) -> None:
     table = tile_table([12] * 24)
     specs, open_slides = memory_specs(table), 4
     pool = SlidePool(specs, open_slides + 2)
     stream = TileStream.over(table, epochs=1).shuffle(open_slides).read(pool).batch(4).prefetch(0, 2)
-    if balanced:
-        stream = stream.balance(table.slide.astype(np.int64) % 2)
+    stream = sampled(stream, sample)
     most = 0
     for batch in iter(stream):
         most = max(most, len(pool.open_ids))
@@ -362,6 +369,9 @@ def test_wrong_settings_are_named() -> None:
         stream.shard(range(2))
     with pytest.raises(ValueError, match="a class >= 0 for each of 3 tiles"):
         stream.balance(np.array([0, -1, 1]))
+    for weights in (np.zeros(3), np.array([1.0, -1.0, 1.0]), np.ones(2), np.array([1.0, np.nan, 1.0])):
+        with pytest.raises(ValueError, match="a weight at least 0 for each of 3 tiles"):
+            stream.weigh(weights)
     with pytest.raises(ValueError, match="one label for each of 3 tiles"):
         stream.label(np.zeros(2, np.int64))
     with pytest.raises(ValueError, match=r"brightness is at least 0 and less than 1; got 1\.5"):
