@@ -15,8 +15,8 @@ from pipelines.catalog.csv_cells import write_rows
 
 @dataclass(frozen=True, eq=False)
 class TileRow:
-    """A tile of a slide: where it lies on level 0, the part of it that is tissue, and its scores (classes,), NaN where
-    it could not be read."""
+    """A tile of a slide: where it lies on level 0, the part of it that is tissue, its scores (classes,), and how
+    certain the model is, 0 to 1; NaN where it could not be read."""
 
     l0_x: int
     l0_y: int
@@ -24,14 +24,16 @@ class TileRow:
     l0_height: int
     tissue: float
     scores: NDArray[np.float64]
+    certainty: float
 
 
 def write_tiles(path: Path, classes: Sequence[str], tiles: Iterable[TileRow]) -> None:
     """Write ``tiles`` to the CSV file ``path``; the cells of a score that is NaN are empty."""
     header = ["l0_x", "l0_y", "l0_width", "l0_height", "tissue", *(f"score_{name}" for name in classes)]
+    header.append("certainty")
     rows: list[list[Any]] = []
     for tile in tiles:
-        cells = [None if np.isnan(score) else float(score) for score in tile.scores]
+        cells = [None if np.isnan(score) else float(score) for score in (*tile.scores, tile.certainty)]
         rows.append([tile.l0_x, tile.l0_y, tile.l0_width, tile.l0_height, round(tile.tissue, 4), *cells])
     with path.open("w", newline="", encoding="utf-8") as file:
         write_rows(file, [header, *rows])

@@ -52,8 +52,9 @@ def predict_as_tile(
             folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {stain}")
         (scores,) = values.astype(float)
         folder.overlay(spec.slide_id).write_bytes(picture)
-        l0_width, l0_height = (l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size)
-        row = TileRow(region.l0_x, region.l0_y, l0_width, l0_height, float(tiles.tissue[0]), scores)
+        l0_size = [l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size]
+        place = region.l0_x, region.l0_y, l0_size[0], l0_size[1]
+        row = TileRow(*place, float(tiles.tissue[0]), scores, float(scores.max()))
         write_tiles(folder.tiles(spec.slide_id), model.classes, [row])
         told = {"slide": spec.slide_id, "tiles": 1, "tiles_unreadable": 0, **class_scores(model.classes, scores)}
         state = tiles.source.state

@@ -60,11 +60,13 @@ class Scored:
 
     Attributes:
         scores: float64 (n, classes), of a segmenter the mean over the window; NaN of one that cannot be read.
+        certainty: float64 (n,), the probability of the likeliest class, of a segmenter the mean over the window.
         areas_map: uint8 (classes, h, w), probabilities of ``factor`` x ``factor`` cells, 255 is 1.
         fault: the first of the windows that cannot be read.
     """
 
     scores: NDArray[np.float64]
+    certainty: NDArray[np.float64]
     areas_map: NDArray[np.uint8]
     factor: int
     fault: str
@@ -101,7 +103,7 @@ def predict_slide(
     if isinstance(windows.stain, str):
         folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {windows.stain}")
     areas = _write_areas(model, windows, scored, folder, spec.slide_id)
-    write_tiles(folder.tiles(spec.slide_id), model.classes, _tile_rows(windows, scored.scores))
+    write_tiles(folder.tiles(spec.slide_id), model.classes, _tile_rows(windows, scored))
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
     picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
     folder.overlay(spec.slide_id).write_bytes(picture)
@@ -138,7 +140,7 @@ def _scored(
     """Take the answers for all windows and write the heat maps."""
     classes, cells = len(model.classes), windows.cells
     weights = gaussian_window(cells) if model.task == "segment" else np.ones((cells, cells), np.float32)
-    scores = np.full((len(windows), classes), np.nan)
+    scores, certainty = np.full((len(windows), classes), np.nan), np.full(len(windows), np.nan)
     faults: list[str] = []
     size = Size(windows.width, windows.height)
 
@@ -153,6 +155,7 @@ def _scored(
                 yield from map(_as_bytes, blender.rows_above(row))
             values = values.reshape(classes, *(values.shape[1:] or (1, 1)))
             scores[i] = values.mean((1, 2), dtype=np.float64)
+            certainty[i] = values.max(0).mean(dtype=np.float64)
             blender.add(int(windows.x[i]), row, values)
         yield from map(_as_bytes, blender.rows_above(windows.height))
 
@@ -177,7 +180,7 @@ def _scored(
             for c, writer in writers.items():
                 writer.add(chunk[c])
             reduced.append(_reduced(chunk, factor))
-    return Scored(scores, np.concatenate(reduced, axis=1), factor, faults[0] if faults else "")
+    return Scored(scores, certainty, np.concatenate(reduced, axis=1), factor, faults[0] if faults else "")
 
 
 def _answers(
@@ -283,9 +286,10 @@ def _write_areas(
     return areas
 
 
-def _tile_rows(windows: SlideWindows, scores: NDArray[np.float64]) -> Iterator[TileRow]:
+def _tile_rows(windows: SlideWindows, scored: Scored) -> Iterator[TileRow]:
     """Where each window lies on level 0, its tissue, and the scores of the classes."""
     l0_side = round(windows.cells * windows.l0_cell)
-    for i, own in enumerate(scores):
+    for i, (scores, certainty) in enumerate(zip(scored.scores, scored.certainty, strict=True)):
         region = windows.region(i)
-        yield TileRow(region.l0_x, region.l0_y, l0_side, l0_side, float(windows.tissue[i]), own)
+        place = region.l0_x, region.l0_y, l0_side, l0_side
+        yield TileRow(*place, float(windows.tissue[i]), scores, float(certainty))

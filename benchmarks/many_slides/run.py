@@ -54,7 +54,12 @@ class Stage:
 
 
 def watched(name: str, *arguments: str) -> Stage:
-    """Run ``python -m`` with ``arguments``, its memory sampled."""
+    """Run ``python -m`` with ``arguments``, its memory sampled; or what an earlier call has sampled to its end."""
+    samples = OUT / f"{name}.csv"
+    if samples.exists():
+        with samples.open(newline="") as file:
+            kept = [(float(row["s"]), int(row["bytes"])) for row in csv.DictReader(file)]
+        return Stage(name, kept[-1][0], tuple(kept))
     begun_s = time.perf_counter()
     with (OUT / f"{name}.log").open("w") as log:
         command = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, stdout=log, stderr=log)
@@ -66,7 +71,7 @@ def watched(name: str, *arguments: str) -> Stage:
     if command.returncode:
         sys.exit(f"{' '.join(arguments)} ended with {command.returncode}: {OUT / f'{name}.log'} says why")
     stage = Stage(name, time.perf_counter() - begun_s, tuple(held))
-    with (OUT / f"{name}.csv").open("w", newline="") as file:
+    with samples.open("w", newline="") as file:
         csv.writer(file).writerows([("s", "bytes"), *stage.held])
     print(*stage.cells(1), flush=True)
     return stage
@@ -77,11 +82,12 @@ def main() -> None:
     parser.add_argument("--slides", type=int, default=500)
     parser.add_argument("--size", type=int, default=1536, help="px of a slide's side")
     parser.add_argument("--part", type=int, default=2, help="an epoch is one in so many training tiles")
+    parser.add_argument("--go-on", action="store_true", help="keep the commands that an earlier call has finished")
     parser.add_argument("--write", action="store_true", help="put the results into the README")
     given = parser.parse_args()
+    if not given.go_on:
+        shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True, exist_ok=True)
-    for name in ("run", "predicted"):
-        shutil.rmtree(OUT / name, ignore_errors=True)
     slides, run, predicted = OUT / "slides", OUT / "run", OUT / "predicted"
     made = ["app.synth", str(slides), "--slides", str(given.slides), "--size", str(given.size), "--task", "segment"]
     stages = [
