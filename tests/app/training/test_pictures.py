@@ -86,25 +86,18 @@ def test_bad_pictures_are_named_and_the_others_scored_as_torchvision_cuts_them(r
         assert [float(row["score_ants"]), float(row["score_bees"])] == pytest.approx(scores.tolist(), abs=1e-5)
 
 
-def test_ranks_and_a_resumed_run_end_with_the_same_weights(
-    run: Path, pictures: Path, tmp_path: Path, train_ranks: Train, monkeypatch: pytest.MonkeyPatch
+def test_a_resumed_run_ends_with_the_same_weights(
+    run: Path, pictures: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ranks", "resumed"):
-        (tmp_path / name).mkdir()
-        shutil.copy(run / "tiles.parquet", tmp_path / name)
-    done = train_ranks(
-        "--slides", pictures, *RUN, "4", "--ranks", "2", "--parallel", "gpipe", "--out", tmp_path / "ranks"
-    )
-    assert done.returncode == 0, done.stderr
-    for key, values in model_of(run).items():
-        assert torch.allclose(values, model_of(tmp_path / "ranks")[key], atol=1e-4), key
+    (tmp_path / "resumed").mkdir()
+    shutil.copy(run / "tiles.parquet", tmp_path / "resumed")
     asked = iter([False, True])
     resumed = (*("--slides", pictures), *RUN, "4", "--out", tmp_path / "resumed")
     with monkeypatch.context() as patch:
         patch.setattr(Interrupt, "requested", property(lambda _: next(asked), lambda _, value: None), raising=False)
-        assert train_ranks(*resumed).returncode == 0
+        assert train(*resumed).returncode == 0
     assert summary_of(tmp_path / "resumed")["steps"] == 2
-    assert train_ranks(*resumed, "--resume").returncode == 0
+    assert train(*resumed, "--resume").returncode == 0
     assert equal(model_of(tmp_path / "resumed"), model_of(run))
 
 
@@ -125,12 +118,3 @@ def test_other_uses_are_refused_by_name(run: Path, pictures: Path, tmp_path: Pat
     assert "predictions.csv" in refused.stderr
     words = ["--slides", str(pictures), "--out", str(tmp_path / "index"), "--pictures", "resize", "--tile", "32"]
     assert index.main(words) == 0
-
-
-def test_names_in_a_table_may_be_paths(pictures: Path, tmp_path: Path, train: Train) -> None:
-    table = tmp_path / "labels.csv"
-    rows = [path.relative_to(pictures) for path in sorted(pictures.rglob("*/[0-9].*"))]
-    table.write_text("slide,label\n" + "".join(f"{row},{'odd' if int(row.stem) % 2 else 'even'}\n" for row in rows))
-    done = train("--slides", pictures, "--labels", table, *RUN, "1", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert f"18 slides, classify, labels from {table}: even, odd" in done.stdout

@@ -58,6 +58,9 @@ def test_a_resumed_run_uses_what_was_found_and_other_stains_are_refused(
     other = train("--slides", classify_slides, *RUN, "--stain", "reinhard", "--resume", "--out", run)
     assert other.returncode == 2
     assert "stain: the run has 'macenko', asked is 'reinhard'" in other.stderr
+    (run.parent / "new").mkdir()
+    for name in ("tiles.parquet", "stains.json"):
+        shutil.copy(run / name, run.parent / "new")
     unknown = train(
         "--slides", classify_slides, *RUN, "--developer", "stain-target=nobody", "--out", run.parent / "new"
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,13 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from pipelines.backends.image import open_image
+from pipelines.catalog.catalog import SlideNames, find_slides
+from pipelines.catalog.handles import SlidePool
+from pipelines.slides.geometry import Region
 from pipelines.stream.picture_crop import AREA, RATIO, PictureCrop, centre, random_box
+from pipelines.stream.stream import TileStream
+from tests.helpers.tiles import tile_table
 
 SIZES = [(500, 375), (375, 500), (150, 150), (61, 333), (1000, 90), (256, 256), (225, 224)]
 
@@ -77,3 +86,35 @@ def test_boxes_are_spread_as_torchvisions() -> None:
         fallback = v2.RandomResizedCrop(224, scale=(0.9, 1)).make_params([torch.empty(3, height, width)])
         expected = tuple(fallback[name] for name in ("left", "top", "width", "height"))
         assert random_box(width, height, np.random.default_rng(1))[2:] == expected[2:]
+
+
+def test_shards_and_threads_give_the_same_pictures(tmp_path: Path) -> None:
+    """Each is named by its path: a.png is there twice."""
+    for k, (width, height) in enumerate(SIZES[:4]):
+        (tmp_path / f"class{k % 2}").mkdir(exist_ok=True)
+        Image.fromarray(picture(width, height)).save(tmp_path / f"class{k % 2}" / f"{'ab'[k // 2]}.png")
+    specs = find_slides(tmp_path, picture_mpp=0.5, whole_pictures=True)
+    ids = [spec.slide_id for spec in specs]
+    assert ids == ["class0/a", "class0/b", "class1/a", "class1/b"]
+    names = SlideNames(ids)
+    assert [names.match(name) for name in ("class1/a.png", "class1/a", "a.png")] == ["class1/a", "class1/a", None]
+    table = replace(tile_table([1] * 4, tile=32), slides=tuple(ids))
+    stream = TileStream.over(table, seed=3, epochs=2).read(SlidePool(specs, 2)).crop(varied=True).batch(4)
+
+    def images(shards: list[range], threads: int) -> np.ndarray:
+        parts = []
+        for rows in shards:
+            with iter(stream.shard(rows).prefetch(threads=threads)) as batches:
+                parts.append([batch.images.copy() for batch in batches])
+        return np.stack([np.concatenate(shares) for shares in zip(*parts, strict=True)])
+
+    whole = images([range(4)], 1)
+    assert np.array_equal(whole, images([range(2), range(2, 4)], 3))
+    assert not np.array_equal(whole[0], whole[1]), "the second epoch is cut otherwise"
+    expected = np.empty((32, 32, 3), np.uint8)
+    with open_image(specs[1].path, mpp=0.5) as slide:
+        level = slide.levels[0]
+        PictureCrop(32, 3, varied=True).fill(1, slide.read(Region(0, 0, level.width, level.height, 0.5)), expected)
+    assert np.array_equal(whole[0, 1], expected)
+    with iter(stream.crop(varied=False)) as batches:
+        assert np.array_equal(next(batches).images[2], centre(picture(*SIZES[1]), 32))
