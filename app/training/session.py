@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from app.launch.machine import memory_bytes
-from app.launch.place import RankPlace, rank_cores
+from app.launch.place import RankPlace
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
-from app.training.dataset import Dataset, class_areas
+from app.training.dataset import Dataset
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_loss, build_run_model
+from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
 from models.weights_report import LoadedWeights
 from parallel.engine.step import TrainingEngine
@@ -39,17 +39,14 @@ from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
-from pipelines.labels.annotations import SlideAnnotations
-from pipelines.slides.geometry import Region
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
-from pipelines.stream.device import DeviceFeed, allocate_pinned
+from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_batch import Maker
 from pipelines.stream.device_pixels import PixelMaker
-from pipelines.stream.read import UNREAD, OnFault
+from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
 from pipelines.stream.tile_boxes import BoxMaker
-from pipelines.stream.weights import pixel_weights, slide_weights
 
 log = logging.getLogger(__name__)
 
@@ -156,11 +153,11 @@ class Session:
     @contextlib.contextmanager
     def validation(self) -> Iterator[Iterator[Outputs]]:
         """The share of this rank's group of the validation tiles, each exactly once over all groups."""
-        stream = _tiles(self.config, self.dataset, self.validation_rows, epochs=1)
-        stream = stream.read(self.pool, _told("left out of the scores", "validate", self.failed), replaces=False)
+        stream = tiles_in_order(self.config, self.dataset, self.validation_rows, epochs=1)
+        stream = stream.read(self.pool, told("left out of the scores", "validate", self.failed), replaces=False)
         prefetch = self.config.stream.device_prefetch
         with (
-            iter(_read_ahead(self.config, self.validation_reading.sharded(stream), self.placement, self.host)) as tiles,
+            iter(read_ahead(self.config, self.validation_reading.sharded(stream), self.placement, self.host)) as tiles,
             DeviceFeed(tiles, tiles.ready, self.validation_pixels, prefetch=prefetch) as feed,
         ):
             yield self._outputs(feed)
@@ -226,7 +223,7 @@ def build_session(
 
     cache = _tile_cache(config, dataset)
     pool = dataset.pool(config.stream.open_slides + 2, cache)
-    stream = _training_tiles(config, dataset, train_rows, pool, failed, placement)
+    stream = training_tiles(config, dataset, train_rows, pool, failed, placement)
     reading = functools.partial(
         RankReading.of, placement.communicator, config.strategy.batch, [ranges[i] for i in engine.share]
     )
@@ -238,8 +235,8 @@ def build_session(
         placement,
         engine,
         loss,
-        _read_ahead(config, training_reading.sharded(stream), placement, host),
-        pixels(_augmentation(config), train_rows),
+        read_ahead(config, training_reading.sharded(stream), placement, host),
+        pixels(augmentation_of(config), train_rows),
         pixels(AugmentSettings(augment="none"), validation_rows),
         pool,
         training_reading,
@@ -257,50 +254,6 @@ def build_session(
     )
 
 
-def _tiles(config: RunConfig, dataset: Dataset, rows: NDArray[np.int64], epochs: int | None = None) -> TileStream:
-    """Tiles ``rows`` of the dataset with their targets, in index order."""
-    stream = TileStream.over(dataset.tiles.select(rows), seed=config.seed, epochs=epochs)
-    if config.index.whole_pictures:
-        stream = stream.crop(varied=False)
-    if dataset.tile_labels is not None:
-        return stream.label(dataset.tile_labels[rows])
-    assert isinstance(dataset.truth, SlideAnnotations)
-    return stream.mask(dataset.truth)
-
-
-def _training_tiles(
-    config: RunConfig,
-    dataset: Dataset,
-    rows: NDArray[np.int64],
-    pool: SlidePool,
-    failed: FailedSlides,
-    placement: RankPlace,
-) -> TileStream:
-    """Shuffled, drawn as asked, augmented; a tile that cannot be read is replaced and written down."""
-    stream = _tiles(config, dataset, rows).read(pool, _told("replaced", "read", failed))
-    stream = stream.shuffle(config.stream.open_slides)
-    sample = config.stream.sample
-    if sample == "class":
-        if dataset.tile_labels is None:
-            raise ValueError(
-                "--sample class draws classes of tiles equally often, and segmentation has classes of pixels: use "
-                "--sample pixels"
-            )
-        stream = stream.balance(dataset.tile_labels[rows])
-    elif sample != "tiles":
-        by_slide = sample == "slide"
-        weights = slide_weights(stream.tiles.slide) if by_slide else _pixel_weights(dataset, rows, placement)
-        stream = stream.weigh(weights)
-    if config.index.whole_pictures:
-        stream = stream.crop(varied=config.augmentation.augment == "device", flip=config.augmentation.flip)
-    return stream.augment(_augmentation(config))
-
-
-def _augmentation(config: RunConfig) -> AugmentSettings:
-    """What is varied in tiles; of whole pictures nothing more than the crop, which comes with reading."""
-    return AugmentSettings(augment="none") if config.index.whole_pictures else config.augmentation
-
-
 def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
     """What keeps the run's tiles, if that is asked for."""
     asked = config.stream
@@ -309,66 +262,9 @@ def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
     return TileCache(asked.cache, asked.cache_bound, TileKind(*dataset.tiles.largest, config.index.mpp))
 
 
-def _pixel_weights(dataset: Dataset, rows: NDArray[np.int64], placement: RankPlace) -> NDArray[np.float64]:
-    """Of ``--sample pixels``, (n,): looked up by the first rank, since what one rank cannot read another may, and all
-    have to draw alike.
-
-    Raises:
-        ValueError: tiles have classes, not pixels, or nothing is drawn on any.
-    """
-    if dataset.tile_labels is not None:
-        raise ValueError(
-            "--sample pixels is for segmentation, and here tiles have classes: use --sample class, or --task segment"
-        )
-    weights = torch.zeros(len(rows), dtype=torch.float64)
-    if placement.communicator.rank == 0:
-        areas, unread = class_areas(dataset, rows)
-        if unread:
-            log.warning("--sample pixels: %d tiles whose annotation cannot be read are not drawn", unread)
-        drawn = pixel_weights(areas)
-        weights = torch.from_numpy(drawn)
-        shares = drawn @ areas / max((drawn @ areas).sum(), 1e-12)
-        told = ", ".join(f"{name} {share:.1%}" for name, share in zip(dataset.classes, shares, strict=True))
-        log.info("--sample pixels: of the px shown, %s; %d of %d tiles drawn", told, int((drawn > 0).sum()), len(rows))
-    placement.communicator.broadcast(weights)
-    return weights.numpy()
-
-
-def _told(what: str, step: str, failed: FailedSlides) -> OnFault:
-    """Logs and writes down tiles that cannot be read, each once however often it is tried.
-
-    Args:
-        what: was done with the tile.
-        step: what it was read for, as ``failed`` has it.
-    """
-
-    def on_fault(slide_id: str, region: Region | None, error: Exception) -> None:
-        if failed.add_once(slide_id, "open" if region is None else step, error):
-            log.warning("%s: a tile was %s: %s", slide_id, what, error)
-
-    return on_fault
-
-
 def _host_space(config: RunConfig, strategy: Strategy) -> HostSpace:
     """What tiles and maps may take of the host's memory, unless that is given: of what is free, half, which the ranks
     of this machine share. What is beyond lies in the run folder."""
     launch, given = find_launch(), strategy.policy.host_bytes
     free = memory_bytes()[1] // (launch.local_world if launch else 1)
     return HostSpace(free // 2 if given is None else given, config.out)
-
-
-def _read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace, host: HostSpace | None) -> TileStream:
-    """``stream`` read ahead within the budget."""
-
-    def on_host(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
-        assert host is not None
-        array: NDArray[Any] = host.zeros(shape, torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
-        return array
-
-    # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.
-    pinned = allocate_pinned if placement.device.type == "cuda" and stream.tiles.sides is None else np.empty
-    return stream.prefetch(
-        config.stream.read_ahead_bytes,
-        config.stream.read_threads or rank_cores(),
-        pinned if host is None else on_host,
-    )
