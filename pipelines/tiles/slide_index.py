@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import cv2
@@ -22,6 +22,7 @@ from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import l0_from_t
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import LONGER_SIDE_PX, draw_overlay
+from pipelines.tiles.quality import slide_quality
 from pipelines.tiles.tile_table import WHOLE_SLIDE_MULTIPLE, IndexedSlide, IndexSettings, SlideFault
 from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_fractions
 from pipelines.tiles.tissue import Overview, TissueMask, find_tissue, read_overview
@@ -155,8 +156,8 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
         level = slide.levels[0]
         source = IndexedSlide(
             *(spec.slide_id, state.file_bytes, spec.mpp, slide.mpp, level.width, level.height, slide.backend),
-            state.modified_ns,
-            state.digest,
+            *(state.modified_ns, state.digest, tissue.share),
+            **asdict(slide_quality(slide, overview, l0_x, l0_y, grid.l0_size)),
         )
     seconds = time.perf_counter() - started_s
     return SlideTiles(source, l0_x, l0_y, kept, grid.size, tissue.share, seconds, damage.share, (int(bad.sum()), fault))

@@ -21,6 +21,7 @@ from tyro.conf import Suppress
 
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, Region
+from pipelines.tiles.quality import Quality
 
 FORMAT = 1
 """Of the Parquet file; raised when an older one can no longer be read as it is."""
@@ -90,7 +91,12 @@ class IndexSettings:
 
 @dataclass(frozen=True)
 class IndexedSlide:
-    """What the index remembers of a slide, to tell later whether it still speaks of the same one."""
+    """What the index remembers of a slide, to tell later whether it still speaks of the same one, and to show it.
+
+    Attributes:
+        tissue_share: the part of it that is tissue, 0 to 1.
+        sharpness, blurred, pen_mm2: as in ``Quality``.
+    """
 
     slide_id: str
     file_bytes: int
@@ -101,6 +107,15 @@ class IndexedSlide:
     backend: str
     modified_ns: int = 0
     digest: str = ""
+    tissue_share: float | None = None
+    sharpness: float | None = None
+    blurred: float | None = None
+    pen_mm2: float | None = None
+
+    @property
+    def quality(self) -> Quality:
+        """Blur and pen marks; not judged in an index that was made before they were."""
+        return Quality(self.sharpness, self.blurred, self.pen_mm2)
 
     @property
     def state(self) -> SlideState | None:
