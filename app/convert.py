@@ -1,7 +1,7 @@
-"""``python -m app.convert IN OUT``: one annotation file from another.
+"""``python -m app.convert IN OUT``: annotation files from others, one or a folder of them.
 
-Takes a GeoJSON, an ASAP or ImageScope XML or a mask (TIFF, PNG), gives any other of them; what OUT is, its suffix says.
-Masks need the slide, for its size and resolution.
+Takes a GeoJSON, an ASAP or ImageScope XML or a mask (TIFF, PNG), gives any other of them; what OUT is, its suffix says,
+and for a folder ``--to``. Masks need the slide, for its size and resolution.
 """
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ from typing import Annotated, Literal
 
 import tyro
 
-from app.settings.cli import run_command
-from pipelines.backends.registry import open_slide
-from pipelines.labels.annotation_files import DRAWING_SUFFIXES, MASK_SUFFIXES, XML_SUFFIX
+from app.settings.cli import FAILED, OK, run_command
+from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.labels.annotation_files import DRAWING_SUFFIXES, MASK_SUFFIXES, XML_SUFFIX, files_below, slides_of
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
-from pipelines.labels.drawing import Drawing, Origin
+from pipelines.labels.drawing import Origin
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
-from pipelines.slides.slide import Slide
+from pipelines.slides.slide import SlideError
+
+NO_BOUNDS = "no --slide given: taken for one whose scan begins at the corner of level 0 (that of MRXS and SCN may not)"
 
 
 @dataclass(frozen=True)
 class ConvertCommand:
-    """Turn an annotation file into another format."""
+    """Turn annotation files into another format."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """What is read: .geojson or .json, .xml of ASAP or ImageScope, or a mask, .tif, .tiff or .png."""
+    """What is read: .geojson or .json, .xml of ASAP or ImageScope, or a mask, .tif, .tiff or .png; or a folder of such
+    files, sub-folders included."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """What is made, by its suffix; must not exist. The ids of a mask are written to classes.txt in its folder."""
+    """What is made, by its suffix; must not exist. The ids of a mask are written to classes.txt in its folder. Of a
+    folder: a folder; what is in it already stays as it is."""
+    to: Literal[".geojson", ".xml", ".tif", ".png"] | None = None
+    """What is made of each file of a folder."""
     slide: Path | None = None
-    """The slide that was drawn on. Masks need it, and so do slides whose scan does not begin at the corner of level 0
-    (MRXS): QuPath counts from the scan, ASAP and ImageScope from level 0."""
+    """The slide that was drawn on; of a folder, the folder of the slides. Masks need it, and so do slides whose scan
+    does not begin at the corner of level 0 (MRXS): QuPath counts from the scan, ASAP and ImageScope from level 0."""
     mpp: float | None = None
     """um/px of the mask that is made. Default: that of the slide's level 0."""
     slide_mpp: float | None = None
@@ -42,61 +48,118 @@ class ConvertCommand:
     xml: Literal["asap", "imagescope"] = "asap"
     """Which program an .xml is made for."""
 
+    @property
+    def suffix(self) -> str:
+        """Of what is made."""
+        return self.to or self.target.suffix.lower()
+
     def validate(self) -> list[str]:
         known = (*DRAWING_SUFFIXES, *MASK_SUFFIXES)
-        faults = [
-            f"{name} must end in {', '.join(known)}; got {path}"
-            for name, path in (("IN", self.source), ("OUT", self.target))
-            if path.suffix.lower() not in known
-        ]
-        masks = [str(path) for path in (self.source, self.target) if path.suffix.lower() in MASK_SUFFIXES]
-        rules = [
-            (self.source.is_file(), f"IN must be an annotation file; {self.source} is none. Check the path"),
-            (not self.target.exists(), f"OUT must not exist; {self.target} does. Remove it, or choose another name"),
-            (not masks or self.slide is not None, f"{' and '.join(masks)}: a mask covers a slide: give --slide FILE"),
+        of_folder, masks = self.source.is_dir(), self.suffix in MASK_SUFFIXES
+        if of_folder:
+            rules = [
+                (self.to is not None, f"IN is a folder, {self.source}: say what to make, as --to .geojson"),
+                (not self.target.is_file(), f"OUT must be a folder, as IN is; {self.target} is a file"),
+                (not masks or self.slide is not None, f"--to {self.to}: a mask covers a slide: give --slide FOLDER"),
+                (self.slide is None or self.slide.is_dir(), f"--slide must be a folder, as IN is; got {self.slide}"),
+            ]
+        else:
+            pairs = (("IN", self.source), ("OUT", self.target))
+            made = " and ".join(str(path) for _, path in pairs if path.suffix.lower() in MASK_SUFFIXES)
+            rules = [
+                *(
+                    (path.suffix.lower() in known, f"{name} must end in {', '.join(known)}; got {path}")
+                    for name, path in pairs
+                ),
+                (self.source.is_file(), f"IN must be an annotation file; {self.source} is none. Check the path"),
+                (
+                    not self.target.exists(),
+                    f"OUT must not exist; {self.target} does. Remove it, or choose another name",
+                ),
+                (not made or self.slide is not None, f"{made}: a mask covers a slide: give --slide FILE"),
+                (self.to is None, f"--to is for a folder; what OUT is, its suffix says: leave out --to {self.to}"),
+            ]
+        rules += [
             (
-                self.mpp is None or (check_mpp(self.mpp) and self.target.suffix.lower() in MASK_SUFFIXES),
+                self.mpp is None or (check_mpp(self.mpp) and masks),
                 f"--mpp is the resolution of a mask that is made, {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.mpp} for "
-                f"{self.target}",
+                f"{self.to or self.target}",
             ),
             (
                 self.slide_mpp is None or check_mpp(self.slide_mpp),
                 f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp}",
             ),
         ]
-        return faults + [fault for holds, fault in rules if not holds]
+        return [fault for holds, fault in rules if not holds]
 
 
-def convert(command: ConvertCommand) -> None:
-    """Read, write, and say what there was."""
+def convert(command: ConvertCommand) -> int:
+    """Read, write, and say what there was. Exit code of the command."""
+    if command.source.is_dir():
+        return convert_folder(command)
+    slide = None if command.slide is None else SlideSpec(command.slide.stem, command.slide, command.slide_mpp)
+    if convert_file(command, command.source, command.target, slide):
+        print(NO_BOUNDS)
+    return OK
+
+
+def convert_folder(command: ConvertCommand) -> int:
+    """Make a file of every file of a folder, under its name. What cannot be converted is told, and ends nothing."""
+    sources = sorted(files_below(command.source))
+    if not sources:
+        raise ValueError(f"IN holds no annotation file: {command.source}. Check the path")
+    specs = find_slides(command.slide, mpp=command.slide_mpp) if command.slide is not None else ()
+    slides = slides_of(sources, specs)
+    made: dict[Path, Path] = {}
+    failed = there = 0
+    guessed = False
+    for source in sources:
+        target = command.target / source.relative_to(command.source).with_suffix(command.suffix)
+        try:
+            if target in made:
+                raise ValueError(f"{target} is made of {made[target]} already: two files of one name")
+            if target.exists():
+                there += 1
+                continue
+            if specs and source not in slides:
+                raise ValueError(f"no slide in {command.slide} has the name of {source.name}")
+            guessed |= convert_file(command, source, target, slides.get(source))
+            made[target] = source
+        except (SlideError, ValueError, OSError) as fault:
+            failed += 1
+            print(f"{source}: not converted: {fault}", file=sys.stderr, flush=True)
+    if guessed:
+        print(NO_BOUNDS)
+    print(f"{len(made)} of {len(sources)} files converted, {there} were there already, {failed} failed")
+    return FAILED if failed else OK
+
+
+def convert_file(command: ConvertCommand, source: Path, target: Path, spec: SlideSpec | None) -> bool:
+    """Make ``target`` of ``source``, drawn on the slide of ``spec``, and say so. Return whether the corner of the
+    slide's scan would have been needed, and is not known.
+
+    Raises:
+        SlideError, ValueError, OSError: ``source`` or the slide cannot be read, or ``target`` not written.
+    """
     with contextlib.ExitStack() as opened:
-        slide = (
-            None if command.slide is None else opened.enter_context(open_slide(command.slide, mpp=command.slide_mpp))
-        )
-        drawing = read_areas(command.source, slide)
-        suffix = command.target.suffix.lower()
-        command.target.parent.mkdir(parents=True, exist_ok=True)
-        if suffix in MASK_SUFFIXES:
+        slide = None if spec is None else opened.enter_context(spec.open())
+        if slide is None and source.suffix.lower() in MASK_SUFFIXES:
+            raise ValueError(f"{source}: a mask covers a slide: give --slide")
+        drawing = read_areas(source, slide)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if command.suffix in MASK_SUFFIXES:
             assert slide is not None
-            size = write_area_mask(drawing, command.target, slide, command.mpp or slide.mpp)
+            size = write_area_mask(drawing, target, slide, command.mpp or slide.mpp)
             made = f"{size.width} x {size.height} px at {command.mpp or slide.mpp:g} um/px"
         else:
-            file_format = command.xml if suffix == XML_SUFFIX else "geojson"
-            write_areas(drawing, command.target, file_format, slide)
-            made = file_format
-            _say_of_bounds(drawing, file_format, slide)
+            made = command.xml if command.suffix == XML_SUFFIX else "geojson"
+            write_areas(drawing, target, made, slide)
     left_out = "".join(f"; left out: {count} x {kind}" for kind, count in drawing.left_out.items())
     print(
-        f"{command.target}: {made}, {len(drawing.box)} polygons of {len(drawing.start)} points, "
+        f"{target}: {made}, {len(drawing.box)} polygons of {len(drawing.start)} points, "
         f"classes {', '.join(drawing.classes) or 'none'}{left_out}"
     )
-
-
-def _say_of_bounds(drawing: Drawing, file_format: str, slide: Slide | None) -> None:
-    if slide is None and (drawing.origin is Origin.BOUNDS) != (file_format == "geojson"):
-        print(
-            "no --slide given: taken for one whose scan begins at the corner of level 0 (that of MRXS and SCN may not)"
-        )
+    return slide is None and (drawing.origin is Origin.BOUNDS) != (made == "geojson")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -61,8 +61,15 @@ class IndexCommand:
         """``part``, read."""
         return None if self.part is None else IndexPart.parse(self.part)
 
+    @property
+    def has_page(self) -> bool:
+        """Whether slides.html is made: of all slides, and of slides that have pictures of tissue."""
+        return self.part is None and not self.index.whole_pictures
+
     def validate(self) -> list[str]:
         faults = self.index.validate()
+        if self.annotations is not None and not self.has_page:
+            faults.append("--annotations is for slides.html, which is not made with --part or --pictures resize")
         if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
             faults.append(f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp:g}")
         if self.workers < 0:
@@ -78,14 +85,18 @@ def index(command: IndexCommand) -> None:
     """Build the index and say what it holds."""
     started_s = time.perf_counter()
     specs = find_slides(
-        command.slides, mpp=command.slide_mpp, picture_mpp=command.index.picture_mpp, backend=command.backend
+        command.slides,
+        mpp=command.slide_mpp,
+        picture_mpp=command.index.picture_mpp,
+        whole_pictures=command.index.whole_pictures,
+        backend=command.backend,
     )
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"
     print(f"{len(specs)} slides in {command.slides}{of_part}", flush=True)
     if part and specs and not part.specs(specs):
         return  # more tasks than slides: nothing is wrong
-    truth = _annotations(command, specs) if part is None else None
+    truth = _annotations(command, specs) if command.has_page else None
     with contextlib.ExitStack() as held:
         held.enter_context(sole_user(command.out, shared=part is not None))
         if part is not None:
@@ -97,7 +108,7 @@ def index(command: IndexCommand) -> None:
             specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
         )
         failed = FailedSlides(command.out / "failed_slides.csv")
-        page = None if part is not None else _page(command, specs, table, failed, truth)
+        page = _page(command, specs, table, failed, truth) if command.has_page else None
     tiles = "whole slides, " + sides_text(table) if table.sides is not None else f"tiles of {command.index.tile} px"
     print(
         f"{len(table)} {tiles} at {command.index.mpp:g} um/px on {len(table.slides)} slides, "

@@ -180,13 +180,14 @@ def _train_guarded(
     if before and placement.communicator.rank == 0:
         _say(describe_restart(before, loop.outcome.step, loop.repeated))
     summary = RunSummary(session, folder, loop.outcome, loop.memory, before, loop.mlflow)
-    for note in session.notes:
-        summary.say(note)
-    is_done = loop.outcome.step >= session.total_steps
+    for note in session.notes if placement.communicator.rank == 0 else ():
+        _say(note)
+    is_done = loop.is_done
     if is_done and folder.tells_end(loop.outcome.step):
-        summary.say(
-            f"nothing to do: {config.out} has all its {loop.outcome.step} steps; ask for more --steps or --epochs"
-        )
+        done, more = f"has all its {loop.outcome.step} steps", "--steps or --epochs"
+        if loop.outcome.step < session.total_steps:
+            done, more = f"was stopped early at step {loop.outcome.step}", "--patience"
+        summary.say(f"nothing to do: {config.out} {done}; ask for more {more}")
         session.close()
         return 0
     try:

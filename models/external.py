@@ -224,8 +224,14 @@ def freeze_norms(model: nn.Module, name: str) -> None:
             f"--norm frozen cannot be had for model {name}: it has no BatchNorm with running statistics; use --norm "
             "batch to keep it as it is"
         )
+    keep_statistics(norms)
+
+
+def keep_statistics(norms: Iterable[_BatchNorm]) -> None:
+    """Let ``norms`` go by their running statistics as they are, in training too."""
     for norm in norms:
-        norm.__class__ = _frozen_kind(type(norm))  # type: ignore[arg-type]
+        if not isinstance(norm, FrozenBatchNorm2d):
+            norm.__class__ = _frozen_kind(type(norm))  # type: ignore[arg-type]
         norm.train(False)
 
 

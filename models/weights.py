@@ -1,69 +1,103 @@
 """Weights from a file into a model: what ``--weights FILE`` does.
 
-Takes .pt, .pth or .safetensors with a state dict, bare or under ``model`` or ``state_dict``, with or without the
-``module.`` of DistributedDataParallel; gives the list of what was not loaded: the head when the classes differ.
+Takes .pt, .pth or .safetensors with a state dict, bare or under ``teacher``, ``model`` or ``state_dict``, with or
+without words before its names such as ``module.`` or ``backbone.``; gives what matched, block by block. A checkpoint of
+ours gives the averages of its weights where it has any.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from models.heads import pool_path
+from models.weights_report import LoadedWeights, report
 
-WRAPPERS = ("model", "state_dict")
-DATA_PARALLEL = "module."
+WRAPPERS = ("teacher", "model", "state_dict")
+"""Keys that a state dict lies under: that of a teacher in self-supervised training goes before its student's."""
+
+WORDS = ("module", "model", "encoder", "backbone", "teacher", "trunk", "encoder_q", "_orig_mod")
+"""Parts of names that stand for a model inside of another, in a file or in the model."""
+
+LEAST = 0.5
+"""Of the numbers of the smaller of model and file, the part that has to match."""
+
 SHOWN_FAULTS = 20
 
 
-def load_weights(model: nn.Module, path: Path) -> list[str]:
-    """Load what fits from ``path`` into ``model``, in place; return a line for each tensor that was not loaded.
+def load_weights(model: nn.Module, path: Path) -> LoadedWeights:
+    """Load what fits from ``path`` into ``model``, in place; return what did and what did not.
 
-    A head with another number of classes, or missing from the file, keeps its random weights, and so does the pooling
-    of another ``--head``; auxiliary heads and poolings that the model was built without are passed over. All are in
-    the result; the rest must match.
+    The file's names may have words of ``WORDS`` before them, and be those of a part of the model that is called so: the
+    encoder of a U-Net. A block (a module at the top, or of that part) is loaded as a whole, or not at all where the
+    file, or the model, has none of that name. A head with another number of classes keeps its random weights, and so
+    does the pooling of another ``--head``.
 
     Raises:
         ValueError: the file is not there, cannot be read, holds no tensors, or fits another model (the keys are
             named, all at once).
     """
-    tensors = read_tensors(path)
     wanted = {key: tensor for key, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    head = list(wanted)[-1].rpartition(".")[0] + "."
+    in_file = read_tensors(path)
+    prefix, part = best_fit(in_file, wanted)
+    tensors = {part + key.removeprefix(prefix): value for key, value in in_file.items() if key.startswith(prefix)}
+    outside = [key for key in in_file if not key.startswith(prefix)]
+    fitting = [key for key in wanted if key in tensors and tensors[key].shape == wanted[key].shape]
     other_shape = [key for key in wanted if key in tensors and tensors[key].shape != wanted[key].shape]
     missing = [key for key in wanted if key not in tensors and not key.endswith("num_batches_tracked")]
     extra = [key for key in tensors if key not in wanted]
 
-    fresh = {key: f"{key} (not in the file)" for key in missing if key.startswith(head)}
-    fresh |= {key: f"{key} (auxiliary head, not in the model)" for key in extra if key.lower().startswith("aux")}
+    begun = {block_of(key, part) for key in (*fitting, *other_shape)}
+    head = list(wanted)[-1].rpartition(".")[0] + "."
+    fresh = {key: "not in the file" for key in missing if block_of(key, part) not in begun or key.startswith(head)}
+    unused = {key: "not in the model" for key in extra if block_of(key, part) not in begun}
+    unused |= {key: "auxiliary head, not in the model" for key in extra if key.lower().startswith("aux")}
     if path_of_pool := pool_path(model):
         of_pool = f"{path_of_pool}."
-        fresh |= {key: f"{key} (--head, not in the file)" for key in missing if key.startswith(of_pool)}
-        fresh |= {key: f"{key} (another --head, not in the model)" for key in extra if key.startswith(of_pool)}
-    if only_classes_differ([(tensors[key], wanted[key]) for key in other_shape]):
-        for key in other_shape:
-            shapes = f"file {tuple(tensors[key].shape)}, model {tuple(wanted[key].shape)}"
-            fresh[key] = f"{key} (other number of classes: {shapes})"
+        fresh |= {key: "--head, not in the file" for key in missing if key.startswith(of_pool)}
+        unused |= {key: "another --head, not in the model" for key in extra if key.startswith(of_pool)}
+    shapes = {key: f"file {tuple(tensors[key].shape)}, model {tuple(wanted[key].shape)}" for key in other_shape}
+    kept = shapes if only_classes_differ([(tensors[key], wanted[key]) for key in other_shape]) else {}
 
-    faults = [
-        f"{key}: file {tuple(tensors[key].shape)}, model {tuple(wanted[key].shape)}"
-        for key in other_shape
-        if key not in fresh
-    ]
+    faults = [f"{key}: {text}" for key, text in shapes.items() if key not in kept]
     faults += [f"{key}: not in the file" for key in missing if key not in fresh]
-    faults += [f"{key}: not in the model" for key in extra if key not in fresh]
+    faults += [f"{key}: not in the model" for key in extra if key not in unused]
     if faults:
-        shown = faults[:SHOWN_FAULTS] + ([f"and {len(faults) - SHOWN_FAULTS} more"] if faults[SHOWN_FAULTS:] else [])
         raise ValueError(
             f"the weights in {path} are of another model ({len(faults)} of {len(wanted)} tensors differ); "
-            f"choose the --model they were trained with:\n  " + "\n  ".join(shown)
+            f"choose the --model they were trained with:\n  " + "\n  ".join(_first(faults))
         )
-    model.load_state_dict({key: value for key, value in tensors.items() if key not in fresh}, strict=False)
-    return list(fresh.values())
+    _refuse_another_model(path, tensors, wanted, fitting)
+    model.load_state_dict({key: tensors[key] for key in fitting}, strict=False)
+    reasons = [f"{key} ({reason})" for key, reason in (fresh | unused).items()]
+    reasons += [f"{key} (other number of classes: {text})" for key, text in kept.items()]
+    counted = {"loaded": fitting, "fresh": fresh, "other shape": kept, "unused": [*unused, *outside]}
+    blocks = {kind: [block_of(key, part) for key in keys] for kind, keys in counted.items()}
+    return report(path, prefix, part, [block_of(key, part) for key in wanted], blocks, reasons)
+
+
+def best_fit(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return what comes before the names in the file, and before those in the model, where most tensors match."""
+    shapes = {key: tensor.shape for key, tensor in wanted.items()}
+
+    def matches(pair: tuple[str, str]) -> int:
+        prefix, part = pair
+        own = ((part + key.removeprefix(prefix), value) for key, value in tensors.items() if key.startswith(prefix))
+        return sum(shapes.get(key) == value.shape for key, value in own)
+
+    # The first of the best: shorter ones come first.
+    return max(itertools.product(_leading_words(tensors), _leading_words(wanted)), key=matches)
+
+
+def block_of(key: str, part: str) -> str:
+    """Return the block of a tensor: the first of its modules, or the first after ``part`` of the model."""
+    inside = part if key.startswith(part) else ""
+    return inside + key.removeprefix(inside).partition(".")[0]
 
 
 def only_classes_differ(pairs: list[tuple[Tensor, Tensor]]) -> bool:
@@ -76,7 +110,7 @@ def only_classes_differ(pairs: list[tuple[Tensor, Tensor]]) -> bool:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the state dict in ``path``, on the CPU, wrappers and prefix removed. No code of the file is run.
+    """Return the state dict in ``path``, on the CPU, wrappers removed. No code of the file is run.
 
     Raises:
         ValueError: not there, not readable, or no tensors in it.
@@ -99,6 +133,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"--weights {path}: cannot be read as PyTorch or safetensors weights: {type(fault).__name__}: {fault}"
         ) from fault
+    averages = content.get("average") if isinstance(content, Mapping) else None
     for wrapper in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
@@ -107,6 +142,37 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if others or not tensors:
         what = f"not all are tensors: {', '.join(others[:8])}" if others else "it holds no state dict"
         raise ValueError(f"--weights {path}: {what}; expected a state dict, bare or under {' or '.join(WRAPPERS)}")
-    if all(key.startswith(DATA_PARALLEL) for key in tensors):
-        tensors = {key.removeprefix(DATA_PARALLEL): value for key, value in tensors.items()}
+    if isinstance(averages, Mapping) and averages.keys() <= tensors.keys():  # a checkpoint of ours
+        tensors.update(averages)
     return tensors
+
+
+def _leading_words(keys: Iterable[str]) -> list[str]:
+    """What consists of ``WORDS`` at the beginning of ``keys``, with a dot behind it, and "", shorter ones first."""
+    found = {""}
+    for key in keys:
+        words = list(itertools.takewhile(WORDS.__contains__, key.split(".")[:-1]))
+        found.update(".".join(words[:n]) + "." for n in range(1, len(words) + 1))
+    return sorted(found, key=lambda words: (len(words), words))
+
+
+def _refuse_another_model(
+    path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], fitting: list[str]
+) -> None:
+    """Raise ValueError where hardly anything in the file is of the model."""
+    matched, own, given = (
+        sum(tensor.numel() for tensor in some)
+        for some in ([wanted[key] for key in fitting], wanted.values(), tensors.values())
+    )
+    if fitting and matched >= LEAST * min(own, given):
+        return
+    names = [f"{key} {tuple(tensor.shape)}" for key, tensor in tensors.items()]
+    own_names = [f"{key} {tuple(tensor.shape)}" for key, tensor in wanted.items()]
+    raise ValueError(
+        f"--weights {path}: {len(fitting) or 'none'} of its {len(tensors)} tensors match the model, by name and shape: "
+        f"they are of another model. The file has {', '.join(names[:3])}; the model {', '.join(own_names[:3])}"
+    )
+
+
+def _first(lines: list[str]) -> list[str]:
+    return lines[:SHOWN_FAULTS] + ([f"and {len(lines) - SHOWN_FAULTS} more"] if lines[SHOWN_FAULTS:] else [])

@@ -23,7 +23,10 @@ SHOWN, PICTURE_PX = 6, 192
 
 
 def certain_tiles(folder: PredictionFolder, slides: Path, made_with: dict[str, Any]) -> dict[str, bytes]:
-    """Return ``SHOWN`` tiles of the least and of the most certainty: the score of the likeliest class."""
+    """Return ``SHOWN`` tiles of the least and of the most certainty, and the class that covers most of each; none of a
+    model that looks at slides as one image."""
+    if made_with["tile"] == "slide":
+        return {}
     classes = made_with["classes"]
     tiles = []
     for row in folder.rows():
@@ -31,8 +34,8 @@ def certain_tiles(folder: PredictionFolder, slides: Path, made_with: dict[str, A
             for tile in read_rows(file):
                 scores = [float(tile[f"score_{name}"]) for name in classes if tile[f"score_{name}"]]
                 if scores:
-                    best = int(np.argmax(scores))
-                    tiles.append((scores[best], row["slide"], int(tile["l0_x"]), int(tile["l0_y"]), classes[best]))
+                    place = row["slide"], int(tile["l0_x"]), int(tile["l0_y"])
+                    tiles.append((float(tile["certainty"]), *place, classes[int(np.argmax(scores))]))
     tiles.sort()
     specs = {
         spec.slide_id: spec for spec in find_slides(slides, mpp=made_with["slide_mpp"], picture_mpp=made_with["mpp"])

@@ -1,7 +1,6 @@
 """How well scores tell classes apart: ROC and precision-recall areas with confidence intervals, confusion, calibration.
 
-Takes scores and labels of slides or patients; gives numbers and curves. scikit-learn computes what it has; intervals
-are of bootstrap resamples over patients (Efron 1979, percentiles), since the slides of one patient resemble each other.
+Takes scores and labels of slides or patients; gives numbers and curves. scikit-learn computes what it has.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, confusion_matrix, recall_score, roc_auc_score
 
+from app.evaluation.intervals import Estimate, resampled
+
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
-RESAMPLES = 1000
-CONFIDENCE = 0.95
 BINS = 10
 
 
@@ -38,15 +37,6 @@ class Cases:
     def select(self, rows: Labels) -> Cases:
         """Return the cases ``rows``, in that order."""
         return Cases(self.score[rows], self.label[rows], self.patient[rows])
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its interval; None where the cases cannot define it."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
 
 
 def auc(cases: Cases) -> float | None:
@@ -78,26 +68,8 @@ def _over_classes(cases: Cases, score: Callable[..., float]) -> float | None:
 
 
 def with_interval(cases: Cases, measure: Callable[[Cases], float | None], seed: int = 0) -> Estimate:
-    """Return ``measure`` of the cases, and its ``CONFIDENCE`` interval over ``RESAMPLES`` draws of patients with
-    replacement; draws that cannot define it, as those of one class alone, are not counted."""
-    value = measure(cases)
-    if value is None:
-        return Estimate(None)
-    random = np.random.default_rng(seed)
-    patients = np.unique(cases.patient)
-    order = np.argsort(cases.patient, kind="stable")
-    starts = np.searchsorted(cases.patient[order], patients)
-    rows = np.split(order, starts[1:])
-    drawn = []
-    for _ in range(RESAMPLES):
-        picked = random.integers(len(patients), size=len(patients))
-        of_draw = measure(cases.select(np.concatenate([rows[k] for k in picked])))
-        if of_draw is not None:
-            drawn.append(of_draw)
-    if not drawn:
-        return Estimate(value)
-    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Estimate(value, float(low), float(high))
+    """Return ``measure`` of the cases with its interval over their patients."""
+    return resampled(cases.patient, lambda rows: measure(cases.select(rows)), seed)
 
 
 def by_patient(cases: Cases) -> Cases:

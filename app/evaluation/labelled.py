@@ -32,6 +32,12 @@ class LabelledSlides:
     patients: tuple[str, ...]
     left_out: tuple[str, ...]
 
+    @property
+    def patient_of(self) -> dict[str, str]:
+        """Name of each slide's patient."""
+        numbers = self.cases.patient.tolist()
+        return {slide: self.patients[number] for slide, number in zip(self.slides, numbers, strict=True)}
+
 
 def labelled_slides(rows: Sequence[Mapping[str, Any]], classes: Sequence[str], path: Path) -> LabelledSlides:
     """Return the slides of ``rows`` (of ``slides.csv``) with the labels of the table ``path``.

@@ -5,20 +5,18 @@ Takes a folder of predictions and the truth; gives an ``Evaluation``.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sklearn.metrics import precision_recall_curve, roc_curve
+from numpy.typing import NDArray
 
 from app.evaluation.areas import AreaScores, score_areas
 from app.evaluation.certain_tiles import certain_tiles
 from app.evaluation.classification import (
-    Calibration,
-    Cases,
-    Estimate,
     auc,
     auprc,
     balanced_accuracy,
@@ -27,12 +25,14 @@ from app.evaluation.classification import (
     confusion,
     with_interval,
 )
-from app.evaluation.froc import FALSE_POSITIVES
+from app.evaluation.intervals import Estimate, resampled
 from app.evaluation.labelled import LabelledSlides, labelled_slides
-from app.pages.charts import Chart, Series, line_chart
+from app.evaluation.report_charts import classification_charts, froc_chart, reliability_chart
+from app.pages.charts import Chart
 from app.pages.evaluation_page import EvaluationPage
 from app.pages.html import Card, Table, format_value
 from app.prediction.prediction_folder import PredictionFolder
+from app.training.metrics import mean_defined
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
 NAMES = {"auc": "AUC", "auprc": "AUPRC", "balanced_accuracy": "Balanced accuracy"}
@@ -47,12 +47,15 @@ class Evaluation:
         labelled: slides with their labels; None where no labels were given.
         estimates: by "slide" or "patient" and measure.
         areas: None where no annotations were given.
+        dice, iou: by class, mean over the slides that have it; of no value where none has.
     """
 
     made_with: dict[str, Any]
     labelled: LabelledSlides | None
     estimates: dict[tuple[str, str], Estimate]
     areas: AreaScores | None
+    dice: dict[str, Estimate]
+    iou: dict[str, Estimate]
 
     @classmethod
     def of(cls, folder: PredictionFolder, labels: Path | None, annotations: Path | None) -> Evaluation:
@@ -71,8 +74,16 @@ class Evaluation:
             for unit, cases in (("slide", labelled.cases), ("patient", by_patient(labelled.cases))):
                 for name, measure in MEASURES.items():
                     estimates[unit, name] = with_interval(cases, measure)
+        if annotations is not None and not made_with["shown"]:
+            raise ValueError(
+                f"--annotations {annotations}: {folder.path} holds scores of whole slides and no areas: leave them out"
+            )
         areas = None if annotations is None else score_areas(folder, made_with["shown"], annotations)
-        return cls(made_with, labelled, estimates, areas)
+        if areas is None:
+            return cls(made_with, labelled, estimates, None, {}, {})
+        patients = {} if labelled is None else labelled.patient_of
+        overlaps = [_of_classes(areas, values, patients) for values in (areas.dice, areas.iou)]
+        return cls(made_with, labelled, estimates, areas, *overlaps)
 
     @property
     def classes(self) -> list[str]:
@@ -99,21 +110,13 @@ class Evaluation:
             }
             figures["left_out"] = list(self.labelled.left_out)
         if self.areas is not None:
-            figures["dice"] = self._means(self.areas.dice)
-            figures["iou"] = self._means(self.areas.iou)
+            for what, estimates in (("dice", self.dice), ("iou", self.iou)):
+                figures[what] = {name: estimate.value for name, estimate in estimates.items()}
+                figures[f"{what}_interval"] = {name: [e.low, e.high] for name, e in estimates.items()}
             figures["froc"] = {name: curve.score for name, curve in self.areas.froc.items()}
             figures["annotated_slides"] = len(self.areas.slides)
             figures["annotations_left_out"] = list(self.areas.left_out)
         return figures
-
-    def _means(self, values: Any) -> dict[str, float | None]:
-        """Mean over the slides of each class; None where no slide has it."""
-        assert self.areas is not None
-        means = {}
-        for c, name in enumerate(self.areas.classes):
-            defined = values[~np.isnan(values[:, c]), c]
-            means[name] = float(defined.mean()) if len(defined) else None
-        return means
 
     def lines(self) -> list[str]:
         """Return the scores as lines."""
@@ -128,12 +131,34 @@ class Evaluation:
             lines += self.labelled.left_out
         if self.areas is not None:
             lines.append(f"{len(self.areas.slides)} slides with annotations")
-            dice, iou = self._means(self.areas.dice), self._means(self.areas.iou)
             for name in self.areas.classes:
                 score = self.areas.froc[name].score
-                lines.append(f"{name}: Dice {_number(dice[name])}, IoU {_number(iou[name])}, FROC {_number(score)}")
+                overlap = f"Dice {_with_interval(self.dice[name])}, IoU {_with_interval(self.iou[name])}"
+                lines.append(f"{name}: {overlap}, FROC {_number(score)}")
             lines += self.areas.left_out
         return lines
+
+
+def _looked_at(made_with: dict[str, Any]) -> str:
+    what = "whole slides" if made_with["tile"] == "slide" else f"tiles of {made_with['tile']} px"
+    return f"{what} at {made_with['mpp']:g} µm/px"
+
+
+def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[str, str]) -> dict[str, Estimate]:
+    """Means of each class over the slides that have it.
+
+    Args:
+        values: (slides, classes).
+        patients: by slide, where they are known; every other slide stands for itself.
+    """
+    _, patient = np.unique([patients.get(slide, slide) for slide in areas.slides], return_inverse=True)
+    return {
+        name: resampled(patient, functools.partial(_mean_of_rows, values[:, c])) for c, name in enumerate(areas.classes)
+    }
+
+
+def _mean_of_rows(values: NDArray[np.float64], rows: NDArray[np.int64]) -> float | None:
+    return mean_defined(values[rows])
 
 
 def _number(value: float | None) -> str:
@@ -164,7 +189,7 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
                 interval = f"95 % interval {_number(estimate.low)} to {_number(estimate.high)}"
                 cards.append(Card(f"{unit.capitalize()} {NAMES[name]}", format_value(estimate.value), note=interval))
         reliability = calibration(cases)
-        charts += [*_classification_charts(cases, evaluation.classes), _reliability_chart(reliability)]
+        charts += [*classification_charts(cases, evaluation.classes), reliability_chart(reliability)]
         tables["Scores of slides and patients"] = Table(
             ("", "value", "95 % interval, 1,000 resamples of patients"),
             [
@@ -190,18 +215,20 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
             ],
             tuple(range(1, 2 * len(areas.classes) + 1)),
         )
-        figures = evaluation.figures()
-        cards += [Card(f"Dice {name}", _number(value)) for name, value in figures["dice"].items()]
         cards += [
-            Card(f"FROC {name}", _number(score), note="mean sensitivity at 1/4 to 8 false alarms per slide")
-            for name, score in figures["froc"].items()
+            Card(f"Dice {name}", _number(e.value), note=f"95 % interval {_number(e.low)} to {_number(e.high)}")
+            for name, e in evaluation.dice.items()
         ]
-        charts.append(_froc_chart(areas))
+        cards += [
+            Card(f"FROC {name}", _number(curve.score), note="mean sensitivity at 1/4 to 8 false alarms per slide")
+            for name, curve in areas.froc.items()
+        ]
+        charts.append(froc_chart(areas))
         notes += areas.left_out
     tiles = {} if slides is None else certain_tiles(folder, slides, made_with)
     return EvaluationPage(
         folder.path.resolve().name,
-        (made_with["model"], made_with["task"], f"tiles of {made_with['tile']} px at {made_with['mpp']:g} µm/px"),
+        (made_with["model"], made_with["task"], _looked_at(made_with)),
         cards,
         charts,
         tables,
@@ -213,46 +240,3 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
 
 def _cell(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4f}"
-
-
-def _classification_charts(cases: Cases, classes: list[str]) -> list[Chart]:
-    """ROC and precision over recall, of each class that has slides and is not all of them."""
-    of_classes = [1] if len(classes) == 2 else range(len(classes))
-    roc, precision = [], []
-    for colour, c in enumerate(of_classes):
-        true = cases.label == c
-        if not 0 < np.count_nonzero(true) < len(true):
-            continue
-        false_rate, true_rate, _ = roc_curve(true, cases.score[:, c])
-        roc.append(Series(classes[c], false_rate, true_rate, colour % 6))
-        precisions, recalls, _ = precision_recall_curve(true, cases.score[:, c])
-        precision.append(Series(classes[c], recalls, precisions, colour % 6))
-    return [
-        line_chart(roc, "ROC of slides", "true positive rate", x_label="false positive rate", from_zero=True),
-        line_chart(precision, "Precision and recall of slides", "precision", x_label="recall", from_zero=True),
-    ]
-
-
-def _reliability_chart(reliability: Calibration) -> Chart:
-    diagonal = np.array([0.0, 1.0])
-    return line_chart(
-        [
-            Series("certain as it should be", diagonal, diagonal, 5, "ideal"),
-            Series("slides", reliability.confidence, reliability.accuracy, 0, "dots"),
-        ],
-        "Reliability of slides",
-        "share that is right",
-        x_label="how certain the model is",
-        from_zero=True,
-    )
-
-
-def _froc_chart(areas: AreaScores) -> Chart:
-    series = []
-    for number, (name, curve) in enumerate(areas.froc.items()):
-        if curve.score is not None:
-            up_to = np.array(FALSE_POSITIVES)
-            series.append(
-                Series(name, up_to, np.interp(up_to, curve.false_per_slide, curve.sensitivity), number % 6, "dots")
-            )
-    return line_chart(series, "Lesions found (FROC)", "sensitivity", x_label="false alarms per slide", from_zero=True)

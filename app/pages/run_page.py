@@ -35,6 +35,10 @@ FIGURES = {
     "images_per_second_no_data": ("Speed, fed from memory", " images/s"),
     "megapixels_per_second": ("Pixels trained on", " Mpx/s"),
     "data_wait_fraction": ("Waiting for data", " of the step time"),
+    "cached": ("Tiles read from the cache", ""),
+    "cache_damaged": ("Of its tiles, damaged and read anew", ""),
+    "cache_full": ("The cache takes no more tiles", ""),
+    "reading": ("Reading, seconds of all threads", ""),
     "bubble_fraction": ("Bubble of the last step", ""),
     "peak_memory_bytes": ("Peak memory, by rank", ""),
     "peak_resident_bytes": ("Peak resident set, by rank", ""),
@@ -146,6 +150,7 @@ def figures_of(files: RunFiles) -> list[tuple[str, str]]:
             known[key] = f"{known[part]} of {known.get(whole)}"
     if known.get("pixels_per_second") is not None:
         known["megapixels_per_second"] = known["pixels_per_second"] / 1e6
+    known |= _cache_figures(known.get("tile_cache"))
     known["bubble_fraction"] = known.get("bubble")
     if known.get("tile_px") == "slide":
         del known["tile_px"]
@@ -155,6 +160,21 @@ def figures_of(files: RunFiles) -> list[tuple[str, str]]:
         for key, (name, unit) in FIGURES.items()
         if (value := known.get(key)) is not None
     ]
+
+
+def _cache_figures(counts: Mapping[str, Any] | None) -> dict[str, str]:
+    """What a tile cache did, in words; nothing of a run without one."""
+    if not counts:
+        return {}
+    words = {
+        "cached": f"{counts['hits']} of {counts['hits'] + counts['misses']}, {counts['stored']} added",
+        "reading": f"cache {counts['hit_s']:.1f}, slides {counts['slide_s']:.1f}, keeping {counts['store_s']:.1f}",
+    }
+    if counts["damaged"]:
+        words["cache_damaged"] = str(counts["damaged"])
+    if counts["full"]:
+        words["cache_full"] = counts["full"]
+    return words
 
 
 def _counted(key: str, value: Any) -> bool:

@@ -89,7 +89,7 @@ def slide_rows(
             "blur": quality is not None and "blur" in quality.flags,
             "pen": quality is not None and "pen" in quality.flags,
             "pale": tissue is not None and tissue < LITTLE_TISSUE,
-            "few": table.settings.tile != "slide" and tiles < FEW_TILES,
+            "few": not table.settings.one_tile_each and tiles < FEW_TILES,
             "drawn": slide_id in pictures and bool(pictures[slide_id].classes),
         }
         rows.append(

@@ -128,6 +128,7 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
         config.optimization.optimizer,
         machine.autocast,
         config.net.head,
+        config.optimization.ema > 0,
     )
     planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
     costs = planner.cutting.microbatch(1)[1]
@@ -225,6 +226,7 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "ranks": strategy.world,
         "memory": strategy.memory,
         "optimizer": config.optimization.optimizer,
+        "averages": config.optimization.ema > 0,
         "precision": strategy.precision,
         "parallel": strategy.parallel,
         "cuts": strategy.cuts,

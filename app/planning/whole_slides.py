@@ -61,6 +61,7 @@ def check_largest(config: RunConfig, largest: tuple[int, int], classes: int, seg
         config.optimization.optimizer,
         machine.autocast,
         config.net.head,
+        config.optimization.ema > 0,
     )
     try:
         planner = Planner(work.task(asked.batch, machine.estimate), machine.cluster)

@@ -34,7 +34,7 @@ from parallel.trace.trace import Traced, left_as_it_was, run_again, trace
 from parallel.trace.updated_faults import copies_fault
 
 SLOTS = {"sgd": 1, "adamw": 2}
-"""Values that an optimizer keeps for each parameter."""
+"""Values that an optimizer keeps for each parameter, beside its running average."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Workload:
         tile: side in px.
         segments: a class per pixel, or one per tile; None: whichever the model gives.
         autocast: type for mixed precision; None computes in float32.
+        averages: a running average of each parameter is kept.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Workload:
     optimizer: Literal["sgd", "adamw"] = "adamw"
     autocast: torch.dtype | None = None
     head: Head = "average"
+    averages: bool = False
     _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
     _sides: dict[torch.dtype | None, GraphsBySide] = field(default_factory=dict, init=False, repr=False, compare=False)
     _recorded: list[Recorded] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -148,7 +150,7 @@ class Workload:
                 refused[name] = str(fault)
         one_copy = copies_fault(traced.updated)
         in_boxes = functools.partial(self._streamed, traced, estimate)
-        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer], refused, one_copy, in_boxes)
+        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer] + self.averages, refused, one_copy, in_boxes)
 
     def _streamed(
         self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]

@@ -22,16 +22,20 @@ from numpy.typing import NDArray
 
 from app.launch.place import rank_cores
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
+from app.prediction.computation import rank_faults
 from app.prediction.overlay import colour_of, draw_prediction
 from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.score_tables import TileRow, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
 from pipelines.backends.heat_map import HeatMapWriter
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.csv_cells import write_rows
 from pipelines.slides.geometry import Size
-from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
+from pipelines.slides.slide import Pixels, Slide, SlideError
+from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain_fits import STEP
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
 
 log = logging.getLogger(__name__)
@@ -56,11 +60,13 @@ class Scored:
 
     Attributes:
         scores: float64 (n, classes), of a segmenter the mean over the window; NaN of one that cannot be read.
+        certainty: float64 (n,), the probability of the likeliest class, of a segmenter the mean over the window.
         areas_map: uint8 (classes, h, w), probabilities of ``factor`` x ``factor`` cells, 255 is 1.
         fault: the first of the windows that cannot be read.
     """
 
     scores: NDArray[np.float64]
+    certainty: NDArray[np.float64]
     areas_map: NDArray[np.uint8]
     factor: int
     fault: str
@@ -68,26 +74,36 @@ class Scored:
 
 def predict_slide(
     spec: SlideSpec, model: TrainedModel, settings: WindowSettings, batch: int, folder: PredictionFolder
-) -> dict[str, Any]:
-    """Predict one slide; return its row of ``slides.csv``.
+) -> dict[str, Any] | None:
+    """Predict one slide; return its row of ``slides.csv``, on the rank of its group that has the model's outputs.
 
     Args:
         batch: windows that the model is asked at a time.
 
     Raises:
-        SlideError: the slide cannot be used.
+        SlideError: the slide cannot be used; on every rank of the group.
+        RunError: one of several ranks of the group has failed.
         OSError: the folder cannot be written.
     """
-    windows = windows_of(spec, settings)
-    with spec.open() as slide:
-        scored = _scored(slide, windows, model, batch, folder, spec.slide_id)
+    with ExitStack() as opened:
+        with model.computation.together():
+            windows = windows_of(spec, settings)
+            slide = opened.enter_context(spec.open())
+        answers = _answers(slide, windows, model, batch)
+        with rank_faults(spec.slide_id, model.computation):
+            if not model.computation.writes:
+                deque(answers, 0)
+                return None
+            scored = _scored(answers, windows, model, folder, spec.slide_id)
     readable = ~np.isnan(scored.scores[:, 0])
     unread = int(np.count_nonzero(~readable)) + windows.damaged[0]
     if unread:
         what = f"{unread} windows with tissue cannot be read and are left out: {windows.damaged[1] or scored.fault}"
         folder.failed.add(spec.slide_id, "windows", what)
+    if isinstance(windows.stain, str):
+        folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {windows.stain}")
     areas = _write_areas(model, windows, scored, folder, spec.slide_id)
-    _write_tiles(model, windows, scored, folder, spec.slide_id)
+    write_tiles(folder.tiles(spec.slide_id), model.classes, _tile_rows(windows, scored))
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
     picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
     folder.overlay(spec.slide_id).write_bytes(picture)
@@ -97,8 +113,7 @@ def predict_slide(
         "slide": spec.slide_id,
         "tiles": int(readable.sum()),
         "tiles_unreadable": unread,
-        "prediction": model.classes[int(np.argmax(of_slide))],
-        **{f"score_{name}": float(of_slide[c]) for c, name in enumerate(model.classes)},
+        **class_scores(model.classes, of_slide),
         **{f"area_um2_{name}": areas[name] for name in model.shown.values()},
     }
     height, width = scored.areas_map.shape[1:]
@@ -116,28 +131,31 @@ def predict_slide(
 
 
 def _scored(
-    slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int, folder: PredictionFolder, slide_id: str
+    answers: Iterator[tuple[int, Floats | str]],
+    windows: SlideWindows,
+    model: TrainedModel,
+    folder: PredictionFolder,
+    slide_id: str,
 ) -> Scored:
-    """Ask the model of all windows and write the heat maps."""
+    """Take the answers for all windows and write the heat maps."""
     classes, cells = len(model.classes), windows.cells
     weights = gaussian_window(cells) if model.task == "segment" else np.ones((cells, cells), np.float32)
-    scores = np.full((len(windows), classes), np.nan)
+    scores, certainty = np.full((len(windows), classes), np.nan), np.full(len(windows), np.nan)
     faults: list[str] = []
     size = Size(windows.width, windows.height)
 
     def bands(blender: Blender) -> Iterator[NDArray[np.uint8]]:
         row = 0
-        for i, values in _answers(slide, windows, model, batch):
-            if isinstance(values, SlideError):
-                faults.append(str(values))
-                if len(faults) > MOST_UNREADABLE * len(windows):
-                    raise values
+        for i, values in answers:
+            if isinstance(values, str):
+                faults.append(values)
                 continue
             if windows.y[i] > row:
                 row = int(windows.y[i])
                 yield from map(_as_bytes, blender.rows_above(row))
             values = values.reshape(classes, *(values.shape[1:] or (1, 1)))
             scores[i] = values.mean((1, 2), dtype=np.float64)
+            certainty[i] = values.max(0).mean(dtype=np.float64)
             blender.add(int(windows.x[i]), row, values)
         yield from map(_as_bytes, blender.rows_above(windows.height))
 
@@ -162,50 +180,55 @@ def _scored(
             for c, writer in writers.items():
                 writer.add(chunk[c])
             reduced.append(_reduced(chunk, factor))
-    return Scored(scores, np.concatenate(reduced, axis=1), factor, faults[0] if faults else "")
+    return Scored(scores, certainty, np.concatenate(reduced, axis=1), factor, faults[0] if faults else "")
 
 
 def _answers(
     slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int
-) -> Iterator[tuple[int, Floats | SlideError]]:
-    """The model's probabilities of each window in order, or why it cannot be read."""
-    ahead: deque[tuple[int, Future[Pixels | SlideError]]] = deque()
-    numbers = iter(range(len(windows)))
-    threads = rank_cores()
+) -> Iterator[tuple[int, Floats | str]]:
+    """The model's probabilities of each window in order, or why it cannot be read; on ranks that do not have them, only
+    the latter.
+
+    Raises:
+        SlideError: most windows cannot be read; on every rank of the group at the same window.
+    """
+    computation, unread = model.computation, 0
+    tiles = _tiles(slide, windows, batch + rank_cores()) if computation.reads else None
+    stain = windows.stain if isinstance(windows.stain, StainFit) else None
+    blank = np.full((model.tile, model.tile, 3), 255, np.uint8)
+    for first in range(0, len(windows), batch):
+        numbers = range(first, min(first + batch, len(windows)))
+        read = [] if tiles is None else [next(tiles) for _ in numbers]
+        faults: list[str] = computation.told([str(tile) if isinstance(tile, SlideError) else "" for tile in read])
+        for i, fault in zip(numbers, faults, strict=True):
+            if fault:
+                unread += 1
+                yield i, fault
+                if unread > MOST_UNREADABLE * len(windows):
+                    raise SlideError(fault)
+        images = np.stack([blank if isinstance(tile, SlideError) else tile for tile in read]) if read else None
+        values = model.probabilities(images, (len(numbers), 3, model.tile, model.tile), stain)
+        if values is not None:
+            yield from ((i, value) for i, value, fault in zip(numbers, values, faults, strict=True) if not fault)
+
+
+def _tiles(slide: Slide, windows: SlideWindows, ahead: int) -> Iterator[Pixels | SlideError]:
+    """All windows in order, or why one cannot be read; as many as ``ahead`` are read before their turn."""
 
     def read(i: int) -> Pixels | SlideError:
         try:
             return slide.read(windows.region(i))
-        except TileReadError as fault:
+        except SlideError as fault:
             return fault
 
-    def pairs() -> Iterator[tuple[int, Pixels | SlideError]]:
-        with ThreadPoolExecutor(threads) as pool:
-            for i in numbers:
-                ahead.append((i, pool.submit(read, i)))
-                if len(ahead) >= batch + threads:
-                    first, pixels = ahead.popleft()
-                    yield first, pixels.result()
-            while ahead:
-                first, pixels = ahead.popleft()
-                yield first, pixels.result()
-
-    waiting: list[tuple[int, Pixels]] = []
-
-    def asked() -> Iterator[tuple[int, Floats]]:
-        values = model.probabilities(np.stack([pixels for _, pixels in waiting]))
-        yield from zip([i for i, _ in waiting], values, strict=True)
-        waiting.clear()
-
-    for i, pixels in pairs():
-        if isinstance(pixels, SlideError):
-            yield i, pixels
-            continue
-        waiting.append((i, pixels))
-        if len(waiting) == batch:
-            yield from asked()
-    if waiting:
-        yield from asked()
+    waiting: deque[Future[Pixels | SlideError]] = deque()
+    with ThreadPoolExecutor(rank_cores()) as pool:
+        for i in range(len(windows)):
+            waiting.append(pool.submit(read, i))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _as_bytes(band: Floats) -> NDArray[np.uint8]:
@@ -263,16 +286,10 @@ def _write_areas(
     return areas
 
 
-def _write_tiles(
-    model: TrainedModel, windows: SlideWindows, scored: Scored, folder: PredictionFolder, slide_id: str
-) -> None:
-    """Write a row for each window: where it lies on level 0, its tissue, and the scores of the classes."""
+def _tile_rows(windows: SlideWindows, scored: Scored) -> Iterator[TileRow]:
+    """Where each window lies on level 0, its tissue, and the scores of the classes."""
     l0_side = round(windows.cells * windows.l0_cell)
-    with folder.tiles(slide_id).open("w", newline="", encoding="utf-8") as file:
-        header = ["l0_x", "l0_y", "l0_width", "l0_height", "tissue", *(f"score_{name}" for name in model.classes)]
-        rows = []
-        for i, scores in enumerate(scored.scores):
-            region = windows.region(i)
-            cells = [None if np.isnan(score) else float(score) for score in scores]
-            rows.append([region.l0_x, region.l0_y, l0_side, l0_side, round(float(windows.tissue[i]), 4), *cells])
-        write_rows(file, [header, *rows])
+    for i, (scores, certainty) in enumerate(zip(scored.scores, scored.certainty, strict=True)):
+        region = windows.region(i)
+        place = region.l0_x, region.l0_y, l0_side, l0_side
+        yield TileRow(*place, float(windows.tissue[i]), scores, float(certainty))

@@ -14,6 +14,7 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from app.settings.checkpoint import CheckpointSettings
+from app.settings.optimization import OptimizerSettings
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
@@ -22,6 +23,7 @@ from pipelines.labels.tile_label import TileLabel
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.stain_fits import StainSettings
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,11 @@ class StreamSettings:
     """What is shown equally often in training. tiles: each tile once per epoch; class: each class of tiles
     (classification); slide: each slide, however many tiles it has; pixels: the px of each class, as far as tiles have
     them (segmentation)."""
+    cache: Path | None = None
+    """Folder that keeps tiles as they were read, for later epochs and runs, which may share it. It pays where reading
+    costs more than a disk: slides that are resampled, JPEG 2000, slides on a network. Default: tiles are not kept."""
+    cache_bytes: str = "32GiB"
+    """Size up to which --cache may grow, in KiB, MiB or GiB; what is there serves on when it is full."""
     read_threads: Suppress[int] = 0
     """Threads that decode tiles, per rank; 0: one for each core of the rank."""
     read_ahead: Suppress[str] = "1GiB"
@@ -147,7 +154,16 @@ class StreamSettings:
             faults.append(f"--developer device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
         if bytes_of(self.read_ahead) is None:
             faults.append(f"--developer read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
+        if bytes_of(self.cache_bytes) is None:
+            faults.append(f"--cache-bytes takes a size such as 512MiB or 32GiB; got {self.cache_bytes!r}")
         return faults
+
+    @property
+    def cache_bound(self) -> int:
+        """Bytes up to which the cache may grow."""
+        size = bytes_of(self.cache_bytes)
+        assert size is not None
+        return size
 
     @property
     def read_ahead_bytes(self) -> int:
@@ -176,36 +192,6 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """Optimisation."""
-
-    optimizer: Literal["sgd", "adamw"] = "adamw"
-    """Update rule."""
-    lr: float = 1e-3
-    """Peak learning rate, reached after the warm-up, then lowered to 0 along a cosine."""
-    momentum: Suppress[float] = 0.9
-    """Momentum of sgd."""
-    weight_decay: float = 1e-4
-    """Decay of the parameters, per unit of learning rate."""
-    warmup: int = 0
-    """Steps over which the learning rate rises linearly."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """balanced: rarer classes of the training tiles count more in the loss."""
-
-    def validate(self) -> list[str]:
-        faults = []
-        if not self.lr > 0:
-            faults.append(f"--lr must be above 0; got {self.lr:g}")
-        if not 0 <= self.momentum < 1:
-            faults.append(f"--developer momentum must be within 0 and 1; got {self.momentum:g}")
-        if not self.weight_decay >= 0:
-            faults.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
-        if self.warmup < 0:
-            faults.append(f"--warmup must be at least 0 steps; got {self.warmup}")
-        return faults
-
-
-@dataclass(frozen=True)
 class ScoreSettings:
     """Validation."""
 
@@ -215,11 +201,13 @@ class ScoreSettings:
     """Tiles scored per validation slide, evenly spread; 0: all."""
     slide_score: Literal["mean", "max", "top-k"] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
+    patience: int = 0
+    """Validations in a row without a better score, after which a run ends; 0: it goes through all its steps."""
     top_k: Suppress[int] = 5
     """Tiles that count under --slide-score top-k."""
 
     def validate(self) -> list[str]:
-        return [
+        faults = [
             f"--developer {name} must be at least {least}; got {value}"
             for name, value, least in (
                 ("validate-every", self.validate_every, 0),
@@ -228,6 +216,9 @@ class ScoreSettings:
             )
             if value < least
         ]
+        if self.patience < 0:
+            faults.append(f"--patience must be at least 0 validations; got {self.patience}")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -238,6 +229,7 @@ class RunConfig:
     index: IndexSettings = field(default_factory=IndexSettings)
     split: SplitSettings = field(default_factory=SplitSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
+    colour: StainSettings = field(default_factory=StainSettings)
     augmentation: AugmentSettings = field(default_factory=AugmentSettings)
     net: ModelSettings = field(default_factory=ModelSettings)
     optimization: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -270,6 +262,7 @@ class RunConfig:
             *self.split.validate(),
             *self.index.validate(),
             *self.stream.validate(),
+            *self.colour.validate(),
             *self.augmentation.validate(),
             *self.optimization.validate(),
             *strategy_faults(self.strategy),
@@ -286,6 +279,13 @@ class RunConfig:
             faults.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
             faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
+        if self.augmentation.augment == "cpu" and self.colour.method:
+            faults.append(
+                f"--augment cpu varies colours before tiles reach the device, where --stain {self.colour.stain} "
+                "normalises them: use --augment device or none"
+            )
+        if self.augmentation.augment == "cpu" and self.index.whole_pictures:
+            faults.append("--augment cpu is for tiles; with --pictures resize, use device (crops and flips) or none")
         if self.index.tile == "slide":
             faults += self._whole_slide_faults()
         if self.mlflow and importlib.util.find_spec("mlflow") is None:
@@ -310,6 +310,8 @@ class RunConfig:
                 f"--tile slide computes slides one at a time, as they differ in size: --batch {asked.batch} needs "
                 f"--microbatches {asked.batch}; got {asked.m}"
             )
+        if self.stream.cache is not None:
+            faults.append("--cache keeps tiles of one size, which those of --tile slide are not: leave it out")
         if self.augmentation.augment == "cpu":
             faults.append(
                 "--augment cpu varies tiles of one size, which those of --tile slide are not: use device or none"

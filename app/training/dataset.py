@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
 from app.training.split_choice import choose_splits
+from pipelines.cache.cached_slide import CachedSpec
+from pipelines.cache.tile_cache import TileCache
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
@@ -27,7 +29,10 @@ from pipelines.labels.splits import Splits, split_folders
 from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
+from pipelines.stream.stain_steps import StainSteps
 from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
+from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain_fits import fit_slides
 from pipelines.tiles.tile_table import sides_text
 
 log = logging.getLogger(__name__)
@@ -50,6 +55,8 @@ class Dataset:
         tiles: of every usable slide.
         tile_labels: int64 (n,), class of each tile when the task is classify, else None.
         slide_labels: class of each slide; empty when only tiles or pixels have one.
+        stains: of each slide of ``tiles``, None where there is no fit; empty when they are not normalised.
+        stain_target: what they are made to look like.
     """
 
     task: str
@@ -60,15 +67,23 @@ class Dataset:
     tiles: TileTable
     tile_labels: NDArray[np.int64] | None
     slide_labels: dict[str, int]
+    stains: tuple[StainFit | None, ...] = ()
+    stain_target: StainFit | None = None
 
     def rows(self, split: str) -> NDArray[np.int64]:
         """Rows of ``tiles`` that belong to ``split`` (train, val or test)."""
         slides = [k for k, slide_id in enumerate(self.tiles.slides) if self.splits.split[slide_id] == split]
         return np.flatnonzero(np.isin(self.tiles.slide, slides))
 
-    def pool(self, capacity: int) -> SlidePool:
-        """Handles for these slides, at most ``capacity`` open at once."""
-        return SlidePool(self.specs, capacity)
+    def stain_steps(self, rows: NDArray[np.int64]) -> StainSteps | None:
+        """How the tiles ``rows``, as rows of a table of their own, are normalised; None: they are not."""
+        if self.stain_target is None:
+            return None
+        return StainSteps.of(self.stain_target, self.stains, self.tiles.slide[rows])
+
+    def pool(self, capacity: int, cache: TileCache | None = None) -> SlidePool:
+        """Handles for these slides, at most ``capacity`` open at once; their tiles go through ``cache``."""
+        return SlidePool(self.specs if cache is None else [CachedSpec(spec, cache) for spec in self.specs], capacity)
 
 
 def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | SlideDone], None]) -> Dataset:
@@ -91,6 +106,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         mpp=data.slide_mpp,
         mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
         picture_mpp=config.index.picture_mpp,
+        whole_pictures=config.index.whole_pictures,
         backend=data.backend,
     )
     truth = find_labels(
@@ -134,6 +150,11 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         assert drawn_labels is not None
         tile_labels = drawn_labels
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
+    if config.colour.method:
+        how = config.colour.method, config.index.tissue_mpp, folder.path
+        fits = fit_slides(specs, *how, workers=data.index_workers, progress=progress)
+        target = fits.target(config.colour.stain_target)
+        dataset = replace(dataset, stains=tuple(fits.of_slides(tiles.slides)), stain_target=target)
     _check_training_part(dataset)
     return dataset
 
@@ -148,6 +169,11 @@ def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> 
 
 def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     asked = config.data.task
+    if config.index.whole_pictures and (isinstance(truth, SlideAnnotations) or asked == "segment"):
+        raise ValueError(
+            f"--pictures resize gives each picture one class; got --task {asked} with {truth.source}: leave it out to "
+            "learn from what is drawn, on tiles"
+        )
     if config.data.class_map and isinstance(truth, SlideLabels):
         raise ValueError(
             f"--class-map is for annotations, and only slide labels were found ({truth.source}): rename them there"

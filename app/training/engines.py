@@ -6,22 +6,24 @@ sharded is never on the device as a whole: each rank moves its own stages or par
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from app.launch.watchdog import Watchdog
-from app.settings.run import OptimizerSettings
+from app.settings.optimization import OptimizerSettings
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.optimizer_step import MakeOptimizer
+from parallel.engine.weight_average import keep_average
 from parallel.offload.copies import Copies
-from parallel.offload.host_optimizer import HostOptimizer
+from parallel.offload.host_optimizer import LR_SCALE, HostOptimizer
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.host_space import HostSpace
 from parallel.offload.saved_tensors import SavedTensors
@@ -52,7 +54,7 @@ def build_engine(
 
     Args:
         model: on the CPU, the same on every rank.
-        make_optimizer: over the parameters it is given.
+        make_optimizer: over the named parameters it is given.
         batch: tiles of a usual step over all ranks.
         tile: px of a usual tile, a side, or height and width; where tiles differ in size, of the largest.
         autocast: type for mixed precision; None computes in the model's own.
@@ -131,7 +133,7 @@ def _whole(
     return DataParallelEngine(
         model,
         loss,
-        host.optimizer if host else make_optimizer(model.parameters()),
+        host.optimizer if host else make_optimizer(model.named_parameters()),
         communicator,
         batch=batch,
         m=strategy.m,
@@ -146,10 +148,30 @@ def _whole(
     )
 
 
-def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The update rule of ``settings`` over ``parameters``."""
+def build_optimizer(
+    settings: OptimizerSettings,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    scales: Mapping[str, float] | None = None,
+) -> Optimizer:
+    """Return the update rule of ``settings``.
+
+    Args:
+        parameters: (name, parameter), in the order of the model.
+        scales: of the learning rate, by name; those that are missing have 1.
+    """
+    groups: list[dict[str, Any]] = []
+    for name, parameter in parameters:
+        scale = (scales or {}).get(name, 1.0)
+        if not groups or groups[-1].get(LR_SCALE, 1.0) != scale:
+            groups.append({"params": []} | ({LR_SCALE: scale} if scales else {}))
+        groups[-1]["params"].append((name, parameter))
+    optimizer: Optimizer
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+        optimizer = torch.optim.SGD(
+            groups, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
         )
-    return torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
+    if settings.ema:
+        keep_average(optimizer, settings.ema)
+    return optimizer

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
@@ -70,6 +71,8 @@ class ExactnessTrial:
         channels_last: memory layout of images and model.
         nudge: other than 0: each value of the images is rounded up or down by one, drawn from this seed.
         by_boxes: the engine is given images of which it asks for boxes.
+        loss: what is minimised; None: ``ProjectedError``.
+        classes: targets are ids of so many classes, of which every ninth row does not count; 0: numbers.
     """
 
     module: nn.Module
@@ -83,6 +86,13 @@ class ExactnessTrial:
     channels_last: bool = False
     nudge: int = 0
     by_boxes: bool = False
+    loss: Loss | None = None
+    classes: int = 0
+
+    @property
+    def minimised(self) -> Loss:
+        """The loss."""
+        return self.loss or ProjectedError()
 
     def fresh_module(self) -> nn.Module:
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
@@ -95,7 +105,7 @@ class ExactnessTrial:
         """Microbatch ``i`` of ``step``: images (n, 3, tile, tile), targets (n, tile, tile)."""
         generator = torch.Generator().manual_seed(microbatch_seed(self.seed, step, i) >> 1)
         shape = (self.sizes[i], 3, self.tile, self.tile)
-        targets = torch.randn((shape[0], *shape[2:]), generator=generator, dtype=self.dtype).to(self.device)
+        targets = self._targets((shape[0], *shape[2:]), generator).to(self.device)
         images = torch.randn(shape, generator=generator, dtype=self.dtype).to(self.device) if wants.images else None
         if images is not None and self.nudge:
             signs = torch.randint(0, 2, shape, generator=generator.manual_seed(self.nudge + 1000 * step + i)) * 2 - 1
@@ -104,7 +114,15 @@ class ExactnessTrial:
             images = images.contiguous(memory_format=torch.channels_last)
         return Microbatch(images, targets if wants.targets else None, shape)
 
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def _targets(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """(n, tile, tile)."""
+        if not self.classes:
+            return torch.randn(shape, generator=generator, dtype=self.dtype)
+        classes = torch.randint(0, self.classes, shape, generator=generator, dtype=torch.uint8)
+        classes[:, ::9] = IGNORE
+        return classes
+
+    def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         return torch.optim.SGD(parameters, lr=self.lr, momentum=0.9, weight_decay=1e-4)
 
 
@@ -225,7 +243,7 @@ def run_plain(trial: ExactnessTrial) -> StepsResult:
     """The step written out; nothing of ours but the seeds, and gradients that torch's norms read right."""
     mend_norm_gradients()
     module = trial.fresh_module().to(trial.device).train()
-    optimizer = trial.make_optimizer(module.parameters())
+    optimizer = trial.make_optimizer(module.named_parameters())
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(trial.steps):
@@ -235,7 +253,7 @@ def run_plain(trial: ExactnessTrial) -> StepsResult:
             images, targets, _ = trial.microbatch(step, i, Wants(images=True, targets=True))
             assert targets is not None
             torch.manual_seed(microbatch_seed(trial.seed, step, i))
-            loss = ProjectedError()(module(images), whole(targets)) * (size / sum(trial.sizes))
+            loss = trial.minimised(module(images), whole(targets)) * (size / sum(trial.sizes))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         gradients = gradients or {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
@@ -265,7 +283,7 @@ def settled_steps(
 
 def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Communicator) -> list[StepsResult] | None:
     """The same by a strategy: what every rank has of it, on rank 0; None on the others."""
-    engine = make_engine(trial.fresh_module(), ProjectedError(), trial.make_optimizer, communicator)
+    engine = make_engine(trial.fresh_module(), trial.minimised, trial.make_optimizer, communicator)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(trial.steps):

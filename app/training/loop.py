@@ -6,6 +6,7 @@ in where the session is built.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -28,6 +29,7 @@ from app.training.session import Session
 from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
 from parallel.engine.step import NonFiniteLoss, StepResult
+from parallel.engine.weight_average import averages_of
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
 
@@ -91,6 +93,12 @@ class TrainingLoop:
     def _is_first(self) -> bool:
         return self._communicator.rank == 0
 
+    @property
+    def is_done(self) -> bool:
+        """No step follows: all are done, or validation has not got better for as long as was asked for."""
+        total, patience = self._session.total_steps, self._session.config.score.patience
+        return self.outcome.step >= total or self.outcome.stopped_early(patience, total) is not None
+
     def run(self) -> Outcome:
         """Train.
 
@@ -99,10 +107,12 @@ class TrainingLoop:
                 most tiles were replaced.
         """
         outcome, total = self.outcome, self._session.total_steps
+        ended = self.is_done
         bar = RunProgress(total, outcome.step, quiet=not self._is_first)
-        with self._tiles, self._feed, self._log, self._checkpoints, bar as progress:
+        kept = self._session.cache or contextlib.nullcontext()
+        with kept, self._tiles, self._feed, self._log, self._checkpoints, bar as progress:
             stop, batch = False, None
-            while outcome.step < total and not stop:
+            while not ended and not stop:
                 if batch is not None:
                     batch.release()
                 watch = Stopwatch()
@@ -119,13 +129,14 @@ class TrainingLoop:
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
                 if self._validation_due() and not stop:
                     progress.say(self._validate())
+                ended = self.is_done
                 if stop or self._checkpoint_due():
-                    self._save(at_once=stop or outcome.step == total)
+                    self._save(at_once=stop or ended)
                 outcome.throughput.rest_s.append(watch.lap())
             self._checkpoints.finish()
             if not stop:
                 outcome.check_replaced(self._folder.failed_slides)
-            if outcome.step < total:
+            if not ended:
                 outcome.status = "interrupted"
             elif batch is not None:
                 self._measure_twin(batch)
@@ -188,19 +199,23 @@ class TrainingLoop:
     def _validate(self) -> str:
         """Score the validation tiles; a line about it."""
         session, outcome = self._session, self.outcome
-        scores = evaluate(
-            session.engine,
-            session.loss,
-            session.dataset,
-            session.validation_rows,
-            session.validation,
-            self._communicator,
-            session.config.score,
-        )
+        with session.engine.averaged():
+            scores = evaluate(
+                session.engine,
+                session.loss,
+                session.dataset,
+                session.validation_rows,
+                session.validation,
+                self._communicator,
+                session.config.score,
+            )
         outcome.metrics = scores.metrics
         outcome.validation = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
         value = scores.metrics[scores.criterion]
-        if scores.better_than(outcome.best):
+        better = torch.tensor([scores.better_than(outcome.best)], dtype=torch.int64)
+        self._communicator.broadcast(better)  # ranks that end at different steps would wait for each other
+        outcome.stale = 0 if better.item() else outcome.stale + 1
+        if better.item():
             outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
         self._log.validation(outcome.step, scores)
         figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in scores.metrics.items())
@@ -228,9 +243,14 @@ class TrainingLoop:
                 "metrics": outcome.metrics,
                 "validation": outcome.validation,
                 "best": outcome.best,
+                "stale": outcome.stale,
                 "classes": list(self._session.dataset.classes),
+                "task": self._session.dataset.task,
                 "settings": self._session.settings,
+                "stain_target": self._session.stain_target,
             }
+            if averages := averages_of(state):
+                state["average"] = averages  # the optimizer's own tensors, under their names: no byte more
         self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
 
     @property
@@ -244,7 +264,7 @@ class TrainingLoop:
         torch.set_rng_state(state["random"]["cpu"])
         if torch.cuda.is_available() and state["random"]["cuda"]:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
-        for name in ("step", "images", "replaced", "loss", "metrics", "validation", "best"):
+        for name in ("step", "images", "replaced", "loss", "metrics", "validation", "best", "stale"):
             setattr(self.outcome, name, state[name])
         if self._is_first and self._is_best:
             keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could

@@ -26,6 +26,7 @@ class Outcome:
         replaced: those of them that stand in for a tile that cannot be read.
         validation: tiles of the last validation, those of them that cannot be read, and slides left without a score.
         best: step, metric and value of the best validation so far.
+        stale: validations since that one.
         twin: speed of the same step fed from memory.
     """
 
@@ -38,7 +39,19 @@ class Outcome:
     metrics: dict[str, float | None] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] | None = None
+    stale: int = 0
     twin: Throughput | None = None
+
+    def stopped_early(self, patience: int, total_steps: int) -> dict[str, Any] | None:
+        """Return why and when the run ended before its last step, as the summary has it; None where it did not.
+
+        Args:
+            patience: validations without a better score after which it ends; 0: it does not.
+        """
+        if not patience or self.stale < patience or self.step >= total_steps:
+            return None
+        best = {f"best_{key}": self.best[key] for key in ("step", "metric", "value")} if self.best else {}
+        return {"step": self.step, "patience": patience, "validations": self.stale, **best}
 
     def check_replaced(self, failed_slides: Path, *, images: int = 0, replaced: int = 0, judged_from: int = 0) -> None:
         """Fail when more than half of the tiles are replaced.

@@ -1,9 +1,9 @@
 """The run folder: where everything a run leaves is, and how it is written so that a resumed run continues it.
 
-``config.yaml env.json attempts.json run.lock rank0.lock plan.json run.log tissue/ tiles.parquet splits.csv metrics.csv
-validation.csv predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html tensorboard/``,
-``mlflow.json`` where MLflow is told, and ``fault.txt`` of a run that failed on several ranks (``fault-2.txt`` of its
-second attempt). A model split into stages also leaves ``schedule.csv schedule.svg trace.json``.
+``config.yaml env.json attempts.json run.lock rank0.lock plan.json run.log tissue/ tiles.parquet stains.json splits.csv
+metrics.csv validation.csv predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html
+tensorboard/``, ``mlflow.json`` where MLflow is told, and ``fault.txt`` of a run that failed on several ranks
+(``fault-2.txt`` of its second attempt). A model split into stages also leaves ``schedule.csv schedule.svg trace.json``.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ FREE_TO_CHANGE = frozenset(
         "join_timeout_s",
         "read_threads",
         "read_ahead",
+        "cache",
+        "cache_bytes",
         "device_prefetch",
         "gradient_buckets",
         "index_workers",
     }
     | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
-    | {"validate_every", "twin_steps", "slides", "out", "mlflow"}
+    | {"validate_every", "patience", "twin_steps", "slides", "out", "mlflow"}
 )
 """Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
 

@@ -5,6 +5,7 @@ Takes the session and where it stands; every figure is counted or measured in th
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from typing import Any
@@ -19,6 +20,7 @@ from app.training.run_folder import RunFolder
 from app.training.session import Session
 from app.training.step_timeline import StepRecord, write_step
 from app.training.throughput import peak_resident_bytes
+from pipelines.cache.tile_cache import CacheCounts, TileCache
 from pipelines.tiles.tile_table import three_sizes
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class RunSummary:
         self._restarts = restarts
         self._started_s = time.monotonic()
         self._communicator = session.placement.communicator
+        self._cached = CacheCounts() if session.cache is None else session.cache.counts
 
     def say(self, line: str) -> None:
         if self._communicator.rank == 0:
@@ -65,6 +68,7 @@ class RunSummary:
         own += self._on_host
         peaks[:, self._communicator.rank] = torch.tensor(own)
         self._communicator.all_reduce(peaks)
+        self._add_up_cache()
         session = self._session
         step = write_step(session.engine, self._communicator, session.strategy.name, self._folder.path)
         if self._communicator.rank == 0:
@@ -79,6 +83,18 @@ class RunSummary:
                 [[peak_bytes], [peak_resident_bytes()], [device_bytes], [], *([size] for size in self._on_host)],
                 error,
             )
+
+    def _add_up_cache(self) -> None:
+        """Count what all ranks had of their caches."""
+        if self._session.cache is not None:
+            counts = torch.tensor(dataclasses.astuple(self._cached), dtype=torch.float64)
+            self._communicator.all_reduce(counts)
+            self._cached = CacheCounts.of(counts.tolist())
+
+    @property
+    def _cache(self) -> dict[str, Any] | None:
+        cache = self._session.cache
+        return None if cache is None else {**dataclasses.asdict(self._cached), "full": cache.full}
 
     @property
     def _on_host(self) -> list[int]:
@@ -100,6 +116,16 @@ class RunSummary:
             f"{status}: {summary['steps']} steps, {summary['images']} tiles, "
             f"{_number(speed)} images/s ({_number(twin)} fed from memory)"
         )
+        if early := summary["stopped_early"]:
+            best = ""
+            if "best_step" in early:
+                best = f" than {early['best_metric']} {early['best_value']:.4f} of step {early['best_step']}"
+            self.say(
+                f"stopped early at step {early['step']}: {early['validations']} validations in a row without a better "
+                f"score{best} (--patience {early['patience']})"
+            )
+        if self._session.cache is not None:
+            self.say(_cache_line(self._cached, self._session.cache))
         if status != "failed":
             self.say(f"checkpoint {summary['checkpoint']}")
         self.say(f"report {page}")
@@ -120,6 +146,7 @@ class RunSummary:
             "classes": list(session.dataset.classes),
             "model": config.net.model,
             "parameters": session.parameters,
+            "weights": session.loaded.summary if session.loaded else None,
             "strategy": strategy.name,
             "ranks": self._communicator.world,
             "stages": strategy.depth,
@@ -145,6 +172,7 @@ class RunSummary:
             "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,
             "pixels_per_second": None if speed is None else speed * float(tiles.pixels[session.train_rows].mean()),
             "data_wait_fraction": outcome.throughput.data_wait_fraction,
+            "tile_cache": self._cache,
             "peak_memory_bytes": peaks[0],
             "peak_resident_bytes": peaks[1],
             "device_bytes": peaks[2] if any(peaks[2]) else None,
@@ -155,10 +183,20 @@ class RunSummary:
             "final_loss": outcome.loss,
             "metrics": outcome.metrics,
             "best": outcome.best,
+            "stopped_early": outcome.stopped_early(config.score.patience, session.total_steps),
             "checkpoint": str(self._folder.last) if self._folder.last.exists() else None,
             "wall_s": time.monotonic() - self._started_s,
             "restarts": self._restarts,
         }
+
+
+def _cache_line(counts: CacheCounts, cache: TileCache) -> str:
+    damaged = f", {counts.damaged} damaged" if counts.damaged else ""
+    full = f"; nothing more is kept: {cache.full}" if cache.full else ""
+    return (
+        f"tile cache {cache.folder}: {counts.hits} of {counts.hits + counts.misses} tiles read from it{damaged}, "
+        f"{counts.stored} added{full}"
+    )
 
 
 def _number(value: float | None) -> str:

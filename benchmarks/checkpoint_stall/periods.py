@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from app.checkpoint.periodic import Checkpoints
 from app.settings.checkpoint import CheckpointSettings
-from app.settings.run import OptimizerSettings
+from app.settings.optimization import OptimizerSettings
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine, build_optimizer

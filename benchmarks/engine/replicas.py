@@ -39,7 +39,7 @@ def engines(communicator: Communicator, model: str, tile: int, m: int) -> dict[s
     make_optimizer = functools.partial(torch.optim.AdamW, lr=LR)
     replica, device = copy.deepcopy(module), torch.device("cpu")
     torch_ddp = DataParallelEngine(
-        replica, F.cross_entropy, make_optimizer(replica.parameters()), communicator, batch=m, m=m
+        replica, F.cross_entropy, make_optimizer(replica.named_parameters()), communicator, batch=m, m=m
     )
     strategy = Strategy("gpipe" if m == communicator.world else "1f1b", communicator.world, 1, m)
     shape = (1, 3, tile, tile)

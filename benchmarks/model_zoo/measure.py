@@ -134,7 +134,7 @@ def _trial(entry: Entry) -> ExactnessTrial:
 def _plain(trial: ExactnessTrial) -> StepsResult:
     """The step written out: nothing of ours but tiles, seeds and the loss."""
     module = trial.fresh_module().train()
-    optimizer = trial.make_optimizer(module.parameters())
+    optimizer = trial.make_optimizer(module.named_parameters())
     total = 0.0
     for i, size in enumerate(trial.sizes):
         images, targets, _ = trial.microbatch(0, i, Wants(images=True, targets=True))

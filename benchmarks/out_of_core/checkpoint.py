@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from app.checkpoint.file import load_checkpoint, save_checkpoint
-from app.settings.run import OptimizerSettings
+from app.settings.optimization import OptimizerSettings
 from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine, build_optimizer
 from benchmarks.memory.run import resident, settle

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.settings.run import OptimizerSettings
+from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from app.training.throughput import peak_resident_bytes
 from benchmarks.memory.run import resident, settle

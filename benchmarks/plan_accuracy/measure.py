@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from app.launch.machine import usable_cores
-from app.settings.run import OptimizerSettings
+from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from benchmarks.plan_accuracy.problems import CLASSES, Problem, named
 from models.losses import PixelClassLoss, TileClassLoss
@@ -180,7 +180,7 @@ def _lots(strategies: list[Strategy], problem: Problem, communicator: Communicat
     return [strategies] if together.item() else [[strategy] for strategy in strategies]
 
 
-def _optimizer(name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def _optimizer(name: Any, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return build_optimizer(OptimizerSettings(optimizer=name), parameters)
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from app.planning.machine import this_machine
 from app.planning.workload import Workload
-from app.settings.run import OptimizerSettings
+from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from benchmarks.results import markdown_table, results, write_results
 from models.blocks import Norm

@@ -100,7 +100,7 @@ class TorchPipeline:
                 return loss(output, labels) / work.m
 
         self._first, self._last = rank == 0, rank == depth - 1
-        self._optimizer = work.make_optimizer(stage.parameters())
+        self._optimizer = work.make_optimizer(stage.named_parameters())
         self._images, self._labels = work.batch()
         self._pipeline = TORCH_SCHEDULES[schedule](
             PipelineStage(TheirStage(stage, self._first, gives, work.channels_last, counted), rank, depth, CPU),
@@ -125,7 +125,7 @@ class DataParallel:
         self.ranks = tuple(range(communicator.world))
         model = work.build().train()
         self._model: Any = communicator.replicate(model)
-        self._optimizer = work.make_optimizer(model.parameters())
+        self._optimizer = work.make_optimizer(model.named_parameters())
         self._weight = communicator.world / work.m  # it divides by the number of ranks
         images, labels = work.batch()
         self._parts = [
@@ -147,7 +147,7 @@ class PlainLoop:
         self.name = "plain loop"
         self.ranks: tuple[int, ...] = (0,)
         self._model = work.build().train()
-        self._optimizer = work.make_optimizer(self._model.parameters())
+        self._optimizer = work.make_optimizer(self._model.named_parameters())
         images, labels = work.batch()
         self._parts = [(images[i : i + 1], labels[i : i + 1]) for i in range(work.m)]
 

@@ -78,7 +78,7 @@ class Workload:
             labels = labels[:, None, None].expand(-1, self.px, self.px).contiguous()
         return torch.randn(self.m, *self.shape[1:], generator=generator), labels
 
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         return (AdamW if self.optimizer == "adamw" else SGD)(parameters, lr=LEARNING_RATE)
 
 

@@ -42,7 +42,7 @@ BATCH, MICROBATCHES = {"1,024 px": 256, "4,096 px": 16, "whole slide": 8}, 8
 
 COMMON = ["--model", "benchmarks.slide_context.model:JoiningResNet", "--parallel", "single"]
 COMMON += ["--lr", "0.003", "--warmup", "20", "--weight-decay", "0.01", "--validation", "0.33"]
-COMMON += ["--developer", "stain=0", "--developer", "brightness=0"]
+COMMON += ["--developer", "stain-jitter=0", "--developer", "brightness=0"]
 COMMON += ["--developer", "validate-every=1000000", "--developer", "twin-steps=0"]
 
 LEAST_WHOLE, MOST_TILES = 0.90, 0.70

@@ -1,4 +1,4 @@
-"""What is rare and not worth a layout of its own: whole objects to rank 0, many tensors to all."""
+"""What is rare and not worth a layout of its own: whole objects to rank 0 or from it, many tensors to all."""
 
 from __future__ import annotations
 
@@ -29,6 +29,26 @@ def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
             communicator.isend(tensor, 0, TAG).wait()
         return None
     return [value, *(_receive(communicator, rank) for rank in range(1, communicator.world))]
+
+
+def broadcast_object(communicator: Communicator, value: Any, source: int = 0) -> Any:
+    """Return the ``value`` of rank ``source``, on every rank; that of the others is not looked at.
+
+    Args:
+        value: as for ``gather_objects``.
+    """
+    if communicator.world == 1:
+        return value
+    stream = io.BytesIO()
+    if communicator.rank == source:
+        torch.save(value, stream)
+    length = torch.tensor([stream.getbuffer().nbytes])
+    communicator.broadcast(length, source)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    if communicator.rank == source:
+        data = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+    communicator.broadcast(data, source)
+    return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
 
 
 @torch.no_grad()

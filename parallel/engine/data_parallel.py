@@ -21,6 +21,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.sent_bytes import sum_bytes
 from parallel.engine.optimizer_step import parameters_and_gradients, state_of
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, measured
+from parallel.engine.weight_average import swap_average
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
 from parallel.offload.saved_tensors import SavedTensors
@@ -225,6 +226,19 @@ class DataParallelEngine:
             output: Tensor = self.module(microbatch.images)
         result: Tensor = measured(output.float(), microbatch, sums)
         return result
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        self._swap_average()
+        yield
+        self._swap_average()
+
+    def _swap_average(self) -> None:
+        self._before_update()
+        if self._host is not None:
+            self._host.exchange(swap_average)
+        else:
+            swap_average(self.optimizer)
 
     def on_device(self) -> Iterator[Tensor]:
         yield from self.module.buffers()

@@ -122,6 +122,12 @@ class Engine:
     def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
         return self._work.prediction.run(microbatch, sums)
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        self._work.update.swap_average()
+        yield  # after an error the run is over, and ranks that are gone take no copies
+        self._work.update.swap_average()
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, by name of the parameter, for the stages this rank
         holds; after a step."""

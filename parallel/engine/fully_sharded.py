@@ -69,7 +69,7 @@ class FullyShardedEngine(DataParallelEngine):
         super().__init__(
             module,
             loss,
-            make_optimizer(module.parameters()),
+            make_optimizer(module.named_parameters()),
             communicator,
             batch=batch,
             m=m,

@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import broadcast_tensors
+from parallel.engine.weight_average import swap_average
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+"""(name in the whole model, parameter), in the model's order -> an optimizer over them in that order."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class OptimizerStep:
             self._host = HostOptimizer(make_optimizer, owned, offload, resident=resident)
             self.owned, self.optimizer = self._host.owned, self._host.optimizer
         elif owned:
-            self.optimizer = make_optimizer(list(owned.values()))
+            self.optimizer = make_optimizer(list(owned.items()))
         self._unshared = tuple(unshared)
         self._held = tuple(held)
         self._copies = tuple(copies)
@@ -121,6 +123,19 @@ class OptimizerStep:
         elif self.optimizer is not None:
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
+        self._hand_out()
+
+    def swap_average(self) -> None:
+        """Exchange the parameters' values for their averages where the optimizer keeps any, on all ranks alike."""
+        self._before_update()
+        if self._host is not None:
+            self._host.exchange(swap_average)
+        elif self.optimizer is not None:
+            swap_average(self.optimizer)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give and take what one rank of a pair has updated for both."""
         for copy in self._copies:
             broadcast_tensors(copy.pair, copy.parameters, copy.source)
 

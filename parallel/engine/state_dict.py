@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import OptimizerStep
+from parallel.engine.parameter_groups import Options, grouped, options_by_name, saved_options
 from parallel.schedule.placement import Placement
 from parallel.stage.stage import Stage
 
@@ -56,17 +56,17 @@ class FullStateDict:
             return {}
         values: dict[str, Tensor] = {}
         states: dict[str, Any] = {}
-        options: dict[str, Any] = {}
+        options: dict[str, Options] = {}
         for part in parts:
             values |= part["model"]
             states |= part["optimizer"]["state"]
-            options = options or part["optimizer"]["options"]
+            options |= part["optimizer"]["options"]
         numbers = range(len(self.parameters))
         return {
             "model": {key: values[key] for key in self.keys},
             "optimizer": {
                 "state": {n: states[self.parameters[n]] for n in numbers if self.parameters[n] in states},
-                "param_groups": [{**options, "params": list(numbers)}],
+                "param_groups": grouped(self.parameters, [options[name] for name in self.parameters]),
             },
         }
 
@@ -89,12 +89,13 @@ class FullStateDict:
         if optimizer is None:
             return
         numbers = {name: number for number, name in enumerate(self.parameters)}
-        saved = state["optimizer"]
-        mine = [numbers[name] for name in self.update.owned]
+        saved, owned = state["optimizer"], list(self.update.owned)
+        mine = [numbers[name] for name in owned]
+        options = saved_options(saved["param_groups"])
         optimizer.load_state_dict(
             {
                 "state": {k: saved["state"][number] for k, number in enumerate(mine) if number in saved["state"]},
-                "param_groups": [{**saved["param_groups"][0], "params": list(range(len(mine)))}],
+                "param_groups": grouped(owned, [options[number] for number in mine]),
             }
         )
 
@@ -105,7 +106,7 @@ class FullStateDict:
         return 0 if updates_all and 0 in self.placement.holders(number) else self.placement.rank_of(number)
 
     def _optimizer_part(self, names: set[str]) -> dict[str, Any]:
-        """State by name of parameter, and the options of the optimizer."""
+        """State and options of the optimizer by name of parameter."""
         optimizer = self.update.optimizer
         if optimizer is None:
             return {"state": {}, "options": {}}
@@ -115,10 +116,5 @@ class FullStateDict:
                 for name, parameter in self.update.owned.items()
                 if name in names and parameter in optimizer.state
             },
-            "options": _options(optimizer),
+            "options": options_by_name(optimizer, tuple(self.update.owned)),
         }
-
-
-def _options(optimizer: Optimizer) -> dict[str, Any]:
-    (group,) = optimizer.param_groups
-    return {key: value for key, value in group.items() if key != "params"}

@@ -118,6 +118,11 @@ class TrainingEngine(Protocol):
         """
         ...
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Around predictions between two steps: parameters have the values of their running averages, where the
+        optimizer keeps any (``weight_average``). All ranks enter and leave it together."""
+        ...
+
     def on_device(self) -> Iterator[Tensor]:
         """All that lies on this rank's device between two steps: parameters, buffers, gradients, optimizer state."""
         ...

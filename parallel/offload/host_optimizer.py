@@ -32,7 +32,7 @@ class HostOptimizer:
     update every number by itself, as SGD and Adam do.
 
     Args:
-        make_optimizer: over the parameters it is given.
+        make_optimizer: over the named parameters it is given.
         parameters: by name, at least one.
         copies: of the device they are on.
         resident: the parameters themselves are on the host, and so are their gradients; nothing is copied.
@@ -44,7 +44,7 @@ class HostOptimizer:
 
     def __init__(
         self,
-        make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
         parameters: Mapping[str, nn.Parameter],
         copies: Copies,
         *,
@@ -55,7 +55,7 @@ class HostOptimizer:
         self.resident = resident
         self.before_update: Callable[[], None] = nothing
         self.owned = {name: self._on_host(parameter) for name, parameter in parameters.items()}
-        self.optimizer = make_optimizer(list(self.owned.values()))
+        self.optimizer = make_optimizer(list(self.owned.items()))
         self._versions: dict[str, int] = {}
         """Of the parameters, when they last were the same as those on the host."""
         self._gradients: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ class HostOptimizer:
         if not self._begun:
             self._take_over()
             set_learning_rate(self.optimizer, learning_rate)
-        assert all(group["lr"] == learning_rate for group in self.optimizer.param_groups), "armed with another rate"
+        assert all(g["lr"] == scaled(g, learning_rate) for g in self.optimizer.param_groups), "armed with another rate"
         self._armed.clear()
         self._finish()
         self._replaced = None
@@ -118,11 +118,22 @@ class HostOptimizer:
                 self.gradient_ready(name)
         self._finish()
         if not self.resident:
-            for name in self._begun:
-                parameter = self._parameters[name]
-                parameter.copy_(self.owned[name], non_blocking=True)
-                self._versions[name] = parameter._version
+            self._hand_out(self._begun)
         self._settled()
+
+    @torch.no_grad()
+    def exchange(self, swap: Callable[[Optimizer], bool]) -> None:
+        """Let ``swap`` change the values of all parameters between two steps; it says whether it did."""
+        self._take_over()
+        if swap(self.optimizer) and not self.resident:
+            self._hand_out(self._parameters)
+
+    def _hand_out(self, names: Iterable[str]) -> None:
+        """Let the parameters ``names`` have their values on the host."""
+        for name in names:
+            parameter = self._parameters[name]
+            parameter.copy_(self.owned[name], non_blocking=True)
+            self._versions[name] = parameter._version
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -223,6 +234,16 @@ def nothing() -> None:
     """What is called before an update, unless there is something to wait for."""
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+LR_SCALE = "lr_scale"
+"""Option of a group: what the learning rate of a step is multiplied with for its parameters; where it is missing, 1."""
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the rate of the next update."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = scaled(group, learning_rate)
+
+
+def scaled(group: Mapping[str, Any], learning_rate: float) -> float:
+    """Return the learning rate of ``group`` in a step of rate ``learning_rate``."""
+    return learning_rate * float(group.get(LR_SCALE, 1.0))

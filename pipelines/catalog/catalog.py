@@ -144,7 +144,7 @@ class SlideNames:
         single id without them is that one.
         """
         base = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
-        for exact in (name, base, slide_stem(base)):
+        for exact in (name, slide_stem(name), base, slide_stem(base)):
             if exact in self._known:
                 return exact
         without_case = {base.casefold(), slide_stem(base).casefold()}
@@ -158,6 +158,7 @@ def find_slides(
     mpp: float | None = None,
     mpp_by_slide: Mapping[str, float] | None = None,
     picture_mpp: float | None = None,
+    whole_pictures: bool = False,
     backend: str = "auto",
 ) -> tuple[SlideSpec, ...]:
     """Return all slides under ``root``, sub-folders included, sorted by id.
@@ -173,6 +174,8 @@ def find_slides(
         mpp: um/px of level 0 for every slide, in place of what the files say.
         mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
         picture_mpp: um/px that PNG and JPEG files without any are taken to have; None: they must be given one.
+        whole_pictures: a slide's id is its path below ``root``, without suffix, as class folders of pictures have the
+            same names again and again; and nobody asks for um/px.
         backend: handed to ``open_slide``.
 
     Raises:
@@ -186,7 +189,7 @@ def find_slides(
     paths: dict[str, Path] = {}
     twice: list[str] = []
     for name, path in _candidates(root):
-        slide_id = printable(name)
+        slide_id = printable(slide_stem(os.path.relpath(path, root)) if whole_pictures else name)
         if slide_id in paths:
             twice.append(f"  {slide_id!r}: {printable(str(paths[slide_id]))} and {printable(str(path))}")
         else:
@@ -206,12 +209,13 @@ def find_slides(
     names = SlideNames(paths)
     overrides = {names.match(name): value for name, value in named.items()}
     pictures = {s for s in paths if mpp is None and paths[s].suffix.lower() in PICTURE_SUFFIXES} - set(overrides)
-    if pictures and picture_mpp is not None:
+    if pictures and picture_mpp is not None and not whole_pictures:
         log.warning(
             "%d pictures record no um/px, as %r: their px are taken as they are, as if of %g um; --slide-mpp, or the "
             "column mpp of the CSV, says what they are",
             *(len(pictures), min(pictures), picture_mpp),
         )
+    if picture_mpp is not None:
         overrides |= dict.fromkeys(pictures, picture_mpp)
     return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend) for s in sorted(paths))
 

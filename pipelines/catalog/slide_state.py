@@ -46,6 +46,16 @@ class SlideState:
         """
         return cls(*_size_and_time(path), digest(path))
 
+    @classmethod
+    def now(cls, path: Path) -> Self:
+        """Return the state of the slide at ``path``, whose bytes are looked at once for each size and time.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        size_and_time = _size_and_time(path)
+        return cls(*size_and_time, _digest_then(path, *size_and_time))
+
     def is_of(self, path: Path, *, thorough: bool = False) -> bool:
         """Return whether ``path`` is still this: by size and time; by digest if the time differs or if ``thorough``."""
         try:

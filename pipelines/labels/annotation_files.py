@@ -50,7 +50,7 @@ def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
     """
     if not folder.is_dir():
         raise ValueError(f"--annotations must be a folder of annotation files; {folder} is none. Check the path")
-    files = _assign(_files_below(folder), specs, str(folder))
+    files = _assign(files_below(folder), specs, str(folder))
     if not files.path:
         raise ValueError(
             f"--annotations {folder} holds nothing for the slides: looked, sub-folders included, for <slide>.geojson, "
@@ -75,9 +75,16 @@ def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFile
             f for f in _files_in(folder) if f not in slides and (f.suffix.lower() in DRAWING_SUFFIXES or _is_mask(f))
         ]
         for name in BESIDE_FOLDERS:
-            files += _files_below(folder / name)
+            files += files_below(folder / name)
     assigned = _assign(files, specs, f"annotations beside the slides of {root}")
     return assigned if assigned.path else None
+
+
+def slides_of(files: Iterable[Path], specs: Sequence[SlideSpec]) -> dict[Path, SlideSpec]:
+    """Return the slide of each file that has one, by its name."""
+    names, by_id = SlideNames(spec.slide_id for spec in specs), {spec.slide_id: spec for spec in specs}
+    slides = {file: _slide_of(file, names) for file in files}
+    return {file: by_id[slide] for file, slide in slides.items() if slide is not None}
 
 
 def classes_files(files: AnnotationFiles) -> list[Path]:
@@ -91,7 +98,7 @@ def _assign(files: Iterable[Path], specs: Sequence[SlideSpec], source: str) -> A
     by_slide: defaultdict[str, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
     for file in sorted(set(files)):
-        slide = next((s for name in _names(file) if (s := slides.match(name)) is not None), None)
+        slide = _slide_of(file, slides)
         if slide is not None:
             by_slide[slide].append(file)
         elif file.suffix.lower() not in (XML_SUFFIX, ".json"):
@@ -107,6 +114,10 @@ def _assign(files: Iterable[Path], specs: Sequence[SlideSpec], source: str) -> A
     if faults:
         raise ValueError(f"{source}: a slide has one annotation file; " + "\n  ".join(faults) + "\nkeep one of them")
     return AnnotationFiles(path, tuple(unknown), source)
+
+
+def _slide_of(file: Path, slides: SlideNames) -> str | None:
+    return next((s for name in _names(file) if (s := slides.match(name)) is not None), None)
 
 
 def _names(file: Path) -> Iterator[str]:
@@ -129,7 +140,8 @@ def _files_in(folder: Path) -> list[Path]:
         return []
 
 
-def _files_below(folder: Path) -> list[Path]:
+def files_below(folder: Path) -> list[Path]:
+    """Return the files of ``folder`` and its sub-folders that may be annotations, in no order."""
     files: list[Path] = []
     seen: set[str] = set()  # links to folders are followed, a loop of them once
     for below, folders, _ in os.walk(folder, followlinks=True):

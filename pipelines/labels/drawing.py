@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.labels.edge_bands import EdgeBands
+from pipelines.labels.edge_index import EdgeIndex
 
 UNNAMED_CLASS = "foreground"
 """Class of an area that has neither a classification nor a name."""
@@ -54,8 +54,7 @@ class Drawing:
         classes: names in the order of their first polygon.
         left_out: number of drawn objects that are not used, by kind: points, lines.
         origin: what the coordinates count from.
-        edge_polygon: int32 (edges,), polygon of each edge.
-        bands: the edges by rows.
+        index: the edges by place.
     """
 
     start: NDArray[np.float64]
@@ -67,13 +66,12 @@ class Drawing:
     classes: tuple[str, ...]
     left_out: Mapping[str, int]
     origin: Origin
-    edge_polygon: NDArray[np.int32]
-    bands: EdgeBands
+    index: EdgeIndex
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.start, self.end, self.box, self.ring_start, self.edge_polygon)
-        return sum(array.nbytes for array in arrays) + self.bands.nbytes
+        arrays = (self.start, self.end, self.box, self.ring_start)
+        return sum(array.nbytes for array in arrays) + self.index.nbytes
 
     @property
     def without_area(self) -> int:
@@ -90,8 +88,8 @@ class Drawing:
         """Return the same areas with (l0_x, l0_y) added to every coordinate, counted from ``origin``."""
         shift = np.array([l0_x, l0_y])
         start, end, box = self.start + shift, self.end + shift, self.box + np.tile(shift, 2)
-        bands = EdgeBands.of(start[:, 1], end[:, 1])
-        return dataclasses.replace(self, start=start, end=end, box=box, bands=bands, origin=origin)
+        index = EdgeIndex.of(start[:, 1], end[:, 1], self.first_edge, box)
+        return dataclasses.replace(self, start=start, end=end, box=box, index=index, origin=origin)
 
 
 def make_drawing(
@@ -121,19 +119,18 @@ def make_drawing(
     first_edge = ring_start[np.concatenate([[0], np.cumsum([len(polygon) for polygon in polygons], dtype=np.int64)])]
     corners = [np.minimum.reduceat(start, first_edge[:-1]), np.maximum.reduceat(start, first_edge[:-1])]
     classes = {name: index for index, name in enumerate(dict.fromkeys(names))}
-    end = start[following]
+    end, box = start[following], np.concatenate(corners, axis=1)
     return Drawing(
         start,
         end,
         first_edge,
         ring_start,
-        np.concatenate(corners, axis=1),
+        box,
         np.array([classes[name] for name in names], np.int32),
         tuple(classes),
         dict(left_out),
         origin,
-        np.repeat(np.arange(len(polygons), dtype=np.int32), np.diff(first_edge)),
-        EdgeBands.of(start[:, 1], end[:, 1]),
+        EdgeIndex.of(start[:, 1], end[:, 1], first_edge, box),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.labels.drawing import Drawing
+from pipelines.labels.edge_index import ranges
 from pipelines.slides.geometry import Region, plan_read
 from pipelines.slides.slide import Slide
 
@@ -86,11 +87,9 @@ def paint(
     t_scale = np.array([grid.l0_step_x, grid.l0_step_y])
     l0_origin = np.array([grid.l0_x - l0_shift[0], grid.l0_y - l0_shift[1]])
     l0_end = l0_origin + np.array([width + 1, height + 1]) * t_scale
-    edges = drawing.bands.within(float(l0_origin[1] - t_scale[1]), float(l0_end[1]))
-    polygon = drawing.edge_polygon[edges].astype(np.int64)
-    beside = (drawing.box[polygon, 0] <= l0_end[0]) & (drawing.box[polygon, 2] >= l0_origin[0] - t_scale[0])
-    edges, polygon = edges[beside], polygon[beside]
-
+    edges = drawing.index.within(*(l0_origin - t_scale).tolist(), *l0_end.tolist())
+    if not len(edges):
+        return
     t_start_y = (drawing.start[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
     t_end_y = (drawing.end[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
     row = np.ceil(np.clip(np.minimum(t_start_y, t_end_y), 0, height)).astype(np.int64)
@@ -99,48 +98,43 @@ def paint(
         raise ValueError(f"{rows.sum()} crossings of edges with the rows of one tile, above {CROSSINGS}")
     crossing = np.flatnonzero(rows)
     edges, row, rows = edges[crossing], row[crossing], rows[crossing]
-    polygon = polygon[crossing]
+    t_start_y, t_end_y = t_start_y[crossing], t_end_y[crossing]
+    t_start_x = (drawing.start[edges, 0] - l0_origin[0]) / t_scale[0] - 0.5
+    t_end_x = (drawing.end[edges, 0] - l0_origin[0]) / t_scale[0] - 0.5
+    polygon = drawing.index.edge_polygon[edges].astype(np.int64)
 
     # Every edge is taken downwards: both neighbours of a common edge then compute the same crossings, bit for bit.
-    upwards = (t_start_y > t_end_y)[crossing, None]
-    t_top = (np.where(upwards, drawing.end[edges], drawing.start[edges]) - l0_origin) / t_scale - 0.5
-    t_low = (np.where(upwards, drawing.start[edges], drawing.end[edges]) - l0_origin) / t_scale - 0.5
-    slope = (t_low[:, 0] - t_top[:, 0]) / (t_low[:, 1] - t_top[:, 1])
+    upwards = t_start_y > t_end_y
+    t_top_x, t_top_y = np.where(upwards, t_end_x, t_start_x), np.minimum(t_start_y, t_end_y)
+    slope = (t_end_x - t_start_x) / (t_end_y - t_start_y)  # the same either way: both signs change
     edge = np.repeat(np.arange(len(rows)), rows)
-    t_row = _ranges(row, rows)
-    t_x = t_top[edge, 0] + (t_row - t_top[edge, 1]) * slope[edge]
+    t_row = ranges(row, rows)
+    t_x = t_top_x[edge] + (t_row - t_top_y[edge]) * slope[edge]
     column = np.ceil(np.clip(t_x, 0, width)).astype(np.int64)
     # Rings are closed, so each row of a polygon has an even number of crossings: sorted, they pair up into spans.
     order = np.sort((polygon[edge] * height + t_row) * (width + 1) + column).reshape(-1, 2)
     line, span = order[:, 0] // (width + 1), order % (width + 1)
     filled = span[:, 0] < span[:, 1]
-    _fill(line[filled], span[filled], ids[drawing.polygon_class], out)
+    line = line[filled]
+    _fill(line, span[filled], ids[drawing.polygon_class[line // height]], out)
 
 
-def _fill(line: NDArray[np.int64], span: NDArray[np.int64], ids: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+def _fill(line: NDArray[np.int64], span: NDArray[np.int64], value: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     """Write spans in order; ``line`` is polygon x height + row. Equal spans on successive lines make one box."""
     if not len(line):
         return
     height = len(out)
+    row, widths = line % height, span[:, 1] - span[:, 0]
     new = np.ones(len(line), bool)
-    new[1:] = (np.diff(line) != 1) | (np.diff(span, axis=0) != 0).any(axis=1) | (line[1:] % height == 0)
+    new[1:] = (np.diff(line) != 1) | (np.diff(span, axis=0) != 0).any(axis=1) | (row[1:] == 0)
     first = np.flatnonzero(new)
-    polygon, row = np.divmod(line, height)
-    if (span[:, 1] - span[:, 0]).sum() < NARROW_PX * len(first):
+    if widths.sum() < NARROW_PX * len(first):
         for start in range(0, len(line), SPANS_AT_ONCE):  # numpy writes repeated indices in order: later ones stay
             chunk = slice(start, start + SPANS_AT_ONCE)
-            widths = span[chunk, 1] - span[chunk, 0]
-            out[np.repeat(row[chunk], widths), _ranges(span[chunk, 0], widths)] = np.repeat(ids[polygon[chunk]], widths)
+            columns = ranges(span[chunk, 0], widths[chunk])
+            out[np.repeat(row[chunk], widths[chunk]), columns] = np.repeat(value[chunk], widths[chunk])
     else:
         rows = np.diff(np.append(first, len(line)))
-        boxes = np.column_stack([row[first], row[first] + rows, span[first], ids[polygon[first]]]).tolist()
-        for top, bottom, left, right, value in boxes:
-            out[top:bottom, left:right] = value
-
-
-def _ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """first[0], first[0] + 1, ... (count[0] of them), first[1], ...: one array."""
-    ends = np.cumsum(count)
-    every: NDArray[np.int64] = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-    every += np.repeat(first - (ends - count), count)
-    return every
+        boxes = np.column_stack([row[first], row[first] + rows, span[first], value[first]]).tolist()
+        for top, bottom, left, right, class_id in boxes:
+            out[top:bottom, left:right] = class_id

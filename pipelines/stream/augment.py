@@ -16,7 +16,7 @@ from tyro.conf import Suppress
 
 from pipelines.stream import stain
 
-DRAW, ALBUMENTATIONS = 3, 4
+DRAW, ALBUMENTATIONS, CROP = 3, 4, 5
 """Purposes of random numbers, part of each seed; ``order.py`` has 1 and 2."""
 
 
@@ -26,10 +26,11 @@ class AugmentSettings:
 
     augment: Literal["none", "device", "cpu"] = "device"
     """device: flips, quarter turns, stain, brightness, where the model runs; cpu: also affine changes and blur, in
-    the reading threads, which costs more there than reading; none: tiles as they are."""
+    the reading threads, which costs more there than reading; none: tiles as they are. With
+    --pictures resize, device stands for random crops and left-right flips, and for nothing else."""
     flip: Suppress[bool] = True
     """Flips and quarter turns, all eight orientations equally often."""
-    stain: Suppress[float] = 0.05
+    stain_jitter: Suppress[float] = 0.05
     """Change of each stain's amount: factor 1 +- this, and +- this in units of optical density."""
     brightness: Suppress[float] = 0.1
     """Change of the light: factor 1 +- this."""
@@ -42,7 +43,11 @@ class AugmentSettings:
         """Return every fault of these settings, each with its rule and the value received."""
         faults = [
             f"augment {name} is at least 0 and less than 1; got {value:g}"
-            for name, value in (("stain", self.stain), ("brightness", self.brightness), ("affine", self.affine))
+            for name, value in (
+                ("stain-jitter", self.stain_jitter),
+                ("brightness", self.brightness),
+                ("affine", self.affine),
+            )
             if not 0 <= value < 1
         ]
         if self.blur < 0:
@@ -52,19 +57,22 @@ class AugmentSettings:
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """What is done to each of n samples: turn, then flip, then colour.
+    """What is done to each of n samples: turn, then flip, then colour: normalised, then jittered.
 
     Attributes:
         quarter_turns: int64 (n,), 0 to 3, counter-clockwise.
         flip: bool (n,), left to right.
         matrix, shift: float32 (n, 3, 3), (n, 3), for optical densities as ``stain.jitter`` gives them; None when the
             settings leave colour alone.
+        lms: float32 (n, 3, 3), (n, 3), matrix and shift for densities of L, M, S, before those, as ``stain_steps``
+            has them; None: there is no such step.
     """
 
     quarter_turns: NDArray[np.int64]
     flip: NDArray[np.bool_]
     matrix: NDArray[np.float32] | None
     shift: NDArray[np.float32] | None
+    lms: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
 
 def sample_rng(seed: int, sample: int, purpose: int) -> np.random.Generator:
@@ -78,11 +86,11 @@ def draw(settings: AugmentSettings, seed: int, samples: NDArray[np.int64]) -> Dr
     on = settings.augment != "none"
     orientation = (uniform[:, 0] * 8).astype(np.int64) * (on and settings.flip)
     matrix = shift = None
-    if on and (settings.stain or settings.brightness):
+    if on and (settings.stain_jitter or settings.brightness):
         spread = 2 * uniform[:, 1:] - 1
         matrix, shift = stain.jitter(
-            1 + settings.stain * spread[:, 0:3],
-            settings.stain * spread[:, 3:6],
+            1 + settings.stain_jitter * spread[:, 0:3],
+            settings.stain_jitter * spread[:, 3:6],
             1 + settings.brightness * spread[:, 6],
         )
     return Draw(orientation // 2, orientation % 2 == 1, matrix, shift)

@@ -65,6 +65,11 @@ class Batch:
         """Whether all that was to be read here was: no tile is replaced or left out."""
         return bool((self.rows == self.wanted).all())
 
+    @property
+    def known_rows(self) -> Rows:
+        """Rows of the table, int64 (n,): those that were read, and where there is none, those that were to be."""
+        return np.where(self.rows >= 0, self.rows, self.wanted)
+
     def sides(self, position: int) -> tuple[int, int]:
         """Return height and width of tile ``position``, of the one that was read in its place if it was replaced."""
         if self.size_of is None:

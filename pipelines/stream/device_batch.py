@@ -149,7 +149,7 @@ class DeviceBatch:
                     _of_part(self._images, self.batch.has_image, tiles),
                     _of_part(self._targets, self.batch.has_target, tiles),
                 )
-            return pixels.make(*stored, self.batch.samples[tiles])
+            return pixels.make(*stored, self.batch.samples[tiles], self.batch.known_rows[tiles])
 
         making = self._lane.making
         if making is None or self._copied is None:

@@ -2,12 +2,12 @@
 
 Takes what is stored of a microbatch's tiles, and their sample numbers; gives float32 (m, 3, h, w) and targets, turned
 alike. What is done to a sample follows from the seed and its number alone, so it is the same in any microbatch, on any
-rank, thread or stream. Stain jitter as ``stain.py`` (Tellez et al. 2018).
+rank, thread or stream. Stain normalisation as ``stain_steps.py``, jitter as ``stain.py`` (Tellez et al. 2018).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.stream.augment import AugmentSettings, Draw, draw
+from pipelines.stream.stain_steps import StainSteps
+from pipelines.tiles.stain_fit import LEAST_DENSITY, LMS_FROM_RGB
 
 NORMALISATION = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -23,8 +25,18 @@ NORMALISATION = {
 """Mean and standard deviation of R, G, B, 0 to 1. imagenet: torchvision's, for weights trained with them; he: of H&E
 tiles, as the model card of H-optimus-0 (Bioptimus, 2024) gives them."""
 
+GLASS_DENSITY = 0.01
+"""Mean optical density below which a px is white and stays so under ``--stain reinhard``, whose shift would colour it;
+from ``LEAST_DENSITY`` on it is tissue, and changed as a whole."""
+
+CPU_BAND_PX, BAND_PX = 1 << 15, 1 << 24
+"""Px whose colours are changed at a time: on a CPU as many as its cache holds."""
+
 Orientation = Sequence[tuple[int, bool]]
 """Of each tile: quarter turns counter-clockwise, and whether it is flipped left to right after them."""
+
+
+_AS_THEY_ARE = AugmentSettings(augment="none")
 
 
 class Extent(Protocol):
@@ -46,6 +58,7 @@ class PixelMaker:
         seed: of the run.
         normalisation: which mean and standard deviation, a key of ``NORMALISATION``.
         channels_last: memory format of the images, what convolutions are usually fastest with.
+        stains: how the tiles of each row are normalised; None: they are not.
     """
 
     def __init__(
@@ -55,16 +68,26 @@ class PixelMaker:
         seed: int,
         normalisation: Literal["imagenet", "he"] = "imagenet",
         channels_last: bool = True,
+        stains: StainSteps | None = None,
     ) -> None:
         self.device = device
         self._augment = augment
         self._seed = seed
         self._channels_last = channels_last
+        self._stains = stains
+        self._lms_from_rgb, self._rgb_from_lms = (  # of row vectors
+            torch.from_numpy(np.ascontiguousarray(matrix.T, np.float32)).to(device)
+            for matrix in (LMS_FROM_RGB, np.linalg.inv(LMS_FROM_RGB))
+        )
         mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in NORMALISATION[normalisation])
         self._scale, self._offset = 1 / (255 * std), -mean / std
 
     def make(
-        self, images: torch.Tensor | None, targets: torch.Tensor | None, samples: NDArray[np.int64]
+        self,
+        images: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        samples: NDArray[np.int64],
+        rows: NDArray[np.int64] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """One microbatch, in memory of its own.
 
@@ -72,8 +95,9 @@ class PixelMaker:
             images: uint8 (m, h, w, 3).
             targets: int64 (m,) or uint8 (m, h, w).
             samples: int64 (m,), global sample numbers.
+            rows: int64 (m,), rows of the table that the tiles are of; only stain normalisation asks for them.
         """
-        drawn = self.drawn(samples)
+        drawn = self.drawn(samples, rows)
         if drawn is not None:
             orientations = orientation(drawn, len(samples))
             images = None if images is None else _turned(images, orientations)
@@ -82,20 +106,37 @@ class PixelMaker:
             targets = targets.clone()
         return None if images is None else self.floats(images, drawn), targets
 
-    def drawn(self, samples: NDArray[np.int64]) -> Draw | None:
-        """Return what is done to ``samples``; None: nothing."""
-        return draw(self._augment, self._seed, samples) if self._augment.augment == "device" else None
+    def drawn(self, samples: NDArray[np.int64], rows: NDArray[np.int64] | None = None) -> Draw | None:
+        """Return what is done to ``samples``, tiles of the table's ``rows``; None: nothing."""
+        varied = self._augment.augment == "device"
+        if self._stains is None:
+            return draw(self._augment, self._seed, samples) if varied else None
+        assert rows is not None, "tiles are normalised by the slide they are of"
+        return self._stains.before(draw(self._augment if varied else _AS_THEY_ARE, self._seed, samples), rows)
 
     def floats(self, images: torch.Tensor, drawn: Draw | None) -> torch.Tensor:
-        """Return float32 (m, 3, h, w) in memory of their own: pixels jittered as ``drawn`` says, and normalised.
+        """Return float32 (m, 3, h, w) in memory of their own: colours changed as ``drawn`` says, then scaled.
 
         Args:
             images: uint8 (m, h, w, 3) on the device, turned already.
         """
         pixels = self._planes(images)
+        if drawn is not None and drawn.lms is not None:
+            self._transfer(pixels, *map(self._to_device, drawn.lms))
         if drawn is not None and drawn.matrix is not None and drawn.shift is not None:
             _jitter(pixels, self._to_device(drawn.matrix), self._to_device(drawn.shift))
         return self._normalised(pixels)
+
+    def _transfer(self, pixels: torch.Tensor, matrix: torch.Tensor, shift: torch.Tensor) -> None:
+        """Transfer colours in place, of float32 (m, 3, h, w), 0 to 255, with (m, 3, 3) and (m, 3) of ``StainSteps``
+        for L, M, S."""
+        for band, light in _bands(pixels):
+            density = _mixed(light, self._lms_from_rgb.expand_as(matrix)).log_().neg_()
+            part = density.sum(1, keepdim=True).div_(3)
+            changed = _mixed(_mixed(density, matrix, shift).neg_().exp_(), self._rgb_from_lms.expand_as(matrix))
+            # What is light is not stained: it changes in proportion to the light it takes, and white not at all.
+            part.sub_(GLASS_DENSITY).div_(LEAST_DENSITY - GLASS_DENSITY).clamp_(0, 1)
+            band.copy_(_levels(changed.sub_(light).mul_(part).add_(light)))
 
     def _planes(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 (m, h, w, 3) as float32 (m, 3, h, w), 0 to 255; new memory."""
@@ -148,17 +189,37 @@ def _turned(images: torch.Tensor, orientations: Orientation) -> torch.Tensor:
     return turned_box(images, orientations, range(height), range(width))
 
 
+def _bands(pixels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield rows of ``pixels``, float32 (m, 3, h, w), 0 to 255, and their light, 0 to 1, in memory of its own: what is
+    done to a px is done to it alone, so that little more memory than that of the tiles is needed."""
+    count, _, height, width = pixels.shape
+    rows = max(1, (CPU_BAND_PX if pixels.device.type == "cpu" else BAND_PX) // (count * width))
+    for top in range(0, height, rows):
+        band = pixels[:, :, top : top + rows]
+        light = torch.empty(band.shape, device=pixels.device)
+        yield band, torch.add(band, 1, out=light).div_(256)
+
+
 def _jitter(pixels: torch.Tensor, matrix: torch.Tensor, shift: torch.Tensor) -> None:
-    """Jitter stains in place: float32 (m, 3, h, w), 0 to 255, with (m, 3, 3) and (m, 3) of ``stain.jitter``.
+    """Change optical densities in place: float32 (m, 3, h, w), 0 to 255, with (m, 3, 3) and (m, 3) of ``Draw``."""
+    for band, light in _bands(pixels):
+        band.copy_(_levels(_mixed(light.log_().neg_(), matrix, shift).neg_().exp_()))
+
+
+def _levels(light: torch.Tensor) -> torch.Tensor:
+    """Pixel values, 0 to 255, of ``light``, in place."""
+    return light.mul_(256).sub_(1).clamp_(0, 255)
+
+
+def _mixed(planes: torch.Tensor, matrix: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+    """Return planes (m, 3, h, w) @ matrix (m, 3, 3) + shift (m, 3), in new memory.
 
     Plane by plane, not as a matrix product, whose rounding depends on the size of the microbatch.
     """
-    density = pixels.add_(1).div_(256).log_().neg_()
-    planes = []
+    mixed = torch.zeros_like(planes)
+    if shift is not None:
+        mixed += shift[:, :, None, None]
     for k in range(3):
-        plane = shift[:, k, None, None].expand_as(density[:, 0]).clone()
         for j in range(3):
-            plane.addcmul_(density[:, j], matrix[:, j, k, None, None])
-        planes.append(plane)
-    for k, plane in enumerate(planes):
-        pixels[:, k] = plane.neg_().exp_().mul_(256).sub_(1).clamp_(0, 255)
+            mixed[:, k].addcmul_(planes[:, j], matrix[:, j, k, None, None])
+    return mixed

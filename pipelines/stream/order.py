@@ -1,9 +1,9 @@
 """In which order the tiles of a table are seen: index order, shuffled, classes balanced, by weight; cut into batches.
 
-Takes the slide (and class, or weight) of every tile and a seed; gives, for every epoch, the rows of the table in order,
-and a rank's part of every batch of them. An order holds no state: epoch e is a function of (settings, seed, e), so all
-ranks and every resumed run find the same one. Tiles are shuffled inside groups of a few slides, so that only those
-slides are open at a time.
+Takes the slide (and class, or weight) of every tile and a seed; gives, for every epoch, the rows of the table in
+order, and a rank's part of every batch of them. An order holds no state: epoch e is a function of (settings, seed, e),
+so every rank and every resumed run finds the same one. Tiles are shuffled inside groups of a few slides, so that only
+those slides are open at a time.
 """
 
 from __future__ import annotations

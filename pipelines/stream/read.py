@@ -21,10 +21,12 @@ from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, SlideError, TileReadError
 from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.order import Rows
+from pipelines.stream.picture_crop import PictureCrop
 from pipelines.stream.target import Target, shaped
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
+    from pipelines.slides.slide import Slide
     from pipelines.tiles.index import TileTable
 
 MAX_FAULTS = 100
@@ -65,17 +67,22 @@ class Read:
         pool: opens and keeps the slides; knows every slide of the table.
         on_fault: told of every tile that could not be read, by a reading thread, one call at a time.
         replaces: read another tile in place of one that cannot be read; otherwise it is blank, and its row ``UNREAD``.
+        crop: cuts each slide, which is a picture, to the tile; None: tiles are read as they are.
     """
 
     tiles: TileTable
     pool: SlidePool
     on_fault: OnFault | None
     replaces: bool = True
+    crop: PictureCrop | None = None
 
-    def fill(self, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: FaultLog) -> int:
+    def fill(
+        self, sample: int, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: FaultLog
+    ) -> int:
         """Write the pixels of ``row``, or of its replacement, into ``image`` and its target into ``out``.
 
         Args:
+            sample: its number, which says how a picture is cut.
             out: None where another rank has the target; a slide whose targets cannot be read is replaced all the same.
 
         Returns:
@@ -92,7 +99,7 @@ class Read:
                 try:
                     with self.pool.lease(slide_id) as slide:
                         opened = True
-                        slide.read(region, out=pixels)
+                        self._read(sample, slide, region, pixels)
                         if out is None:
                             target.check(slide_id, slide)
                         else:
@@ -113,6 +120,13 @@ class Read:
                     if not isinstance(error, TileReadError):
                         break  # the slide is lost, not the tile
         raise self._given_up(row, faults)
+
+    def _read(self, sample: int, slide: Slide, region: Region, out: Pixels) -> None:
+        if self.crop is None:
+            slide.read(region, out=out)
+            return
+        whole = slide.levels[0]
+        self.crop.fill(sample, slide.read(Region(0, 0, whole.width, whole.height, whole.mpp)), out)
 
     def fill_target(self, row: int, target: Target, out: NDArray[Any]) -> None:
         """Write the target of exactly ``row`` into ``out``, without reading pixels.
@@ -178,7 +192,7 @@ class SampleReader:
                 out[...] = 0
                 return UNREAD
         with self._naming(sample, row):
-            used = self.reading.fill(row, self.target, image, out, self.faults)
+            used = self.reading.fill(sample, row, self.target, image, out, self.faults)
             if self.augment is not None:
                 self.augment.apply(sample, image, out)
         return used

@@ -26,6 +26,7 @@ from pipelines.stream.batch import Allocate, BufferPool
 from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import Balance, IndexOrder, Order, Rows, SampleSource, SlideShuffle, Weighted
+from pipelines.stream.picture_crop import PictureCrop
 from pipelines.stream.read import FaultLog, OnFault, Read, SampleReader
 from pipelines.stream.target import Labels, Masks, Target
 
@@ -53,6 +54,7 @@ class TileStream:
     reading: Read | None = None
     target: Target | None = None
     augmentation: AugmentSettings = NO_AUGMENTATION
+    cut: PictureCrop | None = None
     global_batch: int = 1
     rows: range = range(1)
     image_rows: Sequence[int] = (0,)
@@ -138,6 +140,10 @@ class TileStream:
             raise ValueError("; ".join(faults))
         return replace(self, augmentation=settings)
 
+    def crop(self, *, varied: bool, flip: bool = True) -> Self:
+        """Cut whole pictures to tiles: at random and, with ``flip``, flipped half of the time, or the middle."""
+        return replace(self, cut=PictureCrop(self.tiles.settings.side, self.seed, varied, flip))
+
     def batch(self, global_batch: int) -> Self:
         """Tiles per batch over all ranks; a following ``shard`` says which of them are this rank's."""
         if global_batch < 1:
@@ -211,7 +217,8 @@ class TileStream:
             self.allocate,
             self.tiles.size if differ else None,
         )
-        reader = SampleReader(self.reading, target, augment, FaultLog(self.reading.on_fault))
+        reading = replace(self.reading, crop=self.cut)
+        reader = SampleReader(reading, target, augment, FaultLog(reading.on_fault))
         return TileIterator(self.source, reader, buffers, self.threads, lambda: self.fingerprint)
 
     @cached_property
@@ -239,7 +246,8 @@ class TileStream:
             "global_batch": self.global_batch,
         }
         varied = asdict(self.augmentation) if self.augmentation.augment != "none" else {"augment": "none"}
-        return settings | {f"augment.{key}": str(value) for key, value in varied.items()}
+        cut = {} if self.cut is None else {"crop": f"varied {self.cut.varied}, flip {self.cut.flip}"}
+        return settings | cut | {f"augment.{key}": str(value) for key, value in varied.items()}
 
 
 def _digest(*parts: bytes | NDArray[Any]) -> str:

@@ -26,7 +26,11 @@ class BoxMaker:
         self._pixels = pixels
 
     def make(
-        self, images: torch.Tensor | None, targets: torch.Tensor | None, samples: NDArray[np.int64]
+        self,
+        images: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        samples: NDArray[np.int64],
+        rows: NDArray[np.int64] | None = None,
     ) -> tuple[TileBoxes | None, MaskBoxes | torch.Tensor | None]:
         """Return one microbatch.
 
@@ -34,8 +38,9 @@ class BoxMaker:
             images: uint8 (m, h, w, 3), on the host; read for as long as boxes are asked for.
             targets: int64 (m,) or, read likewise, uint8 (m, h, w).
             samples: int64 (m,), global sample numbers.
+            rows: int64 (m,), rows of the table that the tiles are of; only stain normalisation asks for them.
         """
-        drawn = self._pixels.drawn(samples)
+        drawn = self._pixels.drawn(samples, rows)
         boxes = None if images is None else TileBoxes(self._pixels, images, drawn)
         if targets is None or targets.ndim == 1:
             return boxes, None if targets is None else targets.to(self.device, copy=True)

@@ -198,7 +198,7 @@ def _index_slides(
                     spec.slide_id, "tiles", f"{count} tiles with tissue cannot be read and are left out: {first}"
                 )
             is_fault = isinstance(result.found, SlideFault)
-            what = _told(result.found, table.settings.tile == "slide")
+            what = _told(result.found, table.settings)
             told = SlideDone(done, len(specs), spec.slide_id, what, is_fault)
             log.info("%s", told)
             progress(told)
@@ -244,12 +244,14 @@ def _one_slide(settings: IndexSettings, result: SlideTiles | SlideFault) -> Tile
     )
 
 
-def _told(result: SlideTiles | SlideFault, whole: bool) -> str:
+def _told(result: SlideTiles | SlideFault, settings: IndexSettings) -> str:
     if isinstance(result, SlideFault):
         return f"failed at {result.step}: {_first_line(result.error)}"
     source = result.source
+    if settings.whole_pictures:
+        return f"a picture of {source.width} x {source.height} px, {result.seconds:.3f} s"
     width, height = result.size
-    tiles = f"{width} x {height} px of tissue" if whole else f"{len(result.l0_x)} tiles"
+    tiles = f"{width} x {height} px of tissue" if settings.tile == "slide" else f"{len(result.l0_x)} tiles"
     return (
         f"{tiles}, {result.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
         f"{source.mpp:.4g} um/px, {source.backend}, {result.seconds:.1f} s"

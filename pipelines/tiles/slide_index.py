@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.catalog import PICTURE_SUFFIXES, SlideSpec
 from pipelines.catalog.level_check import damaged_tiles
 from pipelines.catalog.processes import Limits
 from pipelines.catalog.slide_state import SlideState
-from pipelines.slides.geometry import l0_from_t
+from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import LONGER_SIDE_PX, draw_overlay
 from pipelines.tiles.quality import slide_quality
@@ -123,6 +123,8 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
     with spec.open() as slide:
         state = SlideState.of(spec.path)  # before anything is read: what changes meanwhile is another slide
         progress.step = "tiles"
+        if settings.whole_pictures:
+            return _whole_picture(spec, slide, state, settings.side, started_s)
         grid = None if settings.tile == "slide" else _grid(slide, settings.tile, settings)
         progress.step = "tissue"
         overview = read_overview(slide, settings.tissue_mpp, threads)
@@ -153,14 +155,36 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
             raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
         bad, fault = damaged_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size)
         l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
-        level = slide.levels[0]
-        source = IndexedSlide(
-            *(spec.slide_id, state.file_bytes, spec.mpp, slide.mpp, level.width, level.height, slide.backend),
-            *(state.modified_ns, state.digest, tissue.share),
-            **asdict(slide_quality(slide, overview, l0_x, l0_y, grid.l0_size)),
-        )
+        quality = slide_quality(slide, overview, l0_x, l0_y, grid.l0_size)
+        source = replace(_source(spec, slide, state), tissue_share=tissue.share, **asdict(quality))
     seconds = time.perf_counter() - started_s
     return SlideTiles(source, l0_x, l0_y, kept, grid.size, tissue.share, seconds, damage.share, (int(bad.sum()), fault))
+
+
+def _source(spec: SlideSpec, slide: Slide, state: SlideState) -> IndexedSlide:
+    level = slide.levels[0]
+    return IndexedSlide(
+        *(spec.slide_id, state.file_bytes, spec.mpp, slide.mpp, level.width, level.height, slide.backend),
+        state.modified_ns,
+        state.digest,
+    )
+
+
+def _whole_picture(spec: SlideSpec, slide: Slide, state: SlideState, side: int, started_s: float) -> SlideTiles:
+    """One tile, which the picture is resized to when it is read.
+
+    Raises:
+        SlideError: it is no picture, or cannot be decoded.
+    """
+    if spec.path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise SlideError(
+            f"{spec.path}: --pictures resize takes {', '.join(sorted(PICTURE_SUFFIXES))} files; this is a slide "
+            f"(read by {slide.backend}): leave out --pictures to cut it into tiles"
+        )
+    slide.read(Region(0, 0, 1, 1, slide.mpp))  # decodes all of it
+    origin, all_of_it = np.zeros(1, np.int64), np.ones(1, np.float32)
+    seconds = time.perf_counter() - started_s
+    return SlideTiles(_source(spec, slide, state), origin, origin, all_of_it, (side, side), 1.0, seconds, 0.0)
 
 
 def _grid(slide: Slide, tile: int, settings: IndexSettings) -> TileGrid:

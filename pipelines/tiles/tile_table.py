@@ -47,6 +47,10 @@ class IndexSettings:
     min_tissue: float = 0.25
     """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile. With --tile slide any tissue is enough, and 0
     keeps a slide without any, as a whole."""
+    pictures: Literal["tiles", "resize"] = "tiles"
+    """What a PNG or JPEG picture is. tiles: a slide, cut into tiles where there is tissue; resize: one image, whatever
+    its size: a random part of it resized to --tile in training, its middle in validation. Pictures are named by their
+    path then, and --mpp, --stride and --min-tissue say nothing."""
     tissue_mpp: Suppress[float] = 8.0
     """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
 
@@ -56,6 +60,16 @@ class IndexSettings:
         return self.mpp if self.mpp == IndexSettings.mpp else None
 
     @property
+    def one_tile_each(self) -> bool:
+        """Whether a slide is one tile."""
+        return self.tile == "slide" or self.whole_pictures
+
+    @property
+    def whole_pictures(self) -> bool:
+        """Whether each slide is a picture that is resized to a tile."""
+        return self.pictures == "resize"
+
+    @property
     def side(self) -> int:
         """Side of the tiles in px, where they are squares of one size."""
         assert self.tile != "slide"
@@ -63,6 +77,8 @@ class IndexSettings:
 
     def validate(self) -> list[str]:
         """Return every fault of these settings, each with its rule and the value received."""
+        if self.whole_pictures:
+            return self._picture_faults()
         faults = []
         if self.tile == "slide":
             if self.stride is not None and self.stride < 1:
@@ -80,6 +96,18 @@ class IndexSettings:
                 f"a tile ({self.tile} px at {self.mpp:g} um/px) is smaller than one px of the tissue mask "
                 f"({self.tissue_mpp:g} um); ask for a larger --tile or a finer --developer tissue-mpp"
             )
+        return faults
+
+    def _picture_faults(self) -> list[str]:
+        """Of whole pictures, for which the tile alone says something."""
+        faults = []
+        if self.tile == "slide" or self.tile < 1:
+            faults.append(f"--pictures resize needs a --tile of at least 1 px; got {self.tile}")
+        for name in ("mpp", "stride", "min_tissue"):
+            value = getattr(self, name)
+            if value != getattr(IndexSettings, name):
+                flag = name.replace("_", "-")
+                faults.append(f"--{flag} says nothing of --pictures resize, which takes whole pictures; got {value:g}")
         return faults
 
     def _side_faults(self, tile: int) -> list[str]:

@@ -22,6 +22,7 @@ from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import LONGER_SIDE_PX
 from pipelines.tiles.slide_index import default_threads, file_bytes, slide_limits
+from pipelines.tiles.stain_fit import Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tile_table import SlideFault
 from pipelines.tiles.tiling import MOST_TILES, TileGrid, tissue_fractions
 from pipelines.tiles.tissue import Overview, find_tissue, read_overview
@@ -37,6 +38,7 @@ class WindowSettings:
         stride: from window to window, in cells.
         least_tissue: part of a window that is tissue at least, 0 to 1; 0 keeps every window.
         tissue_mpp: resolution at which tissue is looked for.
+        stain: how the stains of a slide are measured; None: they are not.
     """
 
     side: int
@@ -45,6 +47,7 @@ class WindowSettings:
     stride: int
     least_tissue: float
     tissue_mpp: float
+    stain: Method | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,7 @@ class SlideWindows:
         thumbnail: the slide, small.
         state: what the file was.
         damaged: windows of tissue left out because the file is damaged there, and the first fault.
+        stain: of the slide, or why it has none; None: it was not asked for.
     """
 
     settings: WindowSettings
@@ -77,6 +81,7 @@ class SlideWindows:
     thumbnail: Overview
     state: SlideState
     damaged: tuple[int, str]
+    stain: StainFit | str | None = None
 
     def __len__(self) -> int:
         return len(self.x)
@@ -179,7 +184,16 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
             thumbnail,
             state,
             (int(bad.sum()), fault),
+            None if settings.stain is None else _stain(slide, overview, settings.stain),
         )
+
+
+def _stain(slide: Slide, overview: Overview, method: Method) -> StainFit | str:
+    """How the slide is stained, or why that cannot be measured."""
+    try:
+        return fit_slide(slide, overview, method)
+    except NoStainFit as fault:
+        return str(fault)
 
 
 def _cells(l0_side: int, l0_cell: float) -> int:

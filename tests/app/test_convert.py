@@ -61,3 +61,53 @@ def test_a_damaged_file_is_one_message(tmp_path: Path, capsys: pytest.CaptureFix
     assert said.count("\n") == 1
     assert "declares a document type ('x')" in said
     assert not (tmp_path / "a.geojson").exists()
+
+
+def test_a_folder_is_converted_whatever_is_wrong_with_one_file(
+    tmp_path: Path, slide: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn, slides = tmp_path / "drawn", tmp_path / "slides"
+    (drawn / "deep").mkdir(parents=True)
+    slides.mkdir()
+    for name in ("a", "deep/b", "c"):
+        write_geojson(drawn / f"{name}.geojson", box(10, 20, 30, 50, "Tumor"))
+        (slides / f"{Path(name).name}.png").write_bytes(Path(slide).read_bytes())
+    (drawn / "a.json").write_bytes((drawn / "a.geojson").read_bytes())
+    (drawn / "bad.xml").write_text("<Annotations")
+    write_geojson(drawn / "other.geojson", box(1, 2, 3, 5, "Tumor"))
+    arguments = [str(drawn), str(tmp_path / "out"), "--to"]
+    assert convert.main([*arguments, ".xml"]) == 1
+    said = capsys.readouterr()
+    made = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.xml"))
+    assert made == ["a.xml", "c.xml", "deep/b.xml", "other.xml"]
+    assert "4 of 6 files converted, 0 were there already, 2 failed" in said.out
+    assert said.out.count("no --slide given") == 1
+    assert "a.xml is made of" in said.err
+    assert "bad.xml: not converted: " in said.err
+    (drawn / "a.json").unlink()
+    (drawn / "bad.xml").unlink()
+    assert convert.main([*arguments, ".xml"]) == 0
+    assert "0 of 4 files converted, 4 were there already, 0 failed" in capsys.readouterr().out
+    given = ["--slide", str(slides), "--slide-mpp", "0.5", "--mpp", "1"]
+    assert convert.main([*arguments, ".png", *given]) == 1
+    said = capsys.readouterr()
+    assert "deep/b.png: 40 x 30 px at 1 um/px, 1 polygons" in said.out
+    assert "no slide in" in said.err
+    assert "the name of other.geojson" in said.err
+    mask = imagecodecs.png_decode((tmp_path / "out" / "c.png").read_bytes())
+    assert (mask[10:25, 5:15] == 1).all()
+    assert mask.sum() == 150
+
+
+def test_what_a_folder_needs_is_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("")
+    assert convert.main([str(tmp_path), str(tmp_path / "out"), "--slide", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    for fault in ("say what to make, as --to .geojson", "out is a file", "--slide must be a folder"):
+        assert fault in said
+    assert convert.main([str(tmp_path), str(tmp_path / "new"), "--to", ".tif"]) == 2
+    assert "a mask covers a slide: give --slide FOLDER" in capsys.readouterr().err
+    assert convert.main([str(tmp_path), str(tmp_path / "new"), "--to", ".xml"]) == 2
+    assert "IN holds no annotation file" in capsys.readouterr().err
+    assert convert.main([str(SAMPLES / "asap-polygon.xml"), str(tmp_path / "a.xml"), "--to", ".xml"]) == 2
+    assert "--to is for a folder" in capsys.readouterr().err

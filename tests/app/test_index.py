@@ -102,6 +102,8 @@ def test_a_part_is_indexed_and_one_too_many_is_not_wrong(slides, tmp_path, capsy
     assert f"index     {tmp_path / 'out' / 'tiles.part-1-of-2.parquet'}\n" in printed
     assert main([*arguments, "--part", "3/3"]) == 0
     assert capsys.readouterr().out == f"2 slides in {slides}, 0 of them in part 3/3\n"
+    assert main([*arguments, "--part", "1/2", "--annotations", str(slides)]) == 2
+    assert "which is not made with --part or --pictures resize" in capsys.readouterr().err
     assert main([*arguments, "--part", "3/2"]) == 2
     assert "--part is one of several parts" in capsys.readouterr().err
 

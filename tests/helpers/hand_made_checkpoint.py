@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,9 @@ SEGMENTER = "tests.helpers.tiny_models:segmenter"
 CLASSIFIER = "tests.helpers.tiny_models:classifier"
 
 
-def write_checkpoint(path: Path, model: str, *, tile: int, mpp: float, min_tissue: float = 0.25, seed: int = 0) -> Path:
+def write_checkpoint(
+    path: Path, model: str, *, tile: int | Literal["slide"], mpp: float, min_tissue: float = 0.25, seed: int = 0
+) -> Path:
     """The segmenter says class 1 where a px is dark; the classifier has random weights."""
     torch.manual_seed(seed)
     net = getattr(tiny_models, model.partition(":")[2])(2)
@@ -33,5 +36,5 @@ def write_checkpoint(path: Path, model: str, *, tile: int, mpp: float, min_tissu
         net=ModelSettings(model=model),
     )
     state = {"model": net.state_dict(), "classes": ["background", "dark"], "settings": flat(config), "step": 7}
-    save_checkpoint(path, state)
+    save_checkpoint(path, {**state, "task": "segment" if model == SEGMENTER else "classify"})
     return path

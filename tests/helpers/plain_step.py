@@ -33,7 +33,7 @@ def plain_run(
     model: nn.Module, loss: Loss, make_optimizer: Callable[..., Any], steps: Sequence[Batch], *, seed: int, lr: float
 ) -> PlainRun:
     """Gradients of the microbatches are accumulated, weighted by their sizes."""
-    optimizer = make_optimizer(model.parameters())
+    optimizer = make_optimizer(model.named_parameters())
     for group in optimizer.param_groups:
         group["lr"] = lr
     model.train()

@@ -4,18 +4,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
+from monai.losses import DiceCELoss, FocalLoss
 
-from models.losses import IGNORE, PixelClassLoss, TileClassLoss, balanced_weights
+from models.losses import IGNORE, ClassLoss, PixelClassLoss, TileClassLoss, balanced_weights
+
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0])
+TILE_LOSSES = (TileClassLoss(), TileClassLoss(WEIGHTS, label_smoothing=0.1), TileClassLoss(WEIGHTS, gamma=2.0))
+PIXEL_LOSSES = (
+    PixelClassLoss(),
+    PixelClassLoss(WEIGHTS, label_smoothing=0.1),
+    PixelClassLoss(WEIGHTS, dice=False, gamma=2.0),
+)
 
 
-@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 2.0, 1.0])])
-@pytest.mark.parametrize("kind", ["tile", "pixel"])
-def test_microbatch_losses_weighted_by_size_add_up_to_the_batch(kind: str, weights: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("loss", [*TILE_LOSSES, *PIXEL_LOSSES])
+def test_microbatch_losses_weighted_by_size_add_up_to_the_batch(loss: ClassLoss) -> None:
     torch.manual_seed(0)
-    if kind == "tile":
-        loss, logits, target = TileClassLoss(weights), torch.randn(7, 3), torch.randint(0, 3, (7,))
+    if isinstance(loss, TileClassLoss):
+        logits, target = torch.randn(7, 3), torch.randint(0, 3, (7,))
     else:
-        loss, logits = PixelClassLoss(weights), torch.randn(7, 3, 6, 5)
+        logits = torch.randn(7, 3, 6, 5)
         target = torch.randint(0, 3, (7, 6, 5)).to(torch.uint8)
         target[2, :3] = IGNORE
     whole = loss(logits, target)
@@ -23,9 +32,10 @@ def test_microbatch_losses_weighted_by_size_add_up_to_the_batch(kind: str, weigh
     assert parts.item() == pytest.approx(whole.item(), rel=1e-6)
 
 
-def test_boxes_of_pixels_add_up_to_the_tile() -> None:
+@pytest.mark.parametrize("loss", PIXEL_LOSSES)
+def test_boxes_of_pixels_add_up_to_the_tile(loss: PixelClassLoss) -> None:
     torch.manual_seed(0)
-    loss, logits = PixelClassLoss(torch.tensor([0.5, 2.0, 1.0])), torch.randn(2, 3, 6, 5)
+    logits = torch.randn(2, 3, 6, 5)
     target = torch.randint(0, 3, (2, 6, 5)).to(torch.uint8)
     target[0, :4] = IGNORE
     boxes = [(rows, columns) for rows in (slice(0, 4), slice(4, 6)) for columns in (slice(0, 2), slice(2, 5))]
@@ -68,3 +78,62 @@ def test_balanced_weights_have_mean_one_over_the_items() -> None:
     assert (weights * counts).sum() / counts.sum() == pytest.approx(1)
     assert weights[1] == pytest.approx(3 * weights[0])
     assert weights[2] == 0
+
+
+def of_pixels(classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    logits = 3 * torch.randn(4, classes, 6, 5, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), torch.randint(0, classes, (4, 6, 5), generator=generator, dtype=torch.uint8)
+
+
+def assert_alike(ours: torch.Tensor, theirs: torch.Tensor, logits: torch.Tensor, tolerance: float = 1e-12) -> None:
+    """The same value and gradient."""
+    expected, found = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (theirs, ours))
+    assert ours.item() == pytest.approx(theirs.item(), rel=tolerance)
+    assert torch.allclose(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def test_dice_and_cross_entropy_are_those_of_monai() -> None:
+    logits, target = of_pixels()
+    theirs = DiceCELoss(softmax=True, to_onehot_y=True, smooth_nr=1.0, smooth_dr=1.0)(logits, target[:, None].long())
+    assert_alike(PixelClassLoss()(logits, target), theirs, logits)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 2.0, 3.5])
+def test_focal_loss_is_that_of_monai(gamma: float) -> None:
+    logits, target = of_pixels()
+    theirs = FocalLoss(gamma=gamma, use_softmax=True, to_onehot_y=True, reduction="none")(
+        logits, target[:, None].long()
+    ).sum(1)
+    # MONAI computes it in float32.
+    assert_alike(PixelClassLoss(dice=False, gamma=gamma)(logits, target), theirs.mean(), logits, 1e-6)
+
+
+def test_focal_loss_of_two_classes_is_torchvisions_of_their_difference() -> None:
+    logits, labels = (3 * torch.randn(9, 2, dtype=torch.float64)).requires_grad_(), torch.arange(9) % 2
+    difference = logits[:, 1] - logits[:, 0]
+    theirs = torchvision.ops.sigmoid_focal_loss(difference, labels.double(), alpha=-1, gamma=2.0, reduction="mean")
+    assert_alike(TileClassLoss(gamma=2.0)(logits, labels), theirs, logits)
+    weights = torch.tensor([0.5, 2.0])
+    weighted = torchvision.ops.sigmoid_focal_loss(difference, labels.double(), alpha=-1, gamma=2.0)
+    assert_alike(TileClassLoss(weights, gamma=2.0)(logits, labels), (weighted * weights[labels]).mean(), logits)
+
+
+def test_smoothed_labels_are_torchs_and_leave_ignored_pixels_out() -> None:
+    logits, target = of_pixels()
+    weights = torch.tensor([0.5, 2.0, 1.0])
+    target[0, :2] = IGNORE
+    theirs = F.cross_entropy(
+        logits, target.long(), weight=weights.double(), reduction="sum", label_smoothing=0.2, ignore_index=IGNORE
+    )
+    ours = PixelClassLoss(weights, dice=False, label_smoothing=0.2)(logits, target)
+    assert_alike(ours, theirs / target.numel(), logits)
+
+
+def test_a_certain_item_has_a_gradient_in_its_focal_loss() -> None:
+    logits = torch.tensor([[60.0, -60.0], [-60.0, 60.0]], requires_grad=True)
+    TileClassLoss(gamma=1.0)(logits, torch.tensor([0, 0])).backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[0.0, 0.0], [-0.5, 0.5]]
+    with pytest.raises(ValueError, match=r"label_smoothing 0\.1: leave it 0"):
+        ClassLoss(label_smoothing=0.1, gamma=2.0)

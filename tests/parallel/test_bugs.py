@@ -65,9 +65,9 @@ def test_engines_that_are_let_go_of_free_their_parameters(schedule: str) -> None
     held: list[weakref.ref[nn.Parameter]] = []
 
     def rank(communicator: Communicator, _: None) -> None:
-        def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        def sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
             own = list(parameters)
-            held.extend(weakref.ref(parameter) for parameter in own)
+            held.extend(weakref.ref(parameter) for _, parameter in own)
             return torch.optim.SGD(own, lr=0.1)
 
         strategy = Strategy(schedule, 4, 2, 4)

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
-from app.evaluation import classification
+from app.evaluation import intervals
 from tests.helpers.hand_made_checkpoint import SEGMENTER, write_checkpoint
 from tests.helpers.in_process import call
 
@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 
 
 def test_scores_and_the_page(folders, monkeypatch):
-    monkeypatch.setattr(classification, "RESAMPLES", 50)
+    monkeypatch.setattr(intervals, "RESAMPLES", 50)
     done = call(
         "app.evaluate", "--predictions", folders / "out", "--labels", folders / "labels.csv",
         "--annotations", folders / "truth", "--slides", folders / "slides",
@@ -54,6 +54,8 @@ def test_scores_and_the_page(folders, monkeypatch):
     assert figures["slide_auc"]["value"] == figures["patient_auc"]["value"] == 0.75  # s1 below s2
     assert figures["dice"] == {"dark": pytest.approx((1 + 2 / 3 + 1 + 1) / 4)}
     assert figures["iou"] == {"dark": pytest.approx((1 + 1 / 2 + 1 + 1) / 4)}
+    low, high = figures["dice_interval"]["dark"]
+    assert 2 / 3 <= low < figures["dice"]["dark"] < high == pytest.approx(1)  # of the resamples, some are without s1
     assert "slide AUC 0.7500" in done.stdout
     page = ElementTree.parse(folders / "out" / "report.html")
     sources = [image.get("alt") for image in page.iter("img")]

@@ -49,3 +49,19 @@ def test_the_curve_by_hand():
 
 def test_no_lesion_has_no_score():
     assert froc([SlideHits(0, (), (0.5,))]).score is None
+
+
+def test_the_curve_is_that_of_another_implementation():
+    monai = pytest.importorskip("monai.metrics.froc")
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        slides = rng.integers(2, 6)
+        lesions = rng.integers(0, 4, slides)
+        lesions[0] += 1
+        found = [tuple(rng.random(rng.integers(0, count + 1)).round(1)) for count in lesions]
+        false = [tuple(rng.random(rng.integers(0, 12)).round(1)) for _ in range(slides)]
+        ours = froc([SlideHits(int(n), tp, fp) for n, tp, fp in zip(lesions, found, false, strict=True)])
+        theirs = monai.compute_froc_curve_data(np.concatenate(false), np.concatenate(found), lesions.sum(), slides)
+        # From the highest threshold as ours is; the lowest, which only ours has, is its last.
+        for own, their in zip((ours.false_per_slide, ours.sensitivity), theirs, strict=True):
+            np.testing.assert_allclose(own[1:-1], their[::-1][1:])

@@ -13,7 +13,7 @@ import tifffile
 import torch
 from shapely.geometry import shape
 
-from app.prediction import whole_slide
+from app.prediction import share, whole_slide
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import load_model
 from pipelines.catalog.failures import FailedSlides
@@ -72,7 +72,7 @@ def predicted(slides, checkpoint, tmp_path_factory):
         return predict_slide(spec, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_slide, "predict_slide", interrupted)
+        patch.setattr(share, "predict_slide", interrupted)
         assert predict(slides, checkpoint, out).returncode == 1
     first = (out / "overlays" / "a.png").stat().st_mtime_ns
     done = predict(slides, checkpoint, out)
@@ -242,3 +242,58 @@ def test_ranks_share_the_slides_out(slides, checkpoint, tmp_path):
         assert f"  {other}: " not in log
     with (out / "slides.csv").open(newline="") as file:
         assert [row["slide"] for row in csv.DictReader(file)] == ["a", "b"]
+
+
+def test_a_model_of_whole_slides_gives_a_score_for_each(slides, tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile="slide", mpp=0.5, min_tissue=0)
+    out = tmp_path / "out"
+    done = predict(slides, checkpoint, out, model=CLASSIFIER)
+    assert done.returncode == 0, done.stderr
+    assert [slide for slide, _, _ in FailedSlides(out / "failed_slides.csv").rows()] == ["broken"]
+    with (out / "slides.csv").open(newline="") as file:
+        rows = {row["slide"]: float(row["score_dark"]) for row in csv.DictReader(file)}
+    # nothing is stained: all px of the tissue mask (16 px), widened to multiples of 32 px
+    with (out / "tiles" / "a.csv").open(newline="") as file:
+        (tile,) = csv.DictReader(file)
+    x, y, width, height = (int(tile[name]) for name in ("l0_x", "l0_y", "l0_width", "l0_height"))
+    assert (x, y, width, height) == (0, 0, 320, 256)
+    model = load_model(checkpoint, CLASSIFIER, torch.device("cpu"))
+    padded = np.pad(picture("a"), ((0, 200), (0, 200), (0, 0)), constant_values=255)
+    pixels = np.ascontiguousarray(padded[y : y + height, x : x + width])[None]
+    expected = model.probabilities(pixels, (1, 3, height, width))[0, 1]
+    assert rows["a"] == pytest.approx(float(expected), abs=1e-6)
+    assert (out / "overlays" / "b.png").stat().st_size > 100
+    in_boxes = predict(slides, checkpoint, tmp_path / "boxes", "--stream", "32", model=CLASSIFIER)
+    assert in_boxes.returncode == 0, in_boxes.stderr
+    with (tmp_path / "boxes" / "slides.csv").open(newline="") as file:
+        assert {row["slide"]: float(row["score_dark"]) for row in csv.DictReader(file)} == pytest.approx(rows, abs=1e-6)
+
+
+def test_boxes_give_the_same_maps(slides, checkpoint, predicted, tmp_path):
+    done = predict(slides, checkpoint, tmp_path, "--stream", "32")
+    assert done.returncode == 0, done.stderr
+    assert_same_maps(predicted, tmp_path)
+
+
+def test_parameters_on_the_host_give_the_same_maps(slides, checkpoint, predicted, tmp_path):
+    done = predict(slides, checkpoint, tmp_path, "--offload", "parameters")
+    assert done.returncode == 0, done.stderr
+    assert_same_maps(predicted, tmp_path)
+
+
+@pytest.mark.process
+def test_two_ranks_compute_a_slide_together(slides, checkpoint, predicted, tmp_path):
+    (tmp_path / "ranks").mkdir()
+    out = tmp_path / "out"
+    words = ["--slides", slides, "--checkpoint", checkpoint, "--out", out, "--model", SEGMENTER, "--stages", "2"]
+    codes, printed = run_ranks(2, "app.predict", list(map(str, words)), tmp_path / "ranks")
+    assert codes == [0, 0], printed
+    assert_same_maps(predicted, out)
+    assert [slide for slide, _, _ in FailedSlides(out / "failed_slides.csv").rows()] == ["broken"]
+    assert printed.count("2/3  b: 16 windows") == 1
+
+
+def assert_same_maps(expected, out):
+    for slide_id in DARK:
+        ours, theirs = (tifffile.imread(folder / "heat_maps" / f"{slide_id}.dark.tif") for folder in (out, expected))
+        assert np.abs(ours.astype(int) - theirs).max() <= 1  # of 255: rounding of the last bit of a float

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from app.settings.fields import developer_settings, flags_of
+from app.settings.optimization import OptimizerSettings
 from app.settings.run import (
     DataSettings,
-    OptimizerSettings,
     RunConfig,
     ScoreSettings,
     SplitSettings,
@@ -65,6 +65,11 @@ def test_every_flag_has_its_own_name_and_help() -> None:
             replace(CONFIG, optimization=OptimizerSettings(lr=0, momentum=1)),
             ["--lr must be above 0", "--developer momentum"],
         ),
+        (
+            replace(CONFIG, optimization=OptimizerSettings(loss="focal", label_smoothing=0.1, focal_gamma=0.5)),
+            ["--loss focal has another form", "--developer focal-gamma must be at least 1"],
+        ),
+        (replace(CONFIG, optimization=OptimizerSettings(label_smoothing=1)), ["--label-smoothing is a share"]),
         (replace(CONFIG, score=ScoreSettings(top_k=0)), ["--developer top-k must be at least 1; got 0"]),
         (
             replace(CONFIG, data=DataSettings(Path("s"), slide_mpp=1000), split=SplitSettings(0.6, 0.6)),

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.settings.run import DataSettings, OptimizerSettings, RunConfig, StreamSettings
+from app.settings.optimization import OptimizerSettings
+from app.settings.run import DataSettings, RunConfig, StreamSettings
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine, build_optimizer

@@ -22,9 +22,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from app.launch.place import RankPlace
 from app.launch.signals import Interrupt
 from app.launch.watchdog import Watchdog
-from app.settings.run import DataSettings, ModelSettings, OptimizerSettings, RunConfig, ScoreSettings, StrategySettings
+from app.settings.optimization import OptimizerSettings
+from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from app.train import main
+from app.training import model as model_module
 from app.training import session as session_module
 from app.training.dataset import Dataset, prepare
 from app.training.engines import build_engine
@@ -98,7 +100,7 @@ def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(name: str, *, classes: int, norm: str, head: str) -> nn.Module:
         return copy.deepcopy(MODELS[name])
 
-    monkeypatch.setattr(session_module, "build_model", build)
+    monkeypatch.setattr(model_module, "build_model", build)
 
 
 torch.manual_seed(0)
@@ -161,7 +163,7 @@ def test_every_strategy_trains_as_one_process(strategy: dict[str, Any], run: Run
 @pytest.fixture(scope="module")
 def single(data: tuple[Path, Dataset], tmp_path_factory: pytest.TempPathFactory) -> Ran:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_module, "build_model", lambda name, **_: copy.deepcopy(MODELS[name]))
+        patch.setattr(model_module, "build_model", lambda name, **_: copy.deepcopy(MODELS[name]))
         return train_on_threads(run_config(data[0], tmp_path_factory.mktemp("single")), data[1])
 
 

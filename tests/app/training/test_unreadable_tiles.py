@@ -28,6 +28,7 @@ from app.pages.run_page import render
 from app.settings.cli import RunError
 from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings, StreamSettings
 from app.training import loop as loop_module
+from app.training import model as model_module
 from app.training import session as session_module
 from app.training.dataset import Dataset, prepare
 from app.training.loop import TrainingLoop
@@ -56,7 +57,7 @@ MODELS = {"tiny": tiny_models.classifier(2), "segmenter": tiny_models.segmenter(
 @pytest.fixture(autouse=True)
 def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share the generator that weights are drawn with, so they are drawn once."""
-    monkeypatch.setattr(session_module, "build_model", lambda name, **_: copy.deepcopy(MODELS[name]))
+    monkeypatch.setattr(model_module, "build_model", lambda name, **_: copy.deepcopy(MODELS[name]))
 
 
 class BrokenSlide:

@@ -205,7 +205,9 @@ def deferred(communicator: Communicator, case: Case) -> dict[str, Any]:
         engine = (
             FullyShardedEngine(module, case.loss, case.optimizer, communicator, device=DEVICE, **shared)
             if sharded
-            else DataParallelEngine(module, case.loss, case.optimizer(module.parameters()), communicator, **shared)
+            else DataParallelEngine(
+                module, case.loss, case.optimizer(module.named_parameters()), communicator, **shared
+            )
         )
         batch = batches(case)[0]
         engine.step([Microbatch(*batch[i], tuple(batch[i][0].shape)) for i in engine.share], 0, LR)
@@ -327,7 +329,7 @@ def test_a_run_of_one_process_goes_on_sharded_and_back(ranks: list[dict[str, Any
     assert largest_error(expected.model, state["model"]) <= 1e-9
     module = fresh(case)
     engine = DataParallelEngine(
-        module, case.loss, case.optimizer(module.parameters()), LocalCommunicator(), batch=6, m=3, seed=SEED
+        module, case.loss, case.optimizer(module.named_parameters()), LocalCommunicator(), batch=6, m=3, seed=SEED
     )
     engine.load_state_dict(state)
     assert_same_optimizer(engine.state_dict()["optimizer"], expected.optimizer, 1e-10)

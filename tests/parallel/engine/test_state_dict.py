@@ -56,7 +56,7 @@ def train_plain(net: nn.Module, optimizer: Optimizer, steps: range) -> None:
 
 def plain(optimizer_name: str, steps: int) -> dict[str, Any]:
     net = model()
-    optimizer = OPTIMIZERS[optimizer_name](net.parameters())
+    optimizer = OPTIMIZERS[optimizer_name](net.named_parameters())
     train_plain(net, optimizer, range(steps))
     return copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
 
@@ -171,7 +171,7 @@ def test_a_plain_run_continues_what_a_strategy_saved() -> None:
 
     saved = run_on_threads(3, rank)[0]
     net = model()
-    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    optimizer = OPTIMIZERS["adamw"](net.named_parameters())
     net.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     train_plain(net, optimizer, range(2, 4))

@@ -95,7 +95,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 def test_the_plain_optimizers_numbers(name: str, early: bool, optimizer: str, resident: bool) -> None:
     """With parameters that have no gradient, as those of a layer that is not used."""
     (plain, loss), (net, _) = model(name), model(name)
-    theirs = OPTIMIZERS[optimizer](plain.parameters())
+    theirs = OPTIMIZERS[optimizer](plain.named_parameters())
     plain_steps(plain, loss, theirs, range(3))
     host = on_host(net, optimizer, resident)
     host_steps(net, loss, host, range(3), early)
@@ -109,7 +109,7 @@ def test_the_plain_optimizers_numbers(name: str, early: bool, optimizer: str, re
 @BOTH
 def test_a_run_is_continued_with_and_without_the_host(optimizer: str, resident: bool) -> None:
     (plain, loss), (net, _), (last, _) = model("skips"), model("skips"), model("skips")
-    theirs = OPTIMIZERS[optimizer](plain.parameters())
+    theirs = OPTIMIZERS[optimizer](plain.named_parameters())
     plain_steps(plain, loss, theirs, range(2))
     saved = state(plain, theirs)
     plain_steps(plain, loss, theirs, range(2, 6))
@@ -121,7 +121,7 @@ def test_a_run_is_continued_with_and_without_the_host(optimizer: str, resident: 
     host_steps(net, loss, host, range(2, 4), early=True)
     saved = state(net, host.optimizer)
 
-    again = OPTIMIZERS[optimizer](last.parameters())
+    again = OPTIMIZERS[optimizer](last.named_parameters())
     last.load_state_dict(saved["model"])
     again.load_state_dict(saved["optimizer"])
     plain_steps(last, loss, again, range(4, 6))
@@ -132,7 +132,7 @@ def test_a_run_is_continued_with_and_without_the_host(optimizer: str, resident: 
 @BOTH
 def test_a_step_that_is_given_up_changes_nothing(optimizer: str, resident: bool) -> None:
     (net, loss), (plain, _) = model("two-outputs"), model("two-outputs")
-    host, theirs = on_host(net, optimizer, resident), OPTIMIZERS[optimizer](plain.parameters())
+    host, theirs = on_host(net, optimizer, resident), OPTIMIZERS[optimizer](plain.named_parameters())
     for step in range(2):  # in the first, there is no state to go back to
         before = state(net, host.optimizer)
         host.begin_step()

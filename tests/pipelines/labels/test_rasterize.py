@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from shapely.geometry import shape
 
 from pipelines.backends.memory import memory_slide
+from pipelines.labels import edge_index
 from pipelines.labels.drawing import Drawing
 from pipelines.labels.geojson import read_geojson
 from pipelines.labels.rasterize import PixelGrid, paint
@@ -46,10 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     polygons=st.lists(polygon, min_size=1, max_size=4),
     origin=st.tuples(st.integers(-9, 30), st.integers(-9, 30)),
     step=st.sampled_from([1.0, 0.5, 1.7, 4.0]),
+    cell=st.sampled_from([512.0, 40.0, 8.0]),
 )
 def test_a_pixel_has_the_class_of_the_last_polygon_around_its_centre(
-    folder: Path, polygons: list[list[Ring]], origin: tuple[int, int], step: float
+    folder: Path, polygons: list[list[Ring]], origin: tuple[int, int], step: float, cell: float
 ) -> None:
+    """Whether polygons are found whole, by their cell, or edge by edge, by their rows."""
     grid = PixelGrid(float(origin[0]), float(origin[1]), step, step, 33, 21)
     x, y = grid.centres_x(), grid.centres_y()
     expected = np.zeros((21, 33), np.uint8)
@@ -57,7 +61,8 @@ def test_a_pixel_has_the_class_of_the_last_polygon_around_its_centre(
     for value, rings in enumerate(polygons, start=1):
         expected[inside(rings, x, y)] = value
         certain &= edge_distance(rings, x, y) > 1e-6  # on the edge itself rounding decides
-    got = painted(drawing_of(folder, *polygons), grid)
+    with mock.patch.object(edge_index, "CELL_PX", cell):
+        got = painted(drawing_of(folder, *polygons), grid)
     np.testing.assert_array_equal(got[certain], expected[certain])
 
 

@@ -32,7 +32,7 @@ def test_all_eight_orientations_come_equally_often() -> None:
 
 
 def test_what_is_off_changes_nothing() -> None:
-    drawn = draw(AugmentSettings(flip=False, stain=0, brightness=0), 0, np.arange(20))
+    drawn = draw(AugmentSettings(flip=False, stain_jitter=0, brightness=0), 0, np.arange(20))
     assert not drawn.quarter_turns.any()
     assert not drawn.flip.any()
     assert drawn.matrix is None
@@ -48,7 +48,7 @@ def tile(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("width", [64, 40])
 def test_tile_and_mask_move_together(width: int) -> None:
-    augment = CpuAugment(AugmentSettings(augment="cpu", stain=0, brightness=0, blur=0), 0)
+    augment = CpuAugment(AugmentSettings(augment="cpu", stain_jitter=0, brightness=0, blur=0), 0)
     for sample in range(20):
         image, mask = (np.ascontiguousarray(part[:, :width]) for part in tile(sample))
         before = mask.copy()
@@ -84,7 +84,7 @@ def test_a_class_label_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        (AugmentSettings(stain=1.0), "stain is at least 0 and less than 1; got 1"),
+        (AugmentSettings(stain_jitter=1.0), "stain-jitter is at least 0 and less than 1; got 1"),
         (AugmentSettings(affine=-0.1), "affine is at least 0 and less than 1; got -0.1"),
         (AugmentSettings(blur=-1), "blur is a sigma in px, at least 0; got -1"),
     ],

@@ -103,7 +103,7 @@ def test_ranks_draw_what_one_process_draws() -> None:
 
 
 def test_tile_and_mask_turn_together() -> None:
-    feed = feed_of(AugmentSettings(stain=0, brightness=0), 2)
+    feed = feed_of(AugmentSettings(stain_jitter=0, brightness=0), 2)
     batch = batch_of(16, masks=True)
     images, masks = made(feed, batch, [16])
     mean, std = NORMALISATION["imagenet"]
@@ -130,7 +130,7 @@ def test_a_part_of_a_batch_is_made_as_in_the_whole() -> None:
 
 
 def test_stains_change_as_the_numpy_version_changes_them() -> None:
-    settings = AugmentSettings(flip=False, stain=0.1, brightness=0.2)
+    settings = AugmentSettings(flip=False, stain_jitter=0.1, brightness=0.2)
     batch = batch_of(4)
     images, _ = made(feed_of(settings, 9), batch, [4])
     drawn = draw(settings, 9, batch.samples)

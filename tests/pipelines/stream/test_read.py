@@ -27,7 +27,7 @@ def reader(table: TileTable, bad: dict[str, set[int]], lost: set[str]) -> tuple[
 def fill(read: Read, row: int, log: FaultLog | None = None) -> tuple[int, int, int, int]:
     """Row used, slide and tile that the pixels tell, and the target."""
     image, target = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64)
-    used = read.fill(row, Labels(np.arange(len(read.tiles)) * 10), image, target, log or FaultLog(None))
+    used = read.fill(0, row, Labels(np.arange(len(read.tiles)) * 10), image, target, log or FaultLog(None))
     assert (image[..., 0] == image[0, 0, 0]).all()
     assert (image[..., 1] == image[0, 0, 1]).all()
     return used, int(image[0, 0, 0]), int(image[0, 0, 1]), int(target)

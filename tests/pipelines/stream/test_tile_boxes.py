@@ -11,16 +11,34 @@ from pipelines.stream.augment import AugmentSettings, draw
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.stain_steps import StainSteps
 from pipelines.stream.tile_boxes import BoxMaker, MaskBoxes, TileBoxes
+from pipelines.tiles.stain_fit import PUBLISHED, Method, StainFit
 
 CPU = torch.device("cpu")
 COUNT = 32
+STAINED = {
+    "macenko": StainFit("macenko", (0.662, 0.648, 0.377, 0.176, 0.851, 0.495, 2.844, 1.741)),
+    "reinhard": StainFit("reinhard", (-1.479, -0.145, 0.06, 0.73, 0.126, 0.033)),
+}
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("side", [(61, 61), (45, 83)])
-@pytest.mark.parametrize("augment", ["device", "none", "cpu"])
-def test_boxes_are_crops_of_the_whole_bit_for_bit(augment: str, side: tuple[int, int], channels_last: bool) -> None:
+@pytest.mark.parametrize(
+    ("augment", "method"),
+    [
+        ("device", None),
+        ("none", None),
+        ("cpu", None),
+        ("device", "macenko"),
+        ("device", "reinhard"),
+        ("none", "reinhard"),
+    ],
+)
+def test_boxes_are_crops_of_the_whole_bit_for_bit(
+    augment: str, method: Method | None, side: tuple[int, int], channels_last: bool
+) -> None:
     settings = AugmentSettings(augment=augment)  # type: ignore[arg-type]
     numbers = np.random.default_rng(side[0])
     images = torch.from_numpy(numbers.integers(0, 256, (COUNT, *side, 3)).astype(np.uint8))
@@ -30,9 +48,11 @@ def test_boxes_are_crops_of_the_whole_bit_for_bit(augment: str, side: tuple[int,
     assert len({*zip(drawn.quarter_turns.tolist(), drawn.flip.tolist(), strict=True)}) == (
         1 if augment == "none" else 8
     )
-    pixels = PixelMaker(CPU, settings, 5, channels_last=channels_last)
-    whole, whole_masks = pixels.make(images, masks, samples)
-    boxes, mask_boxes = BoxMaker(pixels).make(images, masks, samples)
+    rows = samples % 3
+    stains = method and StainSteps.of(PUBLISHED[method], [None, STAINED[method]], [0, 1, 1])
+    pixels = PixelMaker(CPU, settings, 5, channels_last=channels_last, stains=stains or None)
+    whole, whole_masks = pixels.make(images, masks, samples, rows)
+    boxes, mask_boxes = BoxMaker(pixels).make(images, masks, samples, rows)
     assert whole is not None
     assert whole_masks is not None
     assert boxes is not None
@@ -53,7 +73,7 @@ def test_boxes_are_crops_of_the_whole_bit_for_bit(augment: str, side: tuple[int,
 def test_oblong_tiles_are_turned_by_halves_alone() -> None:
     """Each of the four ways as often as the others: none are lost to turns that do not fit."""
     image = torch.arange(6, dtype=torch.uint8).reshape(1, 2, 3, 1).expand(COUNT, 2, 3, 3)
-    pixels = PixelMaker(CPU, AugmentSettings(stain=0, brightness=0), 1)
+    pixels = PixelMaker(CPU, AugmentSettings(stain_jitter=0, brightness=0), 1)
     _, turned = pixels.make(None, image[..., 0], np.arange(COUNT))
     assert turned is not None
     corners = [int(tile[0, 0]) for tile in turned]

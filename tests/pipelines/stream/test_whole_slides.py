@@ -112,7 +112,7 @@ def test_microbatches_are_single_slides_turned_by_halves() -> None:
     made: dict[int, torch.Tensor] = {}
     plain: dict[int, torch.Tensor] = {}
     for augment, into in (("none", plain), ("device", made)):
-        settings = AugmentSettings(augment=augment, stain=0, brightness=0)  # type: ignore[arg-type]
+        settings = AugmentSettings(augment=augment, stain_jitter=0, brightness=0)  # type: ignore[arg-type]
         maker = PixelMaker(torch.device("cpu"), settings, 5, channels_last=False)
         with iter(stream()) as batches, DeviceFeed(batches, batches.ready, maker) as feed:
             for batch in feed:

@@ -1,0 +1,71 @@
+"""What a user asks of ``app.predict``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from app.settings.launcher import find_launch
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+
+
+@dataclass(frozen=True)
+class PredictCommand:
+    """Predict whole slides with a trained model: heat maps, areas for QuPath, scores of tiles and slides."""
+
+    slides: Path
+    """Folder of whole-slide images, searched with its sub-folders."""
+    checkpoint: Path
+    """File of app.train, such as RUN/checkpoints/best.pt: model, classes, tile and mpp are those of its run."""
+    out: Path = Path("predictions")
+    """Folder for heat_maps/, overlays/, geojson/, tiles/, slides.csv and failed_slides.csv. Slides that are done there
+    are kept."""
+    overlap: float = 0.25
+    """Part of a window's side that it shares with the next, 0 to 0.9."""
+    batch: int = 4
+    """Windows computed together."""
+    model: str | None = None
+    """Only where the checkpoint is of a package.module:factory, whose code is run: its name again."""
+    slide_mpp: float | None = None
+    """um/px of level 0 for every slide, instead of what the files say."""
+    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
+    """Slide reader; auto takes the fastest that reads the file exactly."""
+    ranks: int = 1
+    """Processes that share the slides out among them. Under torchrun, mpirun or srun, those."""
+    stages: int = 1
+    """Ranks that a copy of the model is split over, as in training, where it is too large for one; as many compute a
+    slide together, and groups of so many share the slides out."""
+    stream: str = "none"
+    """Side in px of boxes, such as 512, that windows are computed in one after the other, as in training: memory for a
+    box in place of a window."""
+    offload: Literal["none", "parameters"] = "none"
+    """parameters: they lie in the host's memory, and come to the device layer by layer."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model computes; auto: on a GPU if there is one."""
+
+    @property
+    def world(self) -> int:
+        """Ranks: those that a launcher started, else ``ranks``."""
+        launch = find_launch()
+        return launch.world if launch else self.ranks
+
+    def validate(self) -> list[str]:
+        rules = [
+            (0 <= self.overlap <= 0.9, f"--overlap is a part of the window, 0 to 0.9; got {self.overlap:g}"),
+            (self.batch >= 1, f"--batch is at least 1 window; got {self.batch}"),
+            (self.ranks >= 1, f"--ranks is at least 1; got {self.ranks}"),
+            (
+                self.stages >= 1 and not self.world % max(1, self.stages),
+                f"--stages divides the number of ranks; got {self.stages} of {self.world} ranks",
+            ),
+            (
+                self.stream == "none" or (self.stream.isdecimal() and int(self.stream) >= 1),
+                f"--stream takes none or the side of boxes in px, such as 512; got {self.stream!r}",
+            ),
+            (
+                self.slide_mpp is None or check_mpp(self.slide_mpp),
+                f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp}",
+            ),
+        ]
+        return [fault for holds, fault in rules if not holds]

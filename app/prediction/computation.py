@@ -1,0 +1,203 @@
+"""What computes a trained model's outputs: this process at once, box by box, or the ranks of a group, a stage each.
+
+Takes uint8 tiles where they are read; gives logits where the last stage is. All ranks of a group look at the same
+windows in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from app.launch.machine import memory_bytes
+from app.prediction.folded_norms import with_folded_norms
+from app.settings.cli import RunError
+from app.settings.optimization import OptimizerSettings
+from app.training.engines import build_engine, build_optimizer
+from models.losses import TileClassLoss
+from parallel.comm.communicator import Communicator, agree
+from parallel.comm.local import LocalCommunicator
+from parallel.comm.objects import broadcast_object
+from parallel.engine.step import Microbatch, TrainingEngine
+from parallel.memory.policy import ActivationPolicy
+from parallel.offload.host_space import HostSpace
+from parallel.strategy import Strategy
+from parallel.streaming.images import Boxes
+from pipelines.slides.slide import SlideError
+from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.stain_steps import StainSteps
+from pipelines.stream.tile_boxes import BoxMaker
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How a model is spread in prediction.
+
+    Attributes:
+        communicator: to the ranks of this group, a stage each.
+        stream: side of the boxes that windows are computed in, px; None: at once.
+        parameters: they lie on the host, and come to the device layer by layer.
+        host: where maps lie that are computed box by box.
+    """
+
+    communicator: Communicator = field(default_factory=LocalCommunicator)
+    stream: int | None = None
+    parameters: bool = False
+    host: HostSpace | None = None
+
+    @property
+    def plain(self) -> bool:
+        """One process computes the model at once, on its device."""
+        return self.communicator.world == 1 and self.stream is None and not self.parameters
+
+    def strategy(self) -> Strategy:
+        """Return the same as the engine takes it. Forward passes of all that split the model are alike."""
+        ranks = self.communicator.world
+        policy = ActivationPolicy(stream=self.stream, optimizer=self.parameters, parameters=self.parameters)
+        return Strategy("gpipe" if ranks > 1 else "single", ranks, ranks, m=1, policy=policy, gradient_bytes=0)
+
+
+class MakePixels(Protocol):
+    """Gives what makes tiles the model's input."""
+
+    def __call__(self, *, stains: StainSteps | None = None) -> PixelMaker: ...
+
+
+class Whole:
+    """One process that computes the model at once.
+
+    Attributes:
+        reads, writes: tiles are wanted here, logits are had here.
+        alone: no other rank computes the same slide.
+
+    Args:
+        pixels: gives what makes tiles the model's input, whose stains are changed as asked.
+        autocast: type for mixed precision; None computes in the model's own.
+        side: of a usual window, px.
+    """
+
+    reads = writes = alone = True
+
+    def __init__(self, module: nn.Module, pixels: MakePixels, autocast: torch.dtype | None, side: int) -> None:
+        self._pixels, self._autocast = pixels, autocast
+        noise = np.random.default_rng(0).integers(256, size=(1, side, side, 3), dtype=np.uint8)
+        self._module = with_folded_norms(module.to(pixels().device).eval(), self._input(noise, None))
+
+    @torch.inference_mode()
+    def logits(
+        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainSteps | None = None
+    ) -> Tensor | None:
+        """Return logits in float32, where ``writes``.
+
+        Args:
+            images: uint8 (n, h, w, 3), where ``reads``.
+            shape: (n, 3, h, w) of them, on every rank.
+            stain: how the stains of row 0 of a table, the slide, are changed; None: they are not.
+        """
+        assert images is not None
+        floats = self._input(images, stain)
+        with torch.autocast(floats.device.type, self._autocast, enabled=self._autocast is not None):
+            logits: Tensor = self._module(floats)
+        return logits.float()
+
+    def _input(self, images: NDArray[np.uint8], stain: StainSteps | None) -> Tensor:
+        maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
+        return maker.floats(torch.from_numpy(images).to(maker.device), maker.drawn(rows, rows))
+
+    def told(self, value: Any) -> Any:
+        """Return the ``value`` of the rank that reads, on all ranks of the group."""
+        return value
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Around what each rank of the group does alone: where one fails, all do."""
+        return contextlib.nullcontext()
+
+
+class InParts:
+    """A group of ranks with a stage each, or one; windows at once or box by box.
+
+    Args:
+        side: of a usual window, px.
+        batch: windows computed together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spread: Spread,
+        pixels: MakePixels,
+        autocast: torch.dtype | None,
+        side: int,
+        batch: int,
+    ) -> None:
+        self._communicator = spread.communicator
+        self._engine: TrainingEngine = build_engine(
+            spread.strategy(),
+            module,
+            TileClassLoss(None),
+            lambda parameters: build_optimizer(OptimizerSettings(), parameters),
+            spread.communicator,
+            batch=batch,
+            tile=side,
+            seed=0,
+            device=pixels().device,
+            autocast=autocast,
+            host=spread.host,
+        )
+        self._pixels, self._in_boxes = pixels, spread.stream is not None
+        self.reads, self.writes = self._engine.predict_wants
+        self.alone = spread.communicator.world == 1
+
+    def logits(
+        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainSteps | None = None
+    ) -> Tensor | None:
+        made: Tensor | Boxes | None = None
+        if images is not None:
+            maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
+            made, _ = (BoxMaker(maker) if self._in_boxes else maker).make(torch.from_numpy(images), None, rows, rows)
+        logits: Tensor | None = self._engine.predict(Microbatch(made, None, shape))
+        return logits
+
+    def told(self, value: Any) -> Any:
+        return broadcast_object(self._communicator, value)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            agree(self._communicator, True)
+            raise
+        if agree(self._communicator, False):
+            raise SlideError("another rank that computes the model could not use the slide; it says why")
+
+
+@contextlib.contextmanager
+def rank_faults(slide_id: str, computation: Whole | InParts) -> Iterator[None]:
+    """Around what the ranks of a group do in step: a fault that not all of them meet alike ends the run.
+
+    Raises:
+        RunError: there was one; of a slide that cannot be used, what was raised is left as it is.
+    """
+    try:
+        yield
+    except Exception as fault:
+        if computation.alone or isinstance(fault, SlideError):
+            raise
+        raise RunError(
+            f"{slide_id}: {type(fault).__name__}: {fault}; ranks that compute a slide together cannot go on without "
+            "one of them: start again for the slides that are left"
+        ) from fault
+
+
+def host_space(folder: Path, ranks: int) -> HostSpace:
+    """Return where maps in boxes lie: half of the memory that is free, which ``ranks`` share; beyond, in ``folder``."""
+    return HostSpace(memory_bytes()[1] // ranks // 2, folder)

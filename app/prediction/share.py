@@ -1,0 +1,164 @@
+"""The slides that one rank, or a group of ranks together, predicts, one after the other.
+
+Takes the command and the number of this rank; leaves the files of its slides, and its log. A slide that fails is
+written down and the next is predicted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.launch.place import choose_device, connect, take_cores
+from app.prediction.command import PredictCommand
+from app.prediction.computation import Spread, host_space
+from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.slide_as_tile import predict_as_tile
+from app.prediction.trained_model import TrainedModel, load_model
+from app.prediction.whole_slide import predict_slide
+from app.settings.cli import RunError
+from app.settings.launcher import find_launch
+from app.settings.strategy import StrategySettings
+from app.training.progress import LOG_FORMAT
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.slides.slide import SlideError
+from pipelines.tiles.tile_table import IndexSettings
+from pipelines.tiles.windows import WindowSettings
+
+log = logging.getLogger("app.predict")
+
+CELLS = 8
+"""Px of a classifier's heat map along a tile's side at most: tiles overlap by whole px of it."""
+
+ANY_TISSUE = 1e-6
+"""Least tissue of a segmenter's windows: its borders are looked at, too."""
+
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Faults that the next slide would meet as well."""
+
+
+def predict_share(command: PredictCommand, rank: int) -> None:
+    """Predict the slides of this rank's group: of d groups every d-th."""
+    launch = find_launch()
+    device = choose_device(command.device, launch.local_rank if launch else 0)
+    take_cores(device)
+    command.out.mkdir(parents=True, exist_ok=True)
+    model = load_model(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
+    writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
+    predict, what = _predictor(model, command)
+    asked = model.settings
+    specs = find_slides(command.slides, mpp=command.slide_mpp, picture_mpp=asked["mpp"], backend=command.backend)
+    folder = PredictionFolder(command.out)
+    folder.open(
+        {
+            "checkpoint": model.digest,
+            "model": model.name,
+            "step": model.step,
+            "task": model.task,
+            "classes": list(model.classes),
+            "shown": list(model.shown.values()),
+            "tile": asked["tile"],
+            "mpp": asked["mpp"],
+            "overlap": command.overlap,
+            "slide_mpp": command.slide_mpp,
+        }
+    )
+    _log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))
+    share = specs[group::groups]
+    undone = [spec.slide_id for spec in share if not folder.is_done(spec.slide_id, spec.path)]
+    undone = model.computation.told(undone)
+    todo = [spec for spec in share if spec.slide_id in undone]
+    if not rank:
+        weights = ", averaged weights" * model.averaged
+        _say(f"{len(specs)} slides in {command.slides}, {model.task}: {', '.join(model.classes)}; {what}{weights}")
+    if writes and len(share) > len(todo):
+        _say(f"{len(share) - len(todo)} slides are done in {command.out} already")
+    if writes:
+        folder.failed.forget([spec.slide_id for spec in todo])
+    failed = []
+    for number, spec in enumerate(todo, 1):
+        started_s = time.perf_counter()
+        try:
+            row = predict(spec, folder)
+        except Exception as fault:
+            if isinstance(fault, RunError) or (isinstance(fault, OSError) and fault.errno in OF_THE_DISK):
+                raise
+            if not isinstance(fault, SlideError | ValueError):
+                log.exception("%s", spec.slide_id)
+            failed.append(spec.slide_id)
+            reason = str(fault) if isinstance(fault, SlideError | ValueError) else f"{type(fault).__name__}: {fault}"
+            said = f"failed: {reason.splitlines()[0]}"
+            if writes:
+                folder.failed.add(spec.slide_id, "predict", reason)
+        else:
+            if row is None:
+                continue
+            scores = ", ".join(f"{name} {row[f'score_{name}']:.3f}" for name in model.classes)
+            said = f"{row['tiles']} windows, {scores}, {time.perf_counter() - started_s:.1f} s"
+        if writes:
+            _say(f"{number}/{len(todo)}  {spec.slide_id}: {said}")
+    if writes:
+        folder.write_table()
+    if todo and len(failed) == len(todo) and not folder.rows():
+        raise RunError(f"none of the {len(todo)} slides could be predicted; {folder.failed.path} says why")
+    if rank == command.stages - 1:  # of the first group, who writes
+        _say(f"predictions  {command.out} ({len(folder.rows())} slides)")
+    if failed and writes:
+        _say(f"failed       {folder.failed.path} ({len(failed)} slides)")
+
+
+def _predictor(
+    model: TrainedModel, command: PredictCommand
+) -> tuple[Callable[[SlideSpec, PredictionFolder], dict[str, Any] | None], str]:
+    """What predicts a slide, and what it looks at, for people."""
+    asked = model.settings
+    if model.whole_slides:
+        index = IndexSettings("slide", asked["mpp"], asked["stride"], asked["min_tissue"], asked["tissue_mpp"])
+        return lambda spec, folder: predict_as_tile(spec, model, index, folder), (
+            f"slides as one image at {asked['mpp']:g} um/px"
+        )
+    cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)
+    cells = model.tile // cell
+    stride = max(1, round(cells * (1 - command.overlap)))
+    least = asked["min_tissue"] if model.task == "classify" else min(asked["min_tissue"], ANY_TISSUE)
+    method = model.stain_target.method if model.stain_target else None
+    windows = WindowSettings(model.tile, asked["mpp"], cell, stride, least, asked["tissue_mpp"], method)
+    return lambda spec, folder: predict_slide(spec, model, windows, command.batch, folder), (
+        f"windows of {model.tile} px at {asked['mpp']:g} um/px every {stride * cell} px"
+    )
+
+
+def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
+    """How the model is spread, for this rank; every rank calls it."""
+    communicator: Communicator = LocalCommunicator()
+    if command.stages > 1:
+        ranks = connect(StrategySettings(ranks=command.world), device)
+        for first in range(0, command.world, command.stages):
+            group = ranks.subgroup(range(first, first + command.stages))
+            communicator = communicator if group is None else group
+    launch = find_launch()
+    stream = None if command.stream == "none" else int(command.stream)
+    host = None if stream is None else host_space(command.out, launch.local_world if launch else 1)
+    return Spread(communicator, stream, command.offload == "parameters", host)
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.FileHandler(path, errors="backslashreplace")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+    log.info(line)

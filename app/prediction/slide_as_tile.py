@@ -1,0 +1,87 @@
+"""One slide predicted as one image, by a model trained so: one score for each class, and nothing of where.
+
+Takes a slide and a model of ``--tile slide``; leaves the picture of what was looked at and a table of one row, and
+gives the slide's row. The rectangle is that of the index: around the tissue, its sides multiples of the run's
+``--stride``.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from typing import Any
+
+from app.prediction.computation import rank_faults
+from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.score_tables import TileRow, class_scores, write_tiles
+from app.prediction.trained_model import TrainedModel
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.processes import each_in_process
+from pipelines.slides.geometry import Region, l0_from_t
+from pipelines.slides.slide import SlideError
+from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, index_slide, slide_limits
+from pipelines.tiles.stain_fit import Method, StainFit
+from pipelines.tiles.stain_fits import STEP, stain_of
+from pipelines.tiles.tile_table import IndexSettings
+
+
+def predict_as_tile(
+    spec: SlideSpec, model: TrainedModel, settings: IndexSettings, folder: PredictionFolder
+) -> dict[str, Any] | None:
+    """Predict one slide; return its row of ``slides.csv``, on the rank of its group that has the model's outputs.
+
+    Raises:
+        SlideError: the slide cannot be used; on every rank of the group.
+        RunError: one of several ranks of the group has failed.
+    """
+    with ExitStack() as opened:
+        pixels = None
+        with model.computation.together():
+            tiles, picture = _rectangle(spec, settings)
+            stain = None if model.stain_target is None else _stain(spec, model.stain_target.method, settings)
+            region = Region(int(tiles.l0_x[0]), int(tiles.l0_y[0]), *tiles.size, settings.mpp)
+            slide = opened.enter_context(spec.open())
+            if model.computation.reads:
+                pixels = slide.read(region)[None]
+        with rank_faults(spec.slide_id, model.computation):
+            fit = stain if isinstance(stain, StainFit) else None
+            values = model.probabilities(pixels, (1, 3, region.height, region.width), fit)
+        if values is None:
+            return None
+        if isinstance(stain, str):
+            folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {stain}")
+        (scores,) = values.astype(float)
+        folder.overlay(spec.slide_id).write_bytes(picture)
+        l0_size = [l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size]
+        place = region.l0_x, region.l0_y, l0_size[0], l0_size[1]
+        row = TileRow(*place, float(tiles.tissue[0]), scores, float(scores.max()))
+        write_tiles(folder.tiles(spec.slide_id), model.classes, [row])
+        told = {"slide": spec.slide_id, "tiles": 1, "tiles_unreadable": 0, **class_scores(model.classes, scores)}
+        state = tiles.source.state
+        assert state is not None
+        folder.finish(
+            spec.slide_id, told, state, {"mpp": slide.mpp, "l0_size": [tiles.source.width, tiles.source.height]}
+        )
+    return told
+
+
+def _stain(spec: SlideSpec, method: Method, settings: IndexSettings) -> StainFit | str:
+    """How the slide is stained, or why that cannot be measured."""
+    threads = default_threads(1)
+    task = functools.partial(stain_of, method=method, tissue_mpp=settings.tissue_mpp, threads=threads)
+    ((_, result),) = each_in_process(task, [spec], 1, slide_limits(threads))
+    return result if isinstance(result, StainFit) else str(result)
+
+
+def _rectangle(spec: SlideSpec, settings: IndexSettings) -> tuple[SlideTiles, bytes]:
+    """The tile of a slide, and the picture of it."""
+    threads = default_threads(1)
+    task = functools.partial(index_slide, settings=settings, threads=threads)
+    ((_, result),) = each_in_process(task, [spec], 1, slide_limits(threads))
+    if not isinstance(result, SlideResult):
+        raise SlideError(f"{spec.path}: {result}")
+    if not isinstance(result.found, SlideTiles):
+        raise SlideError(f"{result.found.step}: {result.found.error}")
+    if not len(result.found.l0_x):
+        raise SlideError(f"{spec.path}: its tissue cannot be read: {result.found.damaged[1]}")
+    return result.found, result.overlay_png or b""

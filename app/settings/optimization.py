@@ -1,0 +1,74 @@
+"""The settings of what is minimised and how: loss, weights of classes, update rule, learning rate and its course.
+
+A part of ``RunConfig``; every field is a flag of ``app.train`` or one of its developer settings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tyro.conf import Suppress
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Optimisation."""
+
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    """Update rule."""
+    lr: float = 1e-3
+    """Peak learning rate, reached after the warm-up, then lowered to 0 along a cosine."""
+    momentum: Suppress[float] = 0.9
+    """Momentum of sgd."""
+    weight_decay: float = 1e-4
+    """Decay of the parameters, per unit of learning rate."""
+    warmup: int = 0
+    """Steps over which the learning rate rises linearly."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: rarer classes of the training tiles count more in the loss."""
+    freeze: tuple[str, ...] = ()
+    """Modules that are not trained, by their paths, such as conv1 bn1 layer1; trunk: all layers but the last. Their
+    batch norms keep the running statistics that --weights brought."""
+    layer_decay: float = 1.0
+    """What the learning rate is multiplied with from layer to layer, counted from the last, such as 0.75 for weights
+    that are trained further; 1: all alike."""
+    ema: float = 0.0
+    """Decay of a running average of the weights, such as 0.999, which validation and app.predict use; it rises to that
+    as (1 + n) / (10 + n) with the updates n. 0: none."""
+    loss: Literal["auto", "cross_entropy", "dice_ce", "focal"] = "auto"
+    """What is minimised. dice_ce: cross entropy plus soft Dice of each tile and class, of segmentation; focal: cross
+    entropy in which items count less that are already told well; auto: dice_ce of pixels, cross_entropy of tiles."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread over all classes, 0 to below 1, in the cross entropy."""
+    focal_gamma: Suppress[float] = 2.0
+    """Exponent of --loss focal, 1 or more: how much less an item counts that is told well."""
+
+    def validate(self) -> list[str]:
+        faults = []
+        if not self.lr > 0:
+            faults.append(f"--lr must be above 0; got {self.lr:g}")
+        if not 0 <= self.momentum < 1:
+            faults.append(f"--developer momentum must be within 0 and 1; got {self.momentum:g}")
+        if not self.weight_decay >= 0:
+            faults.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
+        if self.warmup < 0:
+            faults.append(f"--warmup must be at least 0 steps; got {self.warmup}")
+        if not 0 < self.layer_decay <= 1:
+            faults.append(f"--layer-decay is a factor, above 0 to 1; got {self.layer_decay:g}")
+        if not 0 <= self.ema < 1:
+            faults.append(f"--ema is a decay, 0 (none) to below 1, such as 0.999; got {self.ema:g}")
+        if not 0 <= self.label_smoothing < 1:
+            faults.append(f"--label-smoothing is a share, 0 to below 1; got {self.label_smoothing:g}")
+        if self.loss == "focal" and self.label_smoothing:
+            faults.append(
+                f"--label-smoothing {self.label_smoothing:g} is of the cross entropy, and --loss focal has another "
+                "form: leave one of them out"
+            )
+        if not 1 <= self.focal_gamma < math.inf:
+            faults.append(
+                "--developer focal-gamma must be at least 1, as below it the gradient of a certain item is infinite; "
+                f"got {self.focal_gamma:g}"
+            )
+        return faults

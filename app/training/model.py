@@ -1,0 +1,103 @@
+"""The model of a run and its loss: built by name, with the weights it starts from, in the layout it is computed in.
+
+Takes settings and the classes of a dataset; gives a module on the CPU, the same on every rank, and what the user should
+know about how it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from app.checkpoint.file import check_weights
+from app.settings.optimization import OptimizerSettings
+from app.settings.run import RunConfig
+from app.training.dataset import Dataset, class_counts
+from app.training.memory_layout import LEFT_OUT, takes_channels_last
+from models.frozen import freeze
+from models.layer_depth import layer_scales, layers_of
+from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
+from models.registry import build_model
+from models.weights import load_weights
+from models.weights_report import LoadedWeights
+
+
+@dataclass(frozen=True, eq=False)
+class RunModel:
+    """A model, ready for an engine.
+
+    Attributes:
+        parameters: of the whole model, in numbers.
+        scales: of the learning rate, by name of the parameter; those that are missing have 1.
+        channels_last: it is to be given images in that layout.
+        loaded: the weights that it starts from; None: as they were drawn.
+        notes: what the user should know about how it was made.
+    """
+
+    module: nn.Module
+    parameters: int
+    scales: Mapping[str, float]
+    channels_last: bool
+    loaded: LoadedWeights | None
+    notes: tuple[str, ...]
+
+
+def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> RunModel:
+    """Return the model of ``config``, drawn from its seed.
+
+    Args:
+        shape: (n, 3, h, w) of a microbatch of the largest tiles.
+
+    Raises:
+        ValueError: a model or weights file that does not fit, or parts that it does not have.
+    """
+    torch.manual_seed(config.seed)
+    net, settings, loaded = config.net, config.optimization, None
+    notes: list[str] = []
+    module = build_model(net.model, classes=classes, norm=net.norm, head=net.head)
+    if net.weights:
+        check_weights(net.weights)
+        loaded = load_weights(module, net.weights)
+        notes += loaded.lines
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    if settings.freeze:
+        freeze(module, settings.freeze)
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        random = "" if net.weights else "; without --weights the rest stays as the model is built"
+        notes.append(f"--freeze {' '.join(settings.freeze)}: {trained:,} of {parameters:,} numbers are trained{random}")
+    scales = {} if settings.layer_decay == 1 else layer_scales(module, settings.layer_decay)
+    if scales:
+        depth, least = len(layers_of(module)), min(scales.values())
+        notes.append(f"--layer-decay {settings.layer_decay:g}: {depth} layers, the first at {least:.2g} of the rate")
+    channels_last = config.strategy.channels_last and takes_channels_last(module, shape)
+    if channels_last:
+        module.to(memory_format=torch.channels_last)
+    elif config.strategy.channels_last:
+        notes.append(LEFT_OUT)
+    return RunModel(module, parameters, scales, channels_last, loaded, tuple(notes))
+
+
+def build_loss(
+    settings: OptimizerSettings, dataset: Dataset, train_rows: NDArray[np.int64]
+) -> TileClassLoss | PixelClassLoss:
+    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``.
+
+    Raises:
+        ValueError: ``settings.loss`` is of another task.
+    """
+    weights = balanced_weights(class_counts(dataset, train_rows)) if settings.class_weights == "balanced" else None
+    smoothing, gamma = settings.label_smoothing, settings.focal_gamma if settings.loss == "focal" else 0.0
+    if dataset.task == "segment":
+        dice = settings.loss in ("auto", "dice_ce")
+        return PixelClassLoss(weights, dice=dice, label_smoothing=smoothing, gamma=gamma)
+    if settings.loss == "dice_ce":
+        raise ValueError(
+            "--loss dice_ce is of the overlap of areas, and tiles of one class each have none (--task classify): use "
+            "--loss cross_entropy or focal, or --task segment with annotations"
+        )
+    return TileClassLoss(weights, label_smoothing=smoothing, gamma=gamma)

@@ -1,0 +1,123 @@
+"""Five hundred slides from index to report: time of each command, and whether its memory grows with what it has done.
+
+Takes nothing (slides are made); runs ``app.index``, ``app.train`` for an epoch of one tile in ``1 / --part``,
+``app.predict`` and ``app.evaluate`` on all of them, and samples what their processes hold, four times a second.
+
+    python -m benchmarks.many_slides.run [--slides 500] [--size 1536] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.big_slide.run import resident
+from benchmarks.results import markdown_table, results, write_results
+
+ROOT = Path(__file__).parents[2]
+OUT = ROOT / "bench-data" / "many_slides"
+README = Path(__file__).with_name("README.md")
+EVERY_S = 0.25
+MODEL, TILE, BATCH = "unet_w4", 512, 4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one command took: wall seconds, and bytes of all of its processes over time, (s, bytes)."""
+
+    name: str
+    wall_s: float
+    held: tuple[tuple[float, int], ...]
+
+    def median_bytes(self, first: float, last: float) -> float:
+        """Of the part ``first`` to ``last``, 0 to 1, of its time."""
+        inside = [held for at, held in self.held if first * self.wall_s <= at <= last * self.wall_s]
+        return statistics.median(inside or [held for _, held in self.held])
+
+    def cells(self, slides: int) -> tuple[str, ...]:
+        """A row of the table."""
+        early, late = self.median_bytes(0.25, 0.5), self.median_bytes(0.75, 1)
+        most = max(held for _, held in self.held)
+        shown = (f"{held / 1e9:.2f} GB" for held in (early, late, most))
+        return self.name, f"{self.wall_s:.0f}", f"{slides / self.wall_s:.1f}", *shown, f"{late / early:.2f}"
+
+
+def watched(name: str, *arguments: str) -> Stage:
+    """Run ``python -m`` with ``arguments``, its memory sampled; or what an earlier call has sampled to its end."""
+    samples = OUT / f"{name}.csv"
+    if samples.exists():
+        with samples.open(newline="") as file:
+            kept = [(float(row["s"]), int(row["bytes"])) for row in csv.DictReader(file)]
+        return Stage(name, kept[-1][0], tuple(kept))
+    begun_s = time.perf_counter()
+    with (OUT / f"{name}.log").open("w") as log:
+        command = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, stdout=log, stderr=log)
+        root, held = psutil.Process(command.pid), []
+        while command.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                held.append((time.perf_counter() - begun_s, sum(resident(root))))
+            time.sleep(EVERY_S)
+    if command.returncode:
+        sys.exit(f"{' '.join(arguments)} ended with {command.returncode}: {OUT / f'{name}.log'} says why")
+    stage = Stage(name, time.perf_counter() - begun_s, tuple(held))
+    with samples.open("w", newline="") as file:
+        csv.writer(file).writerows([("s", "bytes"), *stage.held])
+    print(*stage.cells(1), flush=True)
+    return stage
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slides", type=int, default=500)
+    parser.add_argument("--size", type=int, default=1536, help="px of a slide's side")
+    parser.add_argument("--part", type=int, default=2, help="an epoch is one in so many training tiles")
+    parser.add_argument("--go-on", action="store_true", help="keep the commands that an earlier call has finished")
+    parser.add_argument("--write", action="store_true", help="put the results into the README")
+    given = parser.parse_args()
+    if not given.go_on:
+        shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True, exist_ok=True)
+    slides, run, predicted = OUT / "slides", OUT / "run", OUT / "predicted"
+    made = ["app.synth", str(slides), "--slides", str(given.slides), "--size", str(given.size), "--task", "segment"]
+    stages = [
+        watched("synth", *made),
+        watched("index", "app.index", "--slides", str(slides), "--tile", str(TILE), "--out", str(run)),
+    ]
+    training = ["--slides", str(slides), "--model", MODEL, "--tile", str(TILE), "--batch", str(BATCH), "--lr", "0.003"]
+    training += ["--epochs", str(1 / given.part), "--parallel", "single", "--out", str(run)]
+    training += ["--developer", "twin-steps=0", "--developer", "validation-tiles=1"]
+    stages.append(watched("train", "app.train", *training))
+    checkpoint = str(run / "checkpoints" / "best.pt")
+    where = ["--slides", str(slides), "--checkpoint", checkpoint, "--out", str(predicted)]
+    stages.append(watched("predict", "app.predict", *where))
+    truth = ["--annotations", str(slides / "annotations"), "--slides", str(slides)]
+    stages.append(watched("evaluate", "app.evaluate", "--predictions", str(predicted), *truth))
+    header = ("command", "s", "slides/s", "held, 2nd quarter", "held, last quarter", "most", "last / 2nd quarter")
+    table = markdown_table(header, [stage.cells(given.slides) for stage in stages])
+    summary = json.loads((run / "summary.json").read_text())
+    scores = json.loads((predicted / "evaluation.json").read_text())
+    hours = sum(stage.wall_s for stage in stages) / 3600
+    dice, page_mb = scores["dice"]["gland"], (predicted / "report.html").stat().st_size / 1e6
+    said = (
+        f"{given.slides} slides of {given.size:,} px, {hours:.2f} hours; trained on {summary['images']:,} tiles; "
+        f"Dice {dice:.3f} over {scores['annotated_slides']} slides; report.html {page_mb:.1f} MB.\n"
+    )
+    print(table, said, sep="\n")
+    if given.write:
+        shown = f"python -m benchmarks.many_slides.run --slides {given.slides} --size {given.size} --write"
+        write_results(README, results(shown, table, said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The layers of a model from its input to its output, by its parameters: what a rate that falls with depth counts.
+
+Takes any ``nn.Module``; gives the names of the parameters of each layer, in the model's own order, which is the same on
+whatever rank a part of it is. A layer is a block where modules string blocks together (``layer1``, a list of
+transformer blocks, the stages of a Swin), else a convolution or a linear layer. Parameters of a module that is looked
+into, as a class token, go with the layer behind them; what has numbers for channels alone, as a norm, with the one
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+Layer = tuple[str, ...]
+"""Names of parameters."""
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Return the names of all parameters, layer by layer; one that several modules share is in the first."""
+    layers: list[Layer] = []
+    bare: Layer = ()
+    seen: set[nn.Parameter] = set()
+    for is_bare, path, unit in _units(model, ""):
+        named = unit._parameters.items() if is_bare else unit.named_parameters()
+        own = {f"{path}{name}": parameter for name, parameter in named if parameter is not None}
+        own = {name: parameter for name, parameter in own.items() if parameter not in seen}
+        seen.update(own.values())
+        if is_bare:
+            bare += tuple(own)
+        elif own and layers and not bare and all(parameter.dim() <= 1 for parameter in own.values()):
+            layers[-1] += tuple(own)
+        elif own:
+            layers.append((*bare, *own))
+            bare = ()
+    if bare:
+        layers[-1:] = [(*(layers[-1] if layers else ()), *bare)]
+    return layers
+
+
+def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """Return what the learning rate of each parameter is multiplied with: 1 in the last layer, ``decay`` times as much
+    in each before (Bao et al. 2022, BEiT, section 3.1).
+
+    Raises:
+        ValueError: the model has a single layer.
+    """
+    layers = layers_of(model)
+    if len(layers) < 2:
+        raise ValueError(
+            f"--layer-decay {decay:g} lowers the learning rate from layer to layer, and this model has "
+            f"{len(layers)}: leave it out"
+        )
+    return {name: decay ** (len(layers) - 1 - depth) for depth, layer in enumerate(layers) for name in layer}
+
+
+def _units(module: nn.Module, path: str) -> Iterator[tuple[bool, str, nn.Module]]:
+    """(whether only its own parameters are meant, path with a dot behind it, module) of what makes up ``module``."""
+    yield True, path, module
+    for name, child in module.named_children():
+        inner = f"{path}{name}."
+        if isinstance(child, LISTS) or any(_strings_blocks(part) for part in child.modules()):
+            yield from _units(child, inner)
+        else:
+            yield False, inner, child
+
+
+def _strings_blocks(module: nn.Module) -> bool:
+    """Return whether ``module`` is a list of two or more blocks; a convolution with its norm and activation is none."""
+    return isinstance(module, LISTS) and sum(map(_is_block, module.children())) >= 2
+
+
+def _is_block(module: nn.Module) -> bool:
+    inside = [child for child in module.children() if next(child.parameters(), None) is not None]
+    return bool(inside) and not (isinstance(module, LISTS) and not any(map(_has_children, inside)))
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None

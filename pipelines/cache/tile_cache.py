@@ -1,0 +1,221 @@
+"""Tiles that were read once, kept for the next epoch, rank and run.
+
+Takes the place of a tile and gives its pixels as they were read, or nothing; takes pixels that were read from a slide.
+Tiles are held in memory until a shard is full, then written by a reading thread. When the folder is full, or cannot be
+written, nothing more is kept; what is there serves on. A tile that is damaged on the disk is as one that is not there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.backends.tile_shard import (
+    NO_CHUNK,
+    DamagedShard,
+    decode_tile,
+    encode_tile,
+    read_index,
+    shard_bytes,
+)
+from pipelines.cache.shard_folder import ShardFolder
+from pipelines.cache.tile_kind import Place, TileKind
+from pipelines.slides.slide import Pixels
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+"""After a tile that is not there: shards of other processes are looked for at most so often."""
+
+
+@dataclass
+class CacheCounts:
+    """What became of the tiles that were asked of a cache.
+
+    Attributes:
+        hits, misses: tiles that were there, and that were read from their slide.
+        damaged: of the misses, tiles that were there and are damaged; and lists of shards that are.
+        stored: tiles put on the disk.
+        hit_s, slide_s, store_s: seconds of all threads: reading from the cache, from slides, and keeping.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    damaged: int = 0
+    stored: int = 0
+    hit_s: float = 0.0
+    slide_s: float = 0.0
+    store_s: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Return counts from their values, in order, such as the sums over ranks."""
+        named = zip(fields(cls), values, strict=True)
+        counts: dict[str, Any] = {f.name: round(value) if f.type == "int" else value for f, value in named}
+        return cls(**counts)
+
+
+class TileCache:
+    """Tiles of one kind. Safe in many threads, and beside other processes that share the folder.
+
+    Args:
+        folder: of the cache; made if it is not there.
+        most_bytes: that the folder may grow to, counting what other processes put there.
+        kind: of the tiles.
+
+    Attributes:
+        counts: since it was opened.
+        full: why nothing more is kept; empty while tiles are.
+
+    Raises:
+        ValueError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int, kind: TileKind) -> None:
+        try:
+            self._shards = ShardFolder(folder, kind)
+        except OSError as fault:
+            raise ValueError(f"--cache {folder} cannot be written ({fault.strerror}); name another folder") from fault
+        self.folder, self.kind = folder, kind
+        self.counts, self.full = CacheCounts(), ""
+        self._most_bytes = most_bytes
+        self._closed = False
+        self._lock = threading.Lock()
+        self._memory: dict[Place, bytes] = {}  # tiles that are on no disk yet
+        self._filling: list[Place] = []  # of these, the ones of the next shard
+        self._on_disk: dict[Place, tuple[int, int]] = {}  # shard and slot
+        self._indexes: dict[int, NDArray[np.uint64]] = {}
+        self._known: set[int] = set()  # shards whose places were looked at
+        self._looked_s = -LOOK_EVERY_S
+        self._look()
+
+    def get(self, place: Place, out: Pixels) -> bool:
+        """Write the pixels of the tile at ``place`` into ``out``, and return whether it is there."""
+        begun = time.perf_counter()
+        if there := self._get(place, out):
+            with self._lock:
+                self.counts.hits += 1
+                self.counts.hit_s += time.perf_counter() - begun
+        return there
+
+    def missed(self, slide_s: float) -> None:
+        """Count a tile that was read from its slide in ``slide_s`` seconds."""
+        with self._lock:
+            self.counts.misses += 1
+            self.counts.slide_s += slide_s
+
+    def add(self, place: Place, pixels: Pixels) -> None:
+        """Keep the pixels of the tile at ``place``, as they were read."""
+        if self.full or self._closed:
+            return
+        begun = time.perf_counter()
+        tile = encode_tile(pixels)
+        ready: list[Place] = []
+        with self._lock:
+            if place not in self._memory:  # two samples of one tile may be read at a time
+                self._memory[place] = tile
+                self._filling.append(place)
+            if len(self._filling) >= self.kind.slots:
+                ready, self._filling = self._filling, []
+        if ready:
+            self._write(ready)
+        with self._lock:
+            self.counts.store_s += time.perf_counter() - begun
+
+    def close(self) -> None:
+        """Write what is in memory. What is added later is not kept."""
+        with self._lock:
+            ready, self._filling = self._filling, []
+            self._closed = True
+        if ready and not self.full:
+            self._write(ready)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _get(self, place: Place, out: Pixels) -> bool:
+        with self._lock:
+            if place not in self._memory and place not in self._on_disk:
+                self._look()
+            tile, there = self._memory.get(place), self._on_disk.get(place)
+        try:
+            if tile is not None:
+                decode_tile(tile, out)
+                return True
+            if there is not None:
+                self._read(*there, out)
+                return True
+        except (DamagedShard, OSError) as fault:
+            log.warning("%s: a tile of shard %s is read anew: %s", self._shards.path, there, fault)
+            with self._lock:
+                self.counts.damaged += 1
+                if self._on_disk.get(place) == there:
+                    del self._on_disk[place]
+        return False
+
+    def _read(self, shard: int, slot: int, out: Pixels) -> None:
+        descriptor = os.open(self._shards.tiles_of(shard), os.O_RDONLY)
+        try:
+            index = self._indexes.get(shard)
+            if index is None:
+                index = self._indexes[shard] = read_index(descriptor, self.kind.slots)
+            offset, size = index[slot].tolist()
+            if offset == NO_CHUNK:
+                raise DamagedShard("the index does not have it")
+            decode_tile(os.pread(descriptor, size, offset), out)
+        finally:
+            os.close(descriptor)
+
+    def _write(self, places: list[Place]) -> None:
+        """Make a shard of the tiles at ``places``, which are in memory until it is there."""
+        tiles = [self._memory[place] for place in places]
+        shard, full = None, ""
+        try:
+            shard = self._shards.publish(shard_bytes(tiles, self.kind.slots), places, self._most_bytes)
+            if shard is None:
+                full = f"it has its {self._most_bytes} bytes"
+        except OSError as fault:
+            full = f"it cannot be written: {fault}"
+        with self._lock:
+            if full and not self.full:
+                self.full = full
+                log.info("%s: no more tiles are kept: %s", self.folder, full)
+            for slot, place in enumerate(places):
+                del self._memory[place]
+                if shard is not None:
+                    self._on_disk[place] = shard, slot
+            if shard is not None:
+                self._known.add(shard)
+                self.counts.stored += len(places)
+
+    def _look(self) -> None:
+        """Learn what other processes have put there. Holds the lock."""
+        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
+            return
+        for shard in self._shards.shards():
+            if shard in self._known:
+                continue
+            self._known.add(shard)
+            try:
+                places = self._shards.places_of(shard)
+            except (DamagedShard, OSError, ValueError) as fault:
+                log.warning("%s: the list of shard %d cannot be used: %s", self._shards.path, shard, fault)
+                self.counts.damaged += 1
+                continue
+            for slot, place in enumerate(map(tuple, places.tolist())):
+                if any(place):
+                    # Of two, the later: a tile is put there again when it was found damaged.
+                    self._on_disk[place] = max(self._on_disk.get(place, (-1, -1)), (shard, slot))
+        self._looked_s = time.monotonic()

@@ -1,0 +1,165 @@
+"""Layer-wise learning rates, frozen parts and averaged weights: those of one process with torch's own means, whatever
+the strategy."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from app.settings.optimization import OptimizerSettings
+from app.training.engines import build_engine, build_optimizer
+from models.frozen import freeze
+from models.layer_depth import layer_scales
+from models.losses import PixelClassLoss
+from models.unet import UNet
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.step import Microbatch
+from parallel.engine.weight_average import averages_of
+from parallel.memory.policy import ActivationPolicy
+from parallel.strategy import Strategy
+
+CPU = torch.device("cpu")
+SIZES, PX, STEPS, LR, DECAY, EMA = (2, 1, 1), 16, 3, 0.05, 0.7, 0.6
+SETTINGS = OptimizerSettings(optimizer="sgd", lr=LR, momentum=0.9, weight_decay=1e-3, ema=EMA)
+LOSS = PixelClassLoss()
+
+
+@functools.cache
+def model() -> nn.Module:
+    """A U-Net whose first level and deepest convolution are frozen, batch norm included."""
+    torch.manual_seed(0)
+    net = UNet(classes=3, norm="batch", base=4, depth=2).double()
+    for norm in (part for part in net.modules() if isinstance(part, nn.BatchNorm2d)):
+        norm.running_mean.uniform_(-0.1, 0.1)  # that those of frozen parts are used is seen in all numbers
+    freeze(net, ("encoder.0", "encoder.2.1"))
+    return net
+
+
+@functools.cache
+def microbatch(step: int, i: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + i)
+    images = torch.randn(SIZES[i], 3, PX, PX, generator=generator, dtype=torch.float64)
+    return images, torch.randint(0, 3, (SIZES[i], PX, PX), generator=generator, dtype=torch.uint8)
+
+
+def rate(step: int) -> float:
+    return LR / (step + 1)
+
+
+@functools.cache
+def plain() -> dict[str, Any]:
+    """The steps written out: groups by hand, torch's own average."""
+    net = copy.deepcopy(model()).train()
+    scales = layer_scales(net, DECAY)
+    groups = [{"params": [p], "scale": scales[name]} for name, p in net.named_parameters()]
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=0.9, weight_decay=1e-3)
+    average = AveragedModel(
+        net, avg_fn=lambda mean, new, n: torch.lerp(new, mean, min(EMA, (1 + int(n)) / (10 + int(n))))
+    )
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step) * group["scale"]
+        optimizer.zero_grad()
+        parts = [LOSS(net(x), y) * (len(x) / sum(SIZES)) for x, y in (microbatch(step, i) for i in range(len(SIZES)))]
+        sum(parts).backward()
+        optimizer.step()
+        average.update_parameters(net)
+        losses.append(float(sum(parts).detach()))
+    averaged = copy.deepcopy(net)
+    averaged.load_state_dict(net.state_dict() | dict(average.module.named_parameters()))
+    return {
+        "losses": losses,
+        "gradients": {name: p.grad for name, p in net.named_parameters() if p.grad is not None},
+        "state": net.state_dict(),
+        "average": {n: p.detach() for n, p in average.module.named_parameters() if p.requires_grad},
+        "predicted": averaged.eval()(microbatch(9, 0)[0]).detach(),
+    }
+
+
+def rank(communicator: Communicator, strategy: Strategy) -> dict[str, Any]:
+    """What a rank has after the steps; two of them by one engine, the last by another from the checkpoint."""
+    net = copy.deepcopy(model())
+    make = functools.partial(build_optimizer, SETTINGS, scales=layer_scales(net, DECAY))
+    losses: list[float] = []
+    state: dict[str, Any] = {}
+    for steps in (range(STEPS - 1), range(STEPS - 1, STEPS)):
+        engine: Any = build_engine(
+            strategy, copy.deepcopy(net), LOSS, make, communicator, batch=sum(SIZES), tile=PX, seed=0, device=CPU
+        )
+        if losses:
+            engine.load_state_dict(state)
+        for step in steps:
+            given = [(microbatch(step, i), engine.wants(i)) for i in engine.share]
+            parts = [Microbatch(x if w.images else None, y if w.targets else None, x.shape) for (x, y), w in given]
+            losses.append(engine.step(parts, step, rate(step)).loss)
+        gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        state = shared(communicator, copy.deepcopy(engine.state_dict()))
+        with engine.averaged():
+            images, wants = microbatch(9, 0)[0], engine.predict_wants
+            predicted = engine.predict(Microbatch(images if wants.images else None, None, images.shape))
+        again = shared(communicator, copy.deepcopy(engine.state_dict()))
+        assert all(torch.equal(value, state["model"][name]) for name, value in again["model"].items())
+        assert all(torch.equal(value, averages_of(state)[name]) for name, value in averages_of(again).items())
+        engine.close()
+    return {"losses": losses, "gradients": gradients, "state": state, "predicted": predicted}
+
+
+SHARED: dict[int, dict[str, Any]] = {}
+
+
+def shared(communicator: Communicator, state: dict[str, Any]) -> dict[str, Any]:
+    """The first rank's state, on all: ranks are threads."""
+    if communicator.rank == 0:
+        SHARED[0] = state
+    communicator.barrier()
+    state = copy.deepcopy(SHARED[0])
+    communicator.barrier()
+    return state
+
+
+def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    return max(float((found[k] - v).abs().max() / v.abs().max().clamp(min=1e-3)) for k, v in expected.items())
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy("single", 1, 1, 3),
+        Strategy("single", 1, 1, 3, policy=ActivationPolicy(optimizer=True)),
+        Strategy("ddp", 2, 1, 3, policy=ActivationPolicy(stream=12)),
+        pytest.param(Strategy("1f1b", 2, 2, 3), marks=pytest.mark.long),
+        Strategy("1f1b", 2, 2, 3, policy=ActivationPolicy(optimizer=True, recompute="block")),
+        pytest.param(Strategy("zero-bubble", 2, 2, 3), marks=pytest.mark.long),
+        Strategy("bidirectional", 2, 2, 3, shard_optimizer=True),
+        pytest.param(Strategy("master", 2, 2, 3), marks=pytest.mark.long),
+    ],
+    ids=lambda s: f"{s.name}{'-host' * s.policy.optimizer}{'-pair' * s.shard_optimizer}",
+)
+def test_updates_and_averages_are_those_of_one_process(strategy: Strategy) -> None:
+    expected = plain()
+    ranks = run_on_threads(strategy.ranks, rank, strategy, timeout_s=60)
+    frozen = {name for name, parameter in model().named_parameters() if not parameter.requires_grad}
+    found: dict[str, Tensor] = {}
+    for result in ranks:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        found |= result["gradients"]
+    assert found.keys() == expected["gradients"].keys()
+    assert frozen.isdisjoint(found)
+    assert error(expected["gradients"], found) <= 1e-10
+    state = ranks[0]["state"]
+    assert error(expected["state"], state["model"]) <= 1e-10
+    assert averages_of(state).keys() == expected["average"].keys()
+    assert error(expected["average"], averages_of(state)) <= 1e-10
+    outputs = [result["predicted"] for result in ranks if result["predicted"] is not None]
+    assert outputs
+    assert all(torch.allclose(output.double(), expected["predicted"], rtol=1e-4, atol=1e-5) for output in outputs)
+    before = model().state_dict()
+    assert all(torch.equal(state["model"][name], before[name]) for name in before if name.startswith("encoder.0."))
