@@ -1,8 +1,8 @@
-"""``python -m app.index --slides DIR``: the tissue tiles of every slide, with overlay pictures.
+"""``python -m app.index --slides DIR``: the tissue tiles of every slide, with overlay pictures and a page of them all.
 
-Takes a folder of slides; leaves ``tiles.parquet``, ``tissue/<slide>.png``, ``run.log`` with a line for each slide and,
-if slides failed, ``failed_slides.csv`` in ``--out``. A second run, or ``app.train`` in that folder, reuses what is
-there; the former tries failed slides again. No slide library runs in this process.
+Takes a folder of slides; leaves ``tiles.parquet``, ``tissue/<slide>.png``, ``slides.html``, ``run.log`` with a line for
+each slide and, if slides failed, ``failed_slides.csv`` in ``--out``. A second run, or ``app.train`` in that folder,
+reuses what is there; the former tries failed slides again. No slide library runs in this process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from pathlib import Path
 from typing import Literal
 
 from app.launch.folder_lock import sole_user
+from app.pages.slide_pictures import small_pictures
+from app.pages.slides_page import FILTERS, slide_rows, write_slides_page
 from app.settings.cli import run_command
 from app.training.progress import LOG_FORMAT, IndexProgress
-from pipelines.catalog.catalog import find_slides
+from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
+from pipelines.labels.annotation_files import annotations_beside, annotations_in
+from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
-from pipelines.tiles.index import IndexSettings, build_index
+from pipelines.tiles.index import IndexSettings, TileTable, build_index
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
+from pipelines.tiles.slide_index import default_threads
 from pipelines.tiles.tile_table import sides_text
 
 
@@ -36,7 +41,10 @@ class IndexCommand:
     slides: Path
     """Folder of whole-slide images, searched with its sub-folders."""
     out: Path = Path("index")
-    """Folder for tiles.parquet, tissue/, run.log and failed_slides.csv."""
+    """Folder for tiles.parquet, tissue/, slides.html, run.log and failed_slides.csv."""
+    annotations: Path | None = None
+    """Folder of annotations by slide name, outlined on the pictures of slides.html. Default: those beside the
+    slides."""
     index: IndexSettings = field(default_factory=IndexSettings)
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say."""
@@ -53,8 +61,15 @@ class IndexCommand:
         """``part``, read."""
         return None if self.part is None else IndexPart.parse(self.part)
 
+    @property
+    def has_page(self) -> bool:
+        """Whether slides.html is made: of all slides, and of slides that have pictures of tissue."""
+        return self.part is None and not self.index.whole_pictures
+
     def validate(self) -> list[str]:
         faults = self.index.validate()
+        if self.annotations is not None and not self.has_page:
+            faults.append("--annotations is for slides.html, which is not made with --part or --pictures resize")
         if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
             faults.append(f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp:g}")
         if self.workers < 0:
@@ -81,6 +96,7 @@ def index(command: IndexCommand) -> None:
     print(f"{len(specs)} slides in {command.slides}{of_part}", flush=True)
     if part and specs and not part.specs(specs):
         return  # more tasks than slides: nothing is wrong
+    truth = _annotations(command, specs) if command.has_page else None
     with contextlib.ExitStack() as held:
         held.enter_context(sole_user(command.out, shared=part is not None))
         if part is not None:
@@ -91,6 +107,8 @@ def index(command: IndexCommand) -> None:
         table = build_index(
             specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
         )
+        failed = FailedSlides(command.out / "failed_slides.csv")
+        page = _page(command, specs, table, failed, truth) if command.has_page else None
     tiles = "whole slides, " + sides_text(table) if table.sides is not None else f"tiles of {command.index.tile} px"
     print(
         f"{len(table)} {tiles} at {command.index.mpp:g} um/px on {len(table.slides)} slides, "
@@ -98,9 +116,46 @@ def index(command: IndexCommand) -> None:
         f"index     {command.out / (part.file_name if part else WHOLE_FILE)}\n"
         f"pictures  {command.out / 'tissue'}{os.sep}"
     )
-    failed = FailedSlides(command.out / "failed_slides.csv")
+    if page is not None:
+        print(f"page      {page[0]} ({page[1]})")
     if rows := failed.rows():
         print(f"failed    {failed.path} ({len({slide for slide, _, _ in rows})} slides)")
+
+
+def _annotations(command: IndexCommand, specs: Sequence[SlideSpec]) -> SlideAnnotations | None:
+    """What is drawn on the slides; what is beside them without being asked for may be something else.
+
+    Raises:
+        ValueError: nothing in ``--annotations`` is of these slides, or none of it can be read.
+    """
+    patients = {spec.slide_id: spec.slide_id for spec in specs}
+    if command.annotations is not None:
+        return read_annotations(annotations_in(command.annotations, specs), specs, patients)
+    try:
+        beside = annotations_beside(command.slides, specs)
+        return read_annotations(beside, specs, patients) if beside else None
+    except ValueError as fault:
+        print(f"annotations are not drawn: {fault}", flush=True)
+        return None
+
+
+def _page(
+    command: IndexCommand,
+    specs: Sequence[SlideSpec],
+    table: TileTable,
+    failed: FailedSlides,
+    truth: SlideAnnotations | None,
+) -> tuple[Path, str]:
+    """The page of all slides, and what is flagged on it."""
+    pictures = small_pictures(command.out / "tissue", specs, truth, command.workers or default_threads(1))
+    wrong = [(slide, "annotation", fault) for slide, fault in truth.failed.items()] if truth else []
+    here = {spec.slide_id for spec in specs}
+    rows = slide_rows(table, [row for row in (*failed.rows(), *wrong) if row[0] in here], pictures)
+    tile = "whole slides" if table.sides is not None else f"tiles of {command.index.tile} px"
+    what = (str(command.slides), f"{tile} at {command.index.mpp:g} um/px")
+    path = write_slides_page(command.out / "slides.html", rows, pictures, truth.classes if truth else (), what)
+    counts = {text: sum(name in row.flags for row in rows) for name, text in FILTERS.items()}
+    return path, ", ".join(f"{text}: {counts[text]}" for text in FILTERS.values())
 
 
 @contextlib.contextmanager

@@ -179,7 +179,7 @@ def _train_guarded(
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
         _say(describe_restart(before, loop.outcome.step, loop.repeated))
-    summary = RunSummary(session, folder, loop.outcome, loop.memory, before)
+    summary = RunSummary(session, folder, loop.outcome, loop.memory, before, loop.mlflow)
     for note in session.notes if placement.communicator.rank == 0 else ():
         _say(note)
     is_done = loop.is_done

@@ -26,6 +26,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
         ("benchmarks.plan_speed.run --only one-node", "s on the cores"),
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
+        ("benchmarks.slide_quality.run --strokes 1", "Pen marks on the slide as it is: 0 mm2; on 0 of the 28 pictures"),
         ("benchmarks.tile_cache.run --tiles 2 --side 5300", "pays from epoch"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
         ("benchmarks.slide_context.run --slides 8 --steps 1 --seeds 1", "| whole slide |"),

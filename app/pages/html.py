@@ -1,7 +1,8 @@
 """Pages from templates: self-contained HTML that is also well-formed XML, and numbers with their units.
 
 Takes plain values for a template of ``templates/``; gives the page. Nothing is fetched and nothing runs: no script, no
-font, no link. Light and dark follow the reader's system, paper is always light, wide tables scroll on a phone.
+font, no link; only ``slides_page`` has pictures beside it. Light and dark follow the reader's system, paper is always
+light, wide tables scroll on a phone.
 """
 
 from __future__ import annotations

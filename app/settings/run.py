@@ -6,6 +6,7 @@ before any slide is opened.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -248,6 +249,9 @@ class RunConfig:
     torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
     twin_steps: Suppress[int] = 5
     """Steps measured from memory after training, to tell reading from computing; 0: none."""
+    mlflow: Suppress[str] = ""
+    """Experiment of MLflow, at MLFLOW_TRACKING_URI, that is told the same scalars as TensorBoard, the settings and the
+    last files; empty: none. A server that cannot be reached ends no run."""
     seed: int = 0
     """Of weights, order, augmentation and dropout: the same seed gives the same run."""
 
@@ -287,6 +291,11 @@ class RunConfig:
             faults.append(f"--cache keeps tiles of one size, which those of {what} are not: leave it out")
         if self.index.tile == "slide":
             faults += self._whole_slide_faults()
+        if self.mlflow and importlib.util.find_spec("mlflow") is None:
+            faults.append(
+                f"--developer mlflow={self.mlflow} needs the package mlflow or mlflow-skinny, which is not installed: "
+                "pip install mlflow-skinny, or leave it out"
+            )
         if self.twin_steps < 0:
             faults.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
         return faults

@@ -21,6 +21,7 @@ from app.settings.cli import RunError
 from app.training.batches import microbatches_of
 from app.training.memory_limit import MemoryLimit
 from app.training.metrics_log import MetricsLog
+from app.training.mlflow_log import MlflowLog
 from app.training.outcome import JUDGED_FROM, Outcome
 from app.training.progress import RunProgress
 from app.training.run_folder import RunFolder
@@ -44,6 +45,7 @@ class TrainingLoop:
     Attributes:
         outcome: where the run stands.
         memory: what its tensors take, against the limit.
+        mlflow: told the run's scalars by the first rank, where that is asked for; to be closed by who ends the run.
         repeated: steps done before, after the checkpoint that this run continues; known to the first rank alone.
     """
 
@@ -82,7 +84,9 @@ class TrainingLoop:
             self.outcome.step,
         )
         self._checkpoint_asked = False
-        self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, writes=self._is_first)
+        experiment = session.config.mlflow if self._is_first else ""
+        self.mlflow = MlflowLog(folder.path, experiment, session.settings) if experiment else None
+        self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, self._is_first, self.mlflow)
         self.repeated = self._log.dropped
 
     @property

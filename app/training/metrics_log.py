@@ -1,14 +1,15 @@
-"""What a run measured, step by step: metrics.csv, validation.csv, predictions.csv and TensorBoard events.
+"""What a run measured, step by step: metrics.csv, validation.csv, predictions.csv, TensorBoard events, MLflow.
 
 Written by the first rank only; on the others every method does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from app.training.mlflow_log import MlflowLog
 from app.training.run_folder import CsvLog, RunFolder
 from app.training.validation import Scores
 from pipelines.catalog.csv_cells import write_rows
@@ -36,13 +37,17 @@ class MetricsLog:
         step: steps done when the run starts; rows after it are dropped, they will be computed again.
         classes: names, for the columns of Dice.
         writes: whether this rank writes.
+        mlflow: told the same scalars.
 
     Attributes:
         dropped: steps whose rows were dropped.
     """
 
-    def __init__(self, folder: RunFolder, step: int, classes: Sequence[str], writes: bool) -> None:
+    def __init__(
+        self, folder: RunFolder, step: int, classes: Sequence[str], writes: bool, mlflow: MlflowLog | None = None
+    ) -> None:
         self._writes = writes
+        self._mlflow = mlflow
         self.dropped = 0
         if not writes:
             return
@@ -71,19 +76,24 @@ class MetricsLog:
             "images_per_second": round(session.config.strategy.batch / step_s, 4),
         }
         self._steps.add(row)
-        for name in ("loss", "lr", "images_per_second"):
-            self._events.add_scalar(f"train/{name}", row[name], step)
+        self._scalars(step, {f"train/{name}": row[name] for name in ("loss", "lr", "images_per_second")})
 
     def validation(self, step: int, scores: Scores) -> None:
         """Scores after ``step`` steps; the table of predictions is that of the last validation."""
         if not self._writes:
             return
         self._validations.add({"step": step, **scores.metrics})
-        for name, value in scores.metrics.items():
-            if value is not None:
-                self._events.add_scalar(f"validation/{name}", value, step)
+        self._scalars(step, {f"validation/{name}": value for name, value in scores.metrics.items()})
         with self._predictions.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
             write_rows(file, [list(scores.predictions[0]), *(list(row.values()) for row in scores.predictions)])
+
+    def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Curves of TensorBoard and MLflow; None is left out."""
+        for name, value in values.items():
+            if value is not None:
+                self._events.add_scalar(name, value, step)
+        if self._mlflow is not None:
+            self._mlflow.scalars(step, values)
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,8 @@
 
 ``config.yaml env.json attempts.json run.lock rank0.lock plan.json run.log tissue/ tiles.parquet stains.json splits.csv
 metrics.csv validation.csv predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html
-tensorboard/``, and ``fault.txt`` of a run that failed on several ranks (``fault-2.txt`` of its second attempt). A model
-split into stages also leaves ``schedule.csv schedule.svg trace.json``.
+tensorboard/``, ``mlflow.json`` where MLflow is told, and ``fault.txt`` of a run that failed on several ranks
+(``fault-2.txt`` of its second attempt). A model split into stages also leaves ``schedule.csv schedule.svg trace.json``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FREE_TO_CHANGE = frozenset(
         "index_workers",
     }
     | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
-    | {"validate_every", "patience", "twin_steps", "slides", "out"}
+    | {"validate_every", "patience", "twin_steps", "slides", "out", "mlflow"}
 )
 """Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
 

@@ -14,6 +14,7 @@ import torch
 
 from app.pages.run_page import write_report
 from app.training.memory_limit import MemoryLimit, excess
+from app.training.mlflow_log import MlflowLog
 from app.training.outcome import Outcome
 from app.training.run_folder import RunFolder
 from app.training.session import Session
@@ -34,11 +35,19 @@ class RunSummary:
         outcome: kept up to date by the loop.
         memory: likewise.
         restarts: attempts of the same start before this one.
+        mlflow: is told the end, and closed.
     """
 
     def __init__(
-        self, session: Session, folder: RunFolder, outcome: Outcome, memory: MemoryLimit, restarts: int
+        self,
+        session: Session,
+        folder: RunFolder,
+        outcome: Outcome,
+        memory: MemoryLimit,
+        restarts: int,
+        mlflow: MlflowLog | None = None,
     ) -> None:
+        self._mlflow = mlflow
         self._session = session
         self._folder = folder
         self._outcome = outcome
@@ -123,6 +132,8 @@ class RunSummary:
         if warning := excess(self._memory.limit, peaks[2]):
             log.warning(warning)
             self.say(f"warning: {warning}")
+        if self._mlflow is not None:
+            self._mlflow.close(status)
 
     def _figures(self, status: str, peaks: list[list[int]], error: str | None) -> dict[str, Any]:
         session, outcome = self._session, self._outcome

@@ -256,6 +256,7 @@ def _told(result: SlideTiles | SlideFault, settings: IndexSettings) -> str:
         f"{tiles}, {result.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
         f"{source.mpp:.4g} um/px, {source.backend}, {result.seconds:.1f} s"
         + (f", {result.unreadable_share:.1%} damaged" if result.unreadable_share else "")
+        + "".join(f", {flag}" for flag in source.quality.flags)
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import cv2
@@ -22,6 +22,7 @@ from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import LONGER_SIDE_PX, draw_overlay
+from pipelines.tiles.quality import slide_quality
 from pipelines.tiles.tile_table import WHOLE_SLIDE_MULTIPLE, IndexedSlide, IndexSettings, SlideFault
 from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_fractions
 from pipelines.tiles.tissue import Overview, TissueMask, find_tissue, read_overview
@@ -154,7 +155,8 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
             raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
         bad, fault = damaged_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size)
         l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
-        source = _source(spec, slide, state)
+        quality = slide_quality(slide, overview, l0_x, l0_y, grid.l0_size)
+        source = replace(_source(spec, slide, state), tissue_share=tissue.share, **asdict(quality))
     seconds = time.perf_counter() - started_s
     return SlideTiles(source, l0_x, l0_y, kept, grid.size, tissue.share, seconds, damage.share, (int(bad.sum()), fault))
 

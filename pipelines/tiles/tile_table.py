@@ -21,6 +21,7 @@ from tyro.conf import Suppress
 
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, Region
+from pipelines.tiles.quality import Quality
 
 FORMAT = 1
 """Of the Parquet file; raised when an older one can no longer be read as it is."""
@@ -57,6 +58,11 @@ class IndexSettings:
     def picture_mpp(self) -> float | None:
         """um/px that a picture without any may be taken to have: ``mpp`` where nothing but the default is asked."""
         return self.mpp if self.mpp == IndexSettings.mpp else None
+
+    @property
+    def one_tile_each(self) -> bool:
+        """Whether a slide is one tile."""
+        return self.tile == "slide" or self.whole_pictures
 
     @property
     def whole_pictures(self) -> bool:
@@ -113,7 +119,12 @@ class IndexSettings:
 
 @dataclass(frozen=True)
 class IndexedSlide:
-    """What the index remembers of a slide, to tell later whether it still speaks of the same one."""
+    """What the index remembers of a slide, to tell later whether it still speaks of the same one, and to show it.
+
+    Attributes:
+        tissue_share: the part of it that is tissue, 0 to 1.
+        sharpness, blurred, pen_mm2: as in ``Quality``.
+    """
 
     slide_id: str
     file_bytes: int
@@ -124,6 +135,15 @@ class IndexedSlide:
     backend: str
     modified_ns: int = 0
     digest: str = ""
+    tissue_share: float | None = None
+    sharpness: float | None = None
+    blurred: float | None = None
+    pen_mm2: float | None = None
+
+    @property
+    def quality(self) -> Quality:
+        """Blur and pen marks; not judged in an index that was made before they were."""
+        return Quality(self.sharpness, self.blurred, self.pen_mm2)
 
     @property
     def state(self) -> SlideState | None:

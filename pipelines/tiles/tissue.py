@@ -204,19 +204,25 @@ def _marks(pixels: Pixels, mpp: float) -> Mask:
         np.ascontiguousarray(plane) for plane in np.moveaxis(cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV), 2, 0)
     )
     black = (value < DARK) | ((value < 1.6 * DARK) & (saturation < 60))
+    ink = ink_of(hue, saturation, black)
+    marks = without_small(black, MARK_UM2, mpp) | without_small(ink, MARK_UM2, mpp)
+    return _morph(cv2.MORPH_DILATE, marks, PEN_MARGIN_UM, mpp)
+
+
+def ink_of(hue: NDArray[np.uint8], saturation: NDArray[np.uint8], black: Mask) -> Mask:
+    """Return where hue and saturation (0-180, 0-255) are those of green or blue ink; nowhere if most is: a stain."""
     green = (hue > 35) & (hue <= 92) & (saturation > 60)
     blue = (hue > 92) & (hue < 124) & (saturation > 90)  # haematoxylin begins at about 125 (OpenCV counts to 180)
-    ink = green | blue
+    ink: Mask = green | blue
     if ink.sum() > PEN_SHARE * ((saturation > SATURATION_CEILING) & ~black).sum():
         ink[:] = False
-    marks = _without_small(black, MARK_UM2, mpp) | _without_small(ink, MARK_UM2, mpp)
-    return _morph(cv2.MORPH_DILATE, marks, PEN_MARGIN_UM, mpp)
+    return ink
 
 
 def _tidied(mask: Mask, mpp: float) -> Mask:
     """``mask`` with small gaps closed, specks removed and small holes filled."""
-    closed = _without_small(_morph(cv2.MORPH_CLOSE, mask, CLOSE_UM, mpp), SPECK_UM2, mpp)
-    return ~_without_small(~closed, HOLE_UM2, mpp)
+    closed = without_small(_morph(cv2.MORPH_CLOSE, mask, CLOSE_UM, mpp), SPECK_UM2, mpp)
+    return ~without_small(~closed, HOLE_UM2, mpp)
 
 
 def _morph(operation: int, mask: Mask, diameter_um: float, mpp: float) -> Mask:
@@ -227,8 +233,8 @@ def _morph(operation: int, mask: Mask, diameter_um: float, mpp: float) -> Mask:
     return done
 
 
-def _without_small(mask: Mask, area_um2: float, mpp: float) -> Mask:
-    """``mask`` without its 8-connected parts that are smaller than ``area_um2``."""
+def without_small(mask: Mask, area_um2: float, mpp: float) -> Mask:
+    """Return ``mask`` without its 8-connected parts that are smaller than ``area_um2``."""
     _, labels, stats, _ = cv2.connectedComponentsWithStats(mask.view(np.uint8), connectivity=8, ltype=cv2.CV_32S)
     large = stats[:, cv2.CC_STAT_AREA] * mpp**2 >= area_um2
     large[0] = False

@@ -1,7 +1,10 @@
+import json
 import os
 import re
 import sys
 
+import cv2
+import numpy as np
 import pytest
 
 from app.index import main
@@ -35,6 +38,9 @@ def test_a_folder_is_indexed(slides, tmp_path, capsys):
     assert f"{len(table)} tiles of 512 px at 0.5 um/px on 1 slides" in printed
     assert f"index     {out / 'tiles.parquet'}\npictures  {out / 'tissue'}/\n" in printed
     assert f"failed    {out / 'failed_slides.csv'} (1 slides)" in printed
+    page = out / "slides.html"
+    assert f"page      {page} (with faults: 1, out of focus: 0, pen marks: 0, " in printed
+    assert 'src="tissue/small/a.jpg"' in page.read_text()
     assert main(arguments) == 0
     assert f"1 slides are in {out / 'tiles.parquet'} already" in capsys.readouterr().out
     assert main([*arguments, "--min-tissue", "0.5"]) == 2
@@ -96,5 +102,29 @@ def test_a_part_is_indexed_and_one_too_many_is_not_wrong(slides, tmp_path, capsy
     assert f"index     {tmp_path / 'out' / 'tiles.part-1-of-2.parquet'}\n" in printed
     assert main([*arguments, "--part", "3/3"]) == 0
     assert capsys.readouterr().out == f"2 slides in {slides}, 0 of them in part 3/3\n"
+    assert main([*arguments, "--part", "1/2", "--annotations", str(slides)]) == 2
+    assert "which is not made with --part or --pictures resize" in capsys.readouterr().err
     assert main([*arguments, "--part", "3/2"]) == 2
     assert "--part is one of several parts" in capsys.readouterr().err
+
+
+def test_what_is_drawn_on_slides_is_outlined(slides, tmp_path, capsys):
+    box = [[400, 400], [1800, 400], [1800, 2400], [400, 2400], [400, 400]]
+    for slide, name in (("a", "tumour"), ("text", "stroma")):
+        geometry = {"type": "Polygon", "coordinates": [box]}
+        area = {"type": "Feature", "geometry": geometry, "properties": {"classification": {"name": name}}}
+        (slides / f"{slide}.geojson").write_text(json.dumps([area]))
+    arguments = ["--slides", str(slides), "--out", str(tmp_path / "out"), "--tile", "512", "--workers", "1"]
+    assert main(arguments) == 0
+    assert "annotated: 1)" in capsys.readouterr().out
+    page = (tmp_path / "out" / "slides.html").read_text()
+    assert page.count('<ul class="legend">') == 1
+    assert ">tumour</li>" in page
+    assert 'src="tissue/annotated/a.jpg"' in page
+    plain, outlined = (cv2.imread(str(tmp_path / "out" / "tissue" / f / "a.jpg")) for f in ("small", "annotated"))
+    changed = np.argwhere(np.abs(plain.astype(int) - outlined).max(2) > 60)
+    scale = plain.shape[0] / 2967
+    assert changed.min(0) == pytest.approx([400 * scale] * 2, abs=4)
+    assert changed.max(0) == pytest.approx([2400 * scale, 1800 * scale], abs=4)
+    assert main([*arguments, "--annotations", str(tmp_path / "nowhere")]) == 2
+    assert "must be a folder of annotation files" in capsys.readouterr().err

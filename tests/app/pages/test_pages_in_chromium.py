@@ -16,6 +16,7 @@ from app.pages.run_page import write_report
 from tests.helpers.bench_folder import row, unfit, write_bench, write_rows
 from tests.helpers.chromium import Browser, browser, find_chromium
 from tests.helpers.run_folder import write_run
+from tests.helpers.slides_page import write_many
 
 pytestmark = pytest.mark.browser
 
@@ -129,6 +130,32 @@ def test_page_on_paper(chromium: Browser, pages: dict[str, Path], name: str) -> 
     made = chromium.pdf()
     assert made.startswith(b"%PDF")
     assert made.count(b"/Type /Page\n") > 1
+
+
+def test_a_page_of_300_slides(chromium: Browser, tmp_path: Path) -> None:
+    """Read within seconds on a busy machine, pictures only where they are looked at, filters and orders by a click."""
+    page = write_many(tmp_path, 300)
+    assert page.stat().st_size < 1 << 19
+    for width, phone, dark in ((1280, False, False), (1280, False, True), (390, True, False)):
+        chromium.told.clear()
+        chromium.requested.clear()
+        chromium.open(page, width=width, dark=dark, phone=phone)
+        assert chromium.run("performance.timing.loadEventEnd - performance.timing.navigationStart") < 5000
+        assert chromium.run("document.documentElement.scrollWidth") <= width
+        assert chromium.run(PALE) == []
+        assert chromium.told == []
+        assert len(chromium.requested) < 150
+    assert chromium.run(f"{SHOWN}.length") == 300
+    chromium.run("document.querySelector('#only-blur').click()")
+    assert chromium.run(f"{SHOWN}.length") == len([k for k in range(300) if k % 7 == 0 and (k % 10 or not k)])
+    chromium.run("document.querySelector('#only-all').click(), document.querySelector('#by-faults').click()")
+    first = f"{SHOWN}.sort((a, b) => a.getBoundingClientRect().top - b.getBoundingClientRect().top)[0].textContent"
+    assert "slide <001>" in chromium.run(first)
+    chromium.run("document.querySelector('#by-ink').click()")
+    assert "slide <297>" in chromium.run(first)
+
+
+SHOWN = "[...document.querySelectorAll('.slides > li')].filter(one => getComputedStyle(one).display !== 'none')"
 
 
 def _check_picture(png: bytes, width: int, dark: bool, path: Path) -> None:

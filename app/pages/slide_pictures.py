@@ -1,0 +1,147 @@
+"""Small pictures of slides for a page: what the index has drawn of tissue and tiles, with annotations outlined on it.
+
+Takes the pictures of ``tissue/`` and what is drawn on the slides; leaves JPEG files beside them. Slides are opened for
+their annotations alone, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from app.pages.overlays import as_jpeg, decoded, shrunk
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.processes import ProcessDied, each_in_process
+from pipelines.labels.annotations import SlideAnnotations
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import Pixels
+from pipelines.tiles.overlay import CAPTION_PX
+from pipelines.tiles.slide_index import slide_limits
+
+PLAIN, ANNOTATED = "small", "annotated"
+"""Folders of the pictures, in ``tissue/``."""
+
+PICTURE_PX = 420
+"""Longer side: twice what a page shows, for fine screens; about 20 kB."""
+
+CLASS_RGB = ((214, 39, 40), (148, 103, 189), (140, 86, 75), (23, 150, 160), (190, 120, 0), (227, 20, 150))
+"""Of classes, in turn; not those of tissue and tiles."""
+
+Lines = Mapping[int, Sequence[NDArray[np.int32]]]
+"""Closed lines in px of a picture, by class id."""
+
+
+@dataclass(frozen=True)
+class SmallPicture:
+    """A picture of a slide.
+
+    Attributes:
+        path: of its file.
+        width, height: px.
+        classes: ids of those outlined on it.
+        fault: why its annotation is not outlined.
+    """
+
+    path: Path
+    width: int
+    height: int
+    classes: tuple[int, ...] = ()
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A slide, and the sides in px of the picture that its outlines are for."""
+
+    spec: SlideSpec
+    width: int
+    height: int
+
+
+def small_pictures(
+    tissue: Path, specs: Sequence[SlideSpec], truth: SlideAnnotations | None, workers: int
+) -> dict[str, SmallPicture]:
+    """Return a small picture, by slide id, of every slide that has one in the folder ``tissue``, and write it there.
+
+    Args:
+        tissue: the pictures that the index has made.
+        specs: the slides.
+        truth: what is drawn on them.
+        workers: processes that open slides, and threads that decode pictures.
+    """
+    for name in (PLAIN, ANNOTATED):
+        (tissue / name).mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(workers) as pool:
+        made = pool.map(lambda spec: _plain(tissue, spec.slide_id), specs)
+        pictures = {spec.slide_id: picture for spec, picture in zip(specs, made, strict=True) if picture}
+    if truth is None:
+        return pictures
+    tasks = [
+        _Task(spec, pictures[spec.slide_id].width, pictures[spec.slide_id].height)
+        for spec in specs
+        if spec.slide_id in pictures and spec.slide_id in truth.paths
+    ]
+    outline = functools.partial(outlines, truth=truth)
+    for task, lines in each_in_process(outline, tasks, workers, slide_limits(1)) if tasks else ():
+        slide = task.spec.slide_id
+        if isinstance(lines, str | ProcessDied):
+            pictures[slide] = SmallPicture(pictures[slide].path, task.width, task.height, fault=str(lines))
+        else:
+            pictures[slide] = _annotated(tissue / ANNOTATED / f"{slide}.jpg", pictures[slide], lines)
+    return pictures
+
+
+def outlines(task: _Task, truth: SlideAnnotations) -> Lines | str:
+    """Return the outlines of what is drawn on a slide, or what is wrong with the slide or its annotation."""
+    mask = np.empty((task.height, task.width), np.uint8)
+    try:
+        with task.spec.open() as slide:
+            bounds = slide.bounds
+            mpp = slide.mpp * max(bounds.width / task.width, bounds.height / task.height)
+            region = Region(bounds.l0_x, bounds.l0_y, task.width, task.height, mpp)
+            truth.read_mask(task.spec.slide_id, slide, region, mask)
+    except Exception as fault:  # slide libraries raise anything; the page has the other slides
+        return str(fault) or type(fault).__name__
+    present = [number for number in np.unique(mask).tolist() if 0 < number < len(truth.classes)]
+    return {
+        number: cv2.findContours((mask == number).view(np.uint8), cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)[0]
+        for number in present
+    }
+
+
+def class_rgb(number: int) -> tuple[int, int, int]:
+    """Return the colour of a class, by its id from 1."""
+    return CLASS_RGB[(number - 1) % len(CLASS_RGB)]
+
+
+def _plain(tissue: Path, slide_id: str) -> SmallPicture | None:
+    """The picture of tissue and tiles without its caption; made anew when that of the index is newer."""
+    large, path = tissue / f"{slide_id}.png", tissue / PLAIN / f"{slide_id}.jpg"
+    if not large.is_file():
+        return None
+    picture: Pixels | None = None
+    if path.is_file() and path.stat().st_mtime_ns > large.stat().st_mtime_ns:
+        picture = decoded(path)
+    if picture is None:
+        whole = decoded(large)
+        if whole is None:
+            return None
+        picture = shrunk(whole[:-CAPTION_PX], PICTURE_PX)
+        path.write_bytes(as_jpeg(picture))
+    return SmallPicture(path, picture.shape[1], picture.shape[0])
+
+
+def _annotated(path: Path, plain: SmallPicture, lines: Lines) -> SmallPicture:
+    picture = decoded(plain.path)
+    assert picture is not None
+    for number, contours in lines.items():
+        cv2.drawContours(picture, list(contours), -1, class_rgb(number)[::-1], 2, cv2.LINE_AA)
+    path.write_bytes(as_jpeg(picture))
+    return SmallPicture(path, plain.width, plain.height, tuple(lines))

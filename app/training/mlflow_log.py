@@ -1,0 +1,147 @@
+"""The same scalars, settings and last files as in the run folder, for a server of MLflow that users may have.
+
+Takes what ``MetricsLog`` takes; tells the experiment named by ``--developer mlflow=NAME`` at ``MLFLOW_TRACKING_URI``. A
+thread does the telling: training waits for no server, and one that cannot be reached is warned of once and tried again.
+A resumed run goes on as the same run of MLflow, whose number is in ``mlflow.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "mlflow.json"
+ARTEFACTS = (
+    *("config.yaml", "env.json", "summary.json", "report.html"),
+    *("metrics.csv", "validation.csv", "predictions.csv", "splits.csv", "failed_slides.csv"),
+)
+"""What is sent when the run has ended, where it is there. Checkpoints stay: they may be of any size."""
+
+ENDED = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+"""MLflow's words for how a run ended."""
+
+SEND_EVERY_S, RETRY_S, CLOSE_S = 2.0, 30.0, 60.0
+"""Seconds between two messages, after one that failed, and that the end of a run waits for the last of them."""
+
+MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 500
+"""What one message may hold, and characters of a setting, by MLflow's interface."""
+
+MOST_WAITING = 200_000
+"""Scalars kept for a server that is not there; the oldest are dropped."""
+
+
+class MlflowLog:
+    """One run of MLflow, told from a thread of its own.
+
+    Args:
+        folder: of the run; its name is the run's.
+        experiment: made where there is none of that name.
+        settings: logged as parameters when the run is new.
+    """
+
+    def __init__(self, folder: Path, experiment: str, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._experiment = experiment
+        self._settings = settings
+        self._waiting: deque[tuple[str, float, int, int]] = deque(maxlen=MOST_WAITING)
+        self._dropped = 0
+        self._params: list[tuple[str, str]] = []
+        self._last: list[Callable[[Any, str], None]] = []
+        self._wakes = threading.Event()
+        self._closes = False
+        self._warned = False
+        self._thread: threading.Thread | None = None
+
+    def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Log ``values`` after ``step`` steps; None is left out."""
+        now_ms = int(time.time() * 1000)
+        new = [(name, float(value), now_ms, step) for name, value in values.items() if value is not None]
+        self._dropped += max(0, len(self._waiting) + len(new) - MOST_WAITING)
+        self._waiting.extend(new)
+        self._start()
+
+    def _start(self) -> threading.Thread:
+        """The thread, which a run that has nothing to tell never needs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._tell, name="mlflow", daemon=True)
+            self._thread.start()
+        return self._thread
+
+    def close(self, status: str) -> None:
+        """Send what is waiting, the files of the run and how it ended (completed, interrupted, failed); after
+        ``CLOSE_S`` the rest is given up."""
+        self._last = [self._send_files, lambda client, run: client.set_terminated(run, ENDED[status])]
+        self._closes = True
+        self._wakes.set()
+        self._start().join(CLOSE_S)
+        lost = self._dropped + len(self._waiting)
+        if lost or self._last:
+            files = " and the last files" if self._last else ""
+            log.warning("MLflow was not told %d scalars%s; all are in %s", lost, files, self._folder)
+
+    def _tell(self) -> None:
+        """Until closed: open the run, then send what is waiting; whatever fails is tried again later."""
+        client, run = None, ""
+        while True:
+            try:
+                if client is None:
+                    client, run = self._open()
+                while self._params or self._waiting:
+                    self._send(client, run)
+                while self._last:
+                    self._last[0](client, run)
+                    del self._last[0]
+            except Exception as fault:  # clients raise anything, and a run does not end for it
+                if not self._warned:
+                    log.warning("MLflow cannot be told, and is tried again every %g s: %s", RETRY_S, fault)
+                self._warned = True
+                if self._closes:
+                    return
+                self._wakes.wait(RETRY_S)
+                continue
+            if self._closes and not self._last:
+                return
+            self._wakes.wait(SEND_EVERY_S)
+
+    def _open(self) -> tuple[Any, str]:
+        """A client, and the number of the run: that of ``mlflow.json``, or of a new one with the settings."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient()
+        kept = self._folder / RUN_FILE
+        if kept.exists():
+            run: str = json.loads(kept.read_text())["run_id"]
+            client.update_run(run, status="RUNNING")
+            return client, run
+        known = client.get_experiment_by_name(self._experiment)
+        number = known.experiment_id if known else client.create_experiment(self._experiment)
+        run = client.create_run(number, run_name=self._folder.resolve().name).info.run_id
+        kept.write_text(json.dumps({"experiment": self._experiment, "run_id": run}) + "\n")
+        self._params = [(name, str(value)[:LONGEST_PARAM]) for name, value in self._settings.items()]
+        return client, run
+
+    def _send(self, client: Any, run: str) -> None:
+        """One message: of settings, if any are left, or of scalars."""
+        from mlflow.entities import Metric, Param
+
+        if self._params:
+            client.log_batch(run, params=[Param(*param) for param in self._params[:MOST_PARAMS]])
+            del self._params[:MOST_PARAMS]
+            return
+        batch = [self._waiting[k] for k in range(min(MOST_METRICS, len(self._waiting)))]
+        client.log_batch(run, metrics=[Metric(*scalar) for scalar in batch])
+        for _ in batch:
+            self._waiting.popleft()
+
+    def _send_files(self, client: Any, run: str) -> None:
+        for name in ARTEFACTS:
+            if (self._folder / name).exists():
+                client.log_artifact(run, str(self._folder / name))
