@@ -17,6 +17,7 @@ from pipelines.catalog.catalog import find_slides
 from pipelines.catalog.csv_cells import read_rows
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
+from pipelines.stream.picture_crop import centre
 
 SHOWN, PICTURE_PX = 6, 192
 """Tiles of each kind, and the side of their pictures."""
@@ -37,14 +38,18 @@ def certain_tiles(folder: PredictionFolder, slides: Path, made_with: dict[str, A
                     place = row["slide"], int(tile["l0_x"]), int(tile["l0_y"])
                     tiles.append((float(tile["certainty"]), *place, classes[int(np.argmax(scores))]))
     tiles.sort()
-    specs = {
-        spec.slide_id: spec for spec in find_slides(slides, mpp=made_with["slide_mpp"], picture_mpp=made_with["mpp"])
-    }
+    whole = bool(made_with.get("whole_pictures"))
+    listed = find_slides(slides, mpp=made_with["slide_mpp"], picture_mpp=made_with["mpp"], whole_pictures=whole)
+    specs = {spec.slide_id: spec for spec in listed}
     pictures = {}
     for certainty, slide_id, l0_x, l0_y, name in dict.fromkeys([*tiles[:SHOWN], *tiles[: -SHOWN - 1 : -1]]):
         try:
             with specs[slide_id].open() as slide:
-                pixels = slide.read(Region(l0_x, l0_y, made_with["tile"], made_with["tile"], made_with["mpp"]))
+                if whole:
+                    level = slide.levels[0]
+                    pixels = centre(slide.read(Region(0, 0, level.width, level.height, level.mpp)), made_with["tile"])
+                else:
+                    pixels = slide.read(Region(l0_x, l0_y, made_with["tile"], made_with["tile"], made_with["mpp"]))
         except (KeyError, SlideError):
             continue
         small = cv2.resize(pixels, (PICTURE_PX, PICTURE_PX), interpolation=cv2.INTER_AREA)

@@ -140,6 +140,8 @@ class Evaluation:
 
 
 def _looked_at(made_with: dict[str, Any]) -> str:
+    if made_with.get("whole_pictures"):
+        return f"whole pictures, resized to {made_with['tile']} px"
     what = "whole slides" if made_with["tile"] == "slide" else f"tiles of {made_with['tile']} px"
     return f"{what} at {made_with['mpp']:g} µm/px"
 

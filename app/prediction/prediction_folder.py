@@ -77,15 +77,19 @@ class PredictionFolder:
     def tiles(self, slide_id: str) -> Path:
         return self.path / "tiles" / f"{slide_id}.csv"
 
+    def record(self, slide_id: str) -> Path:
+        """Path of what says that the slide is done."""
+        return self.path / "slides" / f"{slide_id}.json"
+
     def is_done(self, slide_id: str, path: Path) -> bool:
         """Return whether the slide, whose file is ``path`` now, was predicted as it is."""
-        record = self.path / "slides" / f"{slide_id}.json"
+        record = self.record(slide_id)
         return record.exists() and SlideState(**json.loads(record.read_text())["state"]).is_of(path)
 
     def finish(self, slide_id: str, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any]) -> None:
         """Write down that a slide is done, with its row of the table and where its maps lie."""
         record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas)}
-        _write_json(self.path / "slides" / f"{slide_id}.json", record)
+        _write_json(self.record(slide_id), record)
 
     def settings(self) -> dict[str, Any]:
         """Return what the predictions were made with.
@@ -101,7 +105,7 @@ class PredictionFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """Return ``row``, ``state`` and ``canvas`` of all slides that are done, by slide."""
-        return [json.loads(path.read_text()) for path in sorted((self.path / "slides").glob("*.json"))]
+        return [json.loads(path.read_text()) for path in sorted((self.path / "slides").rglob("*.json"))]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all slides that are done, by slide."""

@@ -19,6 +19,7 @@ import torch
 from app.launch.place import choose_device, connect, take_cores
 from app.prediction.command import PredictCommand
 from app.prediction.computation import Spread, host_space
+from app.prediction.picture_as_tile import predict_picture
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.slide_as_tile import predict_as_tile
 from app.prediction.trained_model import TrainedModel, load_model
@@ -56,7 +57,13 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     predict, what = _predictor(model, command)
     asked = model.settings
-    specs = find_slides(command.slides, mpp=command.slide_mpp, picture_mpp=asked["mpp"], backend=command.backend)
+    specs = find_slides(
+        command.slides,
+        mpp=command.slide_mpp,
+        picture_mpp=asked["mpp"],
+        whole_pictures=model.whole_pictures,
+        backend=command.backend,
+    )
     folder = PredictionFolder(command.out)
     folder.open(
         {
@@ -67,6 +74,7 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             "classes": list(model.classes),
             "shown": list(model.shown.values()),
             "tile": asked["tile"],
+            "whole_pictures": model.whole_pictures or None,  # None: folders from before there were any do not say
             "mpp": asked["mpp"],
             "overlap": command.overlap,
             "slide_mpp": command.slide_mpp,
@@ -121,6 +129,11 @@ def _predictor(
 ) -> tuple[Callable[[SlideSpec, PredictionFolder], dict[str, Any] | None], str]:
     """What predicts a slide, and what it looks at, for people."""
     asked = model.settings
+    if model.whole_pictures:
+        pictures = IndexSettings(asked["tile"], pictures="resize", tissue_mpp=asked["tissue_mpp"])
+        return lambda spec, folder: predict_picture(spec, model, pictures, folder), (
+            f"pictures as one image of {model.tile} px"
+        )
     if model.whole_slides:
         index = IndexSettings("slide", asked["mpp"], asked["stride"], asked["min_tissue"], asked["tissue_mpp"])
         return lambda spec, folder: predict_as_tile(spec, model, index, folder), (

@@ -66,6 +66,11 @@ class TrainedModel:
         return bool(self.settings["tile"] == "slide")
 
     @property
+    def whole_pictures(self) -> bool:
+        """It was trained on pictures that are resized to a tile."""
+        return bool(self.settings.get("pictures") == "resize")  # checkpoints from before there was any do not say
+
+    @property
     def tile(self) -> int:
         """Side of the tiles that it was trained on, px; there are none with ``whole_slides``."""
         side: int = self.settings["tile"]
@@ -74,8 +79,9 @@ class TrainedModel:
     @property
     def shown(self) -> dict[int, str]:
         """Classes that get a heat map and areas, by number: of a segmenter all but the background; of a classifier of
-        two the second, whose probability says that of the first, too. None with ``whole_slides``."""
-        if self.whole_slides:
+        two the second, whose probability says that of the first, too. None with ``whole_slides``
+        and ``whole_pictures``."""
+        if self.whole_slides or self.whole_pictures:
             return {}
         first = 1 if self.task == "segment" or len(self.classes) == 2 else 0
         return {number: name for number, name in enumerate(self.classes) if number >= first}
@@ -131,11 +137,6 @@ def load_model(
         raise ValueError(
             f"{path} is of the model {name}, which is a package of its user's and runs its code when it is built: "
             f"if you trust it, say so with --model {name}"
-        )
-    if settings.get("pictures") == "resize":
-        raise ValueError(
-            f"{path} was trained with --pictures resize, where a picture is one image and has one score: there are no "
-            "windows to be put together. Scores of held-out pictures are in predictions.csv of its run"
         )
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
     module.load_state_dict(state["model"])

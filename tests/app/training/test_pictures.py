@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.metrics import roc_auc_score
 from torchvision.transforms import v2
 
 from app import index
@@ -86,6 +88,35 @@ def test_bad_pictures_are_named_and_the_others_scored_as_torchvision_cuts_them(r
         assert [float(row["score_ants"]), float(row["score_bees"])] == pytest.approx(scores.tolist(), abs=1e-5)
 
 
+def test_predictions_are_those_of_validation_and_are_evaluated(run: Path, pictures: Path, tmp_path: Path) -> None:
+    best, out = run / "checkpoints" / "best.pt", tmp_path / "out"
+    done = call("app.predict", "--slides", pictures, "--checkpoint", best, "--model", CLASSIFIER, "--out", out)
+    assert done.returncode == 0, done.stderr
+    failed = {slide: error for slide, _, error in FailedSlides(out / "failed_slides.csv").rows()}
+    assert set(failed) == {"train/ants/broken", "train/bees/CMU-1-Small-Region"}
+    assert "this is a slide (read by tiled): leave out --pictures" in failed["train/bees/CMU-1-Small-Region"]
+    predicted, held_out = table(out / "slides.csv"), table(run / "predictions.csv")
+    assert (len(predicted), len(held_out)) == (18, 6)
+    for slide, row in held_out.items():
+        for score in ("score_ants", "score_bees"):
+            assert float(predicted[slide][score]) == pytest.approx(float(row[score]), abs=1e-6)
+    again = call("app.predict", "--slides", pictures, "--checkpoint", best, "--model", CLASSIFIER, "--out", out)
+    assert "18 slides are done" in again.stdout
+    done = call("app.evaluate", "--predictions", out, "--labels", run / "predictions.csv", "--slides", pictures)
+    assert done.returncode == 0, done.stderr
+    right = [row["label"] == "bees" for row in held_out.values()]
+    scores = [float(row["score_bees"]) for row in held_out.values()]
+    value = json.loads((out / "evaluation.json").read_text())["slide_auc"]["value"]
+    assert value == pytest.approx(roc_auc_score(right, scores))
+    assert "whole pictures, resized to 32 px" in (out / "report.html").read_text()
+
+
+def table(path: Path) -> dict[str, dict[str, str]]:
+    """Rows of a table, by slide."""
+    with path.open(newline="") as file:
+        return {row["slide"]: row for row in csv.DictReader(file)}
+
+
 def test_a_resumed_run_ends_with_the_same_weights(
     run: Path, pictures: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,10 +142,5 @@ def test_other_uses_are_refused_by_name(run: Path, pictures: Path, tmp_path: Pat
         refused = train("--slides", pictures, *RUN, "4", *words, "--out", tmp_path / "refused")
         assert refused.returncode == 2
         assert message in refused.stderr
-    best = run / "checkpoints" / "best.pt"
-    refused = call("app.predict", "--slides", pictures, "--checkpoint", best, "--model", CLASSIFIER, "--out", tmp_path)
-    assert refused.returncode == 2
-    assert "was trained with --pictures resize" in refused.stderr
-    assert "predictions.csv" in refused.stderr
     words = ["--slides", str(pictures), "--out", str(tmp_path / "index"), "--pictures", "resize", "--tile", "32"]
     assert index.main(words) == 0

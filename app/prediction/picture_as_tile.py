@@ -1,0 +1,60 @@
+"""One picture predicted as one image, by a model of ``--pictures resize``: one score for each class.
+
+Takes a PNG or JPEG of any size and such a model; leaves the part that was looked at, which is the middle as in
+validation, and a table of one row, and gives the picture's row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cv2
+
+from app.prediction.computation import rank_faults
+from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.score_tables import TileRow, class_scores, write_tiles
+from app.prediction.trained_model import TrainedModel
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.slides.geometry import Region
+from pipelines.stream.picture_crop import centre
+from pipelines.tiles.slide_index import default_threads, find_tiles
+from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain_fits import STEP, stain_of
+from pipelines.tiles.tile_table import IndexSettings
+
+
+def predict_picture(
+    spec: SlideSpec, model: TrainedModel, settings: IndexSettings, folder: PredictionFolder
+) -> dict[str, Any] | None:
+    """Predict one picture; return its row of ``slides.csv``, on the rank of its group that has the model's outputs.
+
+    Raises:
+        SlideError: it is no picture, or cannot be decoded; on every rank of the group.
+        RunError: one of several ranks of the group has failed.
+    """
+    with model.computation.together():
+        threads = default_threads(1)
+        source = find_tiles(spec, settings, threads).source
+        stain = None
+        if model.stain_target is not None:
+            stain = stain_of(spec, model.stain_target.method, settings.tissue_mpp, threads)
+        with spec.open() as slide:
+            level = slide.levels[0]
+            pixels = centre(slide.read(Region(0, 0, level.width, level.height, level.mpp)), settings.side)
+    with rank_faults(spec.slide_id, model.computation):
+        fit = stain if isinstance(stain, StainFit) else None
+        values = model.probabilities(pixels[None], (1, 3, settings.side, settings.side), fit)
+    if values is None:
+        return None
+    if isinstance(stain, str):
+        folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {stain}")
+    (scores,) = values.astype(float)
+    for path in (folder.overlay(spec.slide_id), folder.tiles(spec.slide_id), folder.record(spec.slide_id)):
+        path.parent.mkdir(parents=True, exist_ok=True)  # its name is its path below --slides
+    folder.overlay(spec.slide_id).write_bytes(cv2.imencode(".png", pixels[..., ::-1])[1].tobytes())
+    row = TileRow(0, 0, source.width, source.height, 1.0, scores, float(scores.max()))
+    write_tiles(folder.tiles(spec.slide_id), model.classes, [row])
+    told = {"slide": spec.slide_id, "tiles": 1, "tiles_unreadable": 0, **class_scores(model.classes, scores)}
+    assert source.state is not None
+    folder.finish(spec.slide_id, told, source.state, {"mpp": source.mpp, "l0_size": [source.width, source.height]})
+    return told
