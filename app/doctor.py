@@ -22,7 +22,7 @@ from app.settings.cli import FAILED, OK, run_command
 from app.settings.console import print_findings, print_table
 from app.training.run_info import describe_environment
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.tiles.tile_table import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
-from pipelines.tiles.index import IndexSettings, TileTable, build_index
+from pipelines.tiles.index import TileTable, build_index
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
+from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import default_threads
 from pipelines.tiles.tile_table import sides_text
 

@@ -35,6 +35,9 @@ from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
+MOST_PICTURES = 60
+"""Slides whose areas the report shows; of five hundred the page would be 20 MB."""
+
 NAMES = {"auc": "AUC", "auprc": "AUPRC", "balanced_accuracy": "Balanced accuracy"}
 
 
@@ -234,10 +237,17 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
         cards,
         charts,
         tables,
-        {} if evaluation.areas is None else evaluation.areas.pictures,
+        {} if evaluation.areas is None else _lowest(evaluation.areas),
         tiles,
         notes,
     ).write(path)
+
+
+def _lowest(areas: AreaScores) -> dict[str, bytes]:
+    """Pictures of the slides of lowest Dice, those first; of a slide with neither true nor predicted areas none."""
+    means = {slide: mean_defined(dice) for slide, dice in zip(areas.slides, areas.dice, strict=True)}
+    known = sorted((mean, slide) for slide, mean in means.items() if mean is not None)
+    return {f"{slide}, Dice {mean:.3f}": areas.pictures[slide] for mean, slide in known[:MOST_PICTURES]}
 
 
 def _cell(value: float) -> str:

@@ -24,7 +24,7 @@ class EvaluationPage:
         cards: the figures that count.
         charts: curves.
         tables: by heading.
-        pictures: PNG by slide: true areas on the left, predicted ones on the right.
+        pictures: PNG by caption: true areas on the left, predicted ones on the right.
         tiles: PNG by caption: tiles that the model is most and least certain of.
         notes: what takes no part.
     """

@@ -15,7 +15,7 @@ from app.settings.run import RunConfig
 from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
 from parallel.units import bytes_text
-from pipelines.tiles.tile_table import WHOLE_SLIDE_MULTIPLE
+from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE
 
 BOX_PX = 512
 """Named in advice."""

@@ -32,7 +32,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.tile_table import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.windows import WindowSettings
 
 log = logging.getLogger("app.predict")

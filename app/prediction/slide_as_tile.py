@@ -19,10 +19,10 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import each_in_process
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import SlideError
+from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, index_slide, slide_limits
 from pipelines.tiles.stain_fit import Method, StainFit
 from pipelines.tiles.stain_fits import STEP, stain_of
-from pipelines.tiles.tile_table import IndexSettings
 
 
 def predict_as_tile(

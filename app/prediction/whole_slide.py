@@ -7,31 +7,27 @@ small enough for areas to be drawn around.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from app.launch.place import rank_cores
+from app.prediction.area_files import Scored, write_areas
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.computation import rank_faults
-from app.prediction.overlay import colour_of, draw_prediction
-from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
+from app.prediction.overlay import draw_prediction
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.score_tables import TileRow, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
 from pipelines.backends.heat_map import HeatMapWriter
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.csv_cells import write_rows
 from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError
 from pipelines.tiles.stain_fit import StainFit
@@ -43,33 +39,11 @@ log = logging.getLogger(__name__)
 AREA_VALUES = 1 << 26
 """Most values (px times classes) of the map that areas are drawn around; a larger one is halved until it has fewer."""
 
-MOST_AREAS = 50_000
-"""Of a class and slide, as many areas are drawn, and as many holes: the largest. A model that is hardly trained gives a
-hundred times as many specks."""
-
 CHUNK_ROWS = 256
 """Rows that are finished together, a power of 2: also the most that the map of areas is reduced by."""
 
 MOST_UNREADABLE = 0.5
 """A slide of whose windows more cannot be read is given up."""
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """What the model said of the windows of a slide.
-
-    Attributes:
-        scores: float64 (n, classes), of a segmenter the mean over the window; NaN of one that cannot be read.
-        certainty: float64 (n,), the probability of the likeliest class, of a segmenter the mean over the window.
-        areas_map: uint8 (classes, h, w), probabilities of ``factor`` x ``factor`` cells, 255 is 1.
-        fault: the first of the windows that cannot be read.
-    """
-
-    scores: NDArray[np.float64]
-    certainty: NDArray[np.float64]
-    areas_map: NDArray[np.uint8]
-    factor: int
-    fault: str
 
 
 def predict_slide(
@@ -102,7 +76,7 @@ def predict_slide(
         folder.failed.add(spec.slide_id, "windows", what)
     if isinstance(windows.stain, str):
         folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {windows.stain}")
-    areas = _write_areas(model, windows, scored, folder, spec.slide_id)
+    areas = write_areas(model, windows, scored, folder, spec.slide_id)
     write_tiles(folder.tiles(spec.slide_id), model.classes, _tile_rows(windows, scored))
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
     picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
@@ -244,46 +218,6 @@ def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
     blocks = even.reshape(len(chunk), even.shape[1] // factor, factor, even.shape[2] // factor, factor)
     means: NDArray[np.uint8] = np.rint(blocks.mean((2, 4), dtype=np.float32)).astype(np.uint8)
     return means
-
-
-def _write_areas(
-    model: TrainedModel, windows: SlideWindows, scored: Scored, folder: PredictionFolder, slide_id: str
-) -> dict[str, float]:
-    """Write the areas of the classes shown as GeoJSON, as a table and as a mask; um2 of each class."""
-    l0_px = windows.l0_cell * scored.factor
-    rows_of_map = np.array_split(scored.areas_map, max(1, scored.areas_map.shape[1] // CHUNK_ROWS), axis=1)
-    likeliest = np.concatenate([rows.argmax(0).astype(np.uint8) for rows in rows_of_map])  # argmax takes 8 bytes a px
-    looked_at = scored.areas_map.sum(0, dtype=np.uint16) >= 128
-    limits = (float(windows.bounds.width), float(windows.bounds.height))
-    features, rows, areas = [], [], {}
-    whole = np.zeros(likeliest.shape, np.uint8)
-    for number, (c, name) in enumerate(model.shown.items()):
-        mask = (likeliest == c) & looked_at
-        whole[mask] = number + 1
-        mask, small = largest_areas(without_saddles(mask), MOST_AREAS)
-        gaps, closed = largest_areas(~mask, MOST_AREAS)
-        mask = ~gaps
-        if small or closed:
-            text = "%s: %d small areas of %s are not drawn and %d small holes are closed: it has more than %d"
-            log.warning(text, slide_id, small, name, closed, MOST_AREAS)
-        polygons = polygons_of(mask)
-        areas[name] = 0.0
-        for polygon, (x, y, value) in zip(polygons, peaks(mask, polygons, scored.areas_map[c]), strict=True):
-            placed = polygon.scaled(l0_px, limits)
-            um2 = round(placed.area * windows.slide_mpp**2, 2)
-            areas[name] += um2
-            probability = round(value / 255, 4)
-            features.append(
-                feature(placed, name, colour_of(number), {"Area µm^2": um2, "Max probability": probability})
-            )
-            rows.append([name, um2, probability, round((x + 0.5) * l0_px, 2), round((y + 0.5) * l0_px, 2)])
-    folder.geojson(slide_id).write_text(json.dumps(collection(features), ensure_ascii=False), encoding="utf-8")
-    done, png = cv2.imencode(".png", whole)
-    assert done
-    folder.mask(slide_id).write_bytes(png.tobytes())
-    with folder.areas(slide_id).open("w", newline="", encoding="utf-8") as file:
-        write_rows(file, [["class", "area_um2", "max_probability", "l0_x", "l0_y"], *rows])
-    return areas
 
 
 def _tile_rows(windows: SlideWindows, scored: Scored) -> Iterator[TileRow]:

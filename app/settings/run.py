@@ -22,7 +22,7 @@ from pipelines.labels.class_names import ClassMap
 from pipelines.labels.tile_label import TileLabel
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.stream.augment import AugmentSettings
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.stain_fits import StainSettings
 
 

@@ -25,7 +25,7 @@ from app.training.session import build_session
 from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
 from pipelines.catalog.failures import FailedSlides
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 
 OUT = Path(__file__).parents[2] / "bench-data"
 WARM_UP = 2

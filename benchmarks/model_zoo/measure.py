@@ -22,7 +22,8 @@ from torch import Tensor
 
 from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine
-from app.training.exactness import TOLERANCE, ExactnessTrial, ProjectedError, StepsResult, run_engine
+from app.training.exactness import TOLERANCE, ExactnessTrial, StepsResult, run_engine
+from app.training.projected_error import ProjectedError
 from benchmarks.model_zoo.table import WAYS, Row
 from benchmarks.model_zoo.zoo import Entry
 from models.registry import build_model

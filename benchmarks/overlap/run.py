@@ -24,7 +24,7 @@ from benchmarks.overlap.findings import COLUMNS, cells, findings, rows_of
 from benchmarks.overlap.settings import KNOBS, Setting, arguments, label, settings_of
 from benchmarks.results import markdown_table, results, write_results
 from demo.run import collect_slides
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 
 OUT = Path(__file__).parents[2] / "bench-data" / "overlap"
 README = Path(__file__).with_name("README.md")

@@ -42,7 +42,7 @@ def write_checkpoint(path: Path, tile: int) -> None:
     from app.settings.fields import flat
     from app.settings.run import DataSettings, ModelSettings, RunConfig
     from models.registry import build_model
-    from pipelines.tiles.index import IndexSettings
+    from pipelines.tiles.index_settings import IndexSettings
 
     torch.manual_seed(0)
     net = build_model(MODEL, classes=2)

@@ -34,7 +34,8 @@ from benchmarks.tile_reading.slide import make_slide
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
 from pipelines.stream.stream import TileStream
-from pipelines.tiles.index import IndexSettings, TileTable
+from pipelines.tiles.index import TileTable
+from pipelines.tiles.index_settings import IndexSettings
 
 OUT = Path(__file__).parents[2] / "bench-data"
 

@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.training.exactness import TOLERANCE, ProjectedError, StepsResult, compare
+from app.training.exactness import TOLERANCE, StepsResult, compare
+from app.training.projected_error import ProjectedError
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.blocks import Norm

@@ -23,8 +23,9 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import ProcessDied, each_in_process
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart, merge, take_over
+from pipelines.tiles.index_settings import IndexSettings, check_settings
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, file_bytes, index_slide, slide_limits
-from pipelines.tiles.tile_table import IndexedSlide, IndexSettings, SlideFault, TileTable, check_settings
+from pipelines.tiles.tile_table import IndexedSlide, SlideFault, TileTable
 
 __all__ = [
     "IndexSettings",

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Self
 
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.tiles.tile_table import IndexedSlide, IndexSettings, SlideFault, TileTable, check_settings
+from pipelines.tiles.index_settings import IndexSettings, check_settings
+from pipelines.tiles.tile_table import IndexedSlide, SlideFault, TileTable
 
 WHOLE_FILE = "tiles.parquet"
 

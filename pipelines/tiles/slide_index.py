@@ -21,9 +21,10 @@ from pipelines.catalog.processes import Limits
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import Slide, SlideError
+from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE, IndexSettings
 from pipelines.tiles.overlay import LONGER_SIDE_PX, draw_overlay
 from pipelines.tiles.quality import slide_quality
-from pipelines.tiles.tile_table import WHOLE_SLIDE_MULTIPLE, IndexedSlide, IndexSettings, SlideFault
+from pipelines.tiles.tile_table import IndexedSlide, SlideFault
 from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_fractions
 from pipelines.tiles.tissue import Overview, TissueMask, find_tissue, read_overview
 from pipelines.tiles.tissue_box import tissue_box

@@ -10,7 +10,7 @@ import torch
 from app.checkpoint.file import save_checkpoint
 from app.settings.fields import flat
 from app.settings.run import DataSettings, ModelSettings, RunConfig
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 from tests.helpers import tiny_models
 
 SEGMENTER = "tests.helpers.tiny_models:segmenter"

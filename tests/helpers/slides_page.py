@@ -9,7 +9,8 @@ import numpy as np
 
 from app.pages.slide_pictures import SmallPicture
 from app.pages.slides_page import slide_rows, write_slides_page
-from pipelines.tiles.tile_table import IndexedSlide, IndexSettings, TileTable
+from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tile_table import IndexedSlide, TileTable
 
 
 def write_many(folder: Path, slides: int) -> Path:

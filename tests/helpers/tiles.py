@@ -14,7 +14,8 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import Region
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
-from pipelines.tiles.index import IndexSettings, TileTable
+from pipelines.tiles.index import TileTable
+from pipelines.tiles.index_settings import IndexSettings
 
 TILE = 8
 MPP = 0.5

@@ -20,7 +20,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.plan.plan import PlanRow
 from parallel.plan.savings import Savings
 from parallel.strategy import Strategy
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 
 CONFIG = RunConfig(
     DataSettings(Path("slides")), index=IndexSettings(tile=64, stride=64), net=ModelSettings(model="resnet18")

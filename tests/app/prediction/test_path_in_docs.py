@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.prediction import whole_slide
+from app.prediction import area_files
 from tests.helpers.in_process import call
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "qupath.md"
@@ -31,7 +31,7 @@ def without_numbers(line: str) -> str:
 
 @pytest.mark.long
 def test_every_command_prints_what_the_page_shows(segment_slides, tmp_path, monkeypatch):
-    monkeypatch.setattr(whole_slide, "MOST_AREAS", 200)  # two steps of training give specks by the hundred thousand
+    monkeypatch.setattr(area_files, "MOST_AREAS", 200)  # two steps of training give specks by the hundred thousand
     modules = []
     for command, shown in shown_commands():
         _, _, module, *arguments = shlex.split(command)

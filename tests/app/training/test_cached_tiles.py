@@ -11,7 +11,7 @@ import pytest
 from app.launch.signals import Interrupt
 from app.settings.run import DataSettings, RunConfig, StreamSettings
 from app.settings.strategy import StrategySettings
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 from tests.app.conftest import QUICK, Train, summary_of
 from tests.app.test_train import equal, model_of
 

@@ -38,7 +38,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
 from pipelines.stream.augment import AugmentSettings
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 from tests.app.conftest import QUICK, Train, summary_of
 from tests.helpers import tiny_models
 

@@ -14,7 +14,7 @@ from app.settings.run import DataSettings, RunConfig
 from app.training.dataset import Dataset, prepare
 from app.training.run_folder import RunFolder
 from pipelines.catalog.catalog import find_slides
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 from tests.helpers.drawings import box, write_geojson
 
 HALF = 768

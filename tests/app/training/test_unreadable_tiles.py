@@ -46,7 +46,7 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, Slide, TileReadError
-from pipelines.tiles.index import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 from tests.helpers import tiny_models
 from tests.helpers.tiff_damage import tile_extent, with_bytes
 

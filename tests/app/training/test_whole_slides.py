@@ -14,7 +14,8 @@ from app.planning.whole_slides import as_square
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from pipelines.stream.augment import AugmentSettings
-from pipelines.tiles.index import IndexSettings, TileTable
+from pipelines.tiles.index import TileTable
+from pipelines.tiles.index_settings import IndexSettings
 from tests.app.conftest import Train, summary_of
 from tests.app.test_train import equal, model_of
 

@@ -91,7 +91,7 @@ def test_pixels_are_those_of_openslide_and_of_the_formats_own_library(folder: Pa
         {"zarr_format": 3, "compressors": zarr.codecs.ZstdCodec(), "shards": (128, 128, 3)},
         {"zarr_format": 3, "compressors": None},
     ],
-    ids=str,
+    ids=lambda options: f"v{options['zarr_format']}-{type(options['compressors']).__name__}",
 )
 def test_compressions_of_zarr(tmp_path: Path, options: dict[str, Any]) -> None:
     pixels = tissue()[2]

@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.catalog.catalog import SlideNames, find_slides, slide_stem
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.tile_table import IndexSettings
+from pipelines.tiles.index_settings import IndexSettings
 
 REAL = Path(__file__).parents[3] / "data" / "real"
 

@@ -23,7 +23,8 @@ from pipelines.stream.batch import Batch
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
 from pipelines.stream.weights import slide_weights
-from pipelines.tiles.index import IndexSettings, TileTable
+from pipelines.tiles.index import TileTable
+from pipelines.tiles.index_settings import IndexSettings
 from tests.helpers.real import PYRAMID_TIFF, SVS
 from tests.helpers.tiles import TILE, MemorySpec, memory_specs, pool_of, tile_table
 

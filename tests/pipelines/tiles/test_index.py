@@ -16,8 +16,9 @@ from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import Limits, ProcessDied
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index import IndexSettings, TileTable, build_index, pinned
+from pipelines.tiles.index import TileTable, build_index, pinned
 from pipelines.tiles.index_parts import IndexPart
+from pipelines.tiles.index_settings import IndexSettings
 from tests.helpers.real import DICOM, NDPI, PYRAMID_TIFF, SVS
 
 SETTINGS = IndexSettings(tile=512)

@@ -13,9 +13,9 @@ from pipelines.backends.memory import memory_slide
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
+from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.quality import SHARP, Quality, pen_of, sharpness_of, slide_quality
 from pipelines.tiles.slide_index import find_tiles
-from pipelines.tiles.tile_table import IndexSettings
 from pipelines.tiles.tissue import read_overview
 from tests.helpers.real import NDPI, SVS
 

@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.slides.geometry import Region
-from pipelines.tiles.tile_table import IndexedSlide, IndexSettings, SlideFault, TileTable, check_settings
+from pipelines.tiles.index_settings import IndexSettings, check_settings
+from pipelines.tiles.tile_table import IndexedSlide, SlideFault, TileTable
 
 COLUMNS = ("slide", "l0_x", "l0_y", "tissue")
 
