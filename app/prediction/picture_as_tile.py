@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cv2
+import numpy as np
 
 from app.prediction.computation import rank_faults
 from app.prediction.prediction_folder import PredictionFolder
@@ -17,10 +18,10 @@ from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.stream.picture_crop import centre
+from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import default_threads, find_tiles
 from pipelines.tiles.stain_fit import StainFit
 from pipelines.tiles.stain_fits import STEP, stain_of
-from pipelines.tiles.tile_table import IndexSettings
 
 
 def predict_picture(
@@ -40,7 +41,8 @@ def predict_picture(
             stain = stain_of(spec, model.stain_target.method, settings.tissue_mpp, threads)
         with spec.open() as slide:
             level = slide.levels[0]
-            pixels = centre(slide.read(Region(0, 0, level.width, level.height, level.mpp)), settings.side)
+            picture = slide.read(Region(0, 0, level.width, level.height, level.mpp))
+        pixels = np.array(centre(picture, settings.side))  # torch wants memory that may be written to
     with rank_faults(spec.slide_id, model.computation):
         fit = stain if isinstance(stain, StainFit) else None
         values = model.probabilities(pixels[None], (1, 3, settings.side, settings.side), fit)

@@ -16,6 +16,7 @@ from sklearn.metrics import roc_auc_score
 from torchvision.transforms import v2
 
 from app import index
+from app.evaluation import intervals
 from app.launch.signals import Interrupt
 from pipelines.catalog.failures import FailedSlides
 from tests.app.conftest import Train, summary_of
@@ -88,7 +89,10 @@ def test_bad_pictures_are_named_and_the_others_scored_as_torchvision_cuts_them(r
         assert [float(row["score_ants"]), float(row["score_bees"])] == pytest.approx(scores.tolist(), abs=1e-5)
 
 
-def test_predictions_are_those_of_validation_and_are_evaluated(run: Path, pictures: Path, tmp_path: Path) -> None:
+def test_predictions_are_those_of_validation_and_are_evaluated(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intervals, "RESAMPLES", 20)
     best, out = run / "checkpoints" / "best.pt", tmp_path / "out"
     done = call("app.predict", "--slides", pictures, "--checkpoint", best, "--model", CLASSIFIER, "--out", out)
     assert done.returncode == 0, done.stderr
