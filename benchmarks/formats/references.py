@@ -50,7 +50,7 @@ def own_library(path: Path, level: Level) -> tuple[str, Pixels] | None:
         pixels = _dicom_level(path, level)
         return None if pixels is None else ("pydicom", pixels)
     if path.suffix.lower() in (".png", ".jpg", ".jpeg"):
-        return "Pillow", np.asarray(Image.open(path).convert("RGB"))
+        return "Pillow", np.asarray(Image.open(path, formats=("PNG", "JPEG")).convert("RGB"))
     try:
         pixels = _tiff_level(path, level)
     except tifffile.TiffFileError:

@@ -37,6 +37,7 @@ from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from app.training.summary import RunSummary
 from app.training.throughput import Throughput
+from app.training.tile_streams import tiles_in_order
 from app.training.validation import spread
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
@@ -241,7 +242,7 @@ def test_replaced_training_tiles_are_counted_and_their_labels_follow(
     alone = train(run_config(classify_slides, tmp_path / "alone", steps=6), broken(data, {bad: None}))
     assert summary["final_loss"] == pytest.approx(summary_of(alone)["final_loss"], rel=1e-5)
     rows = data.rows("train")
-    stream = session_module._tiles(config, data, rows).shuffle(config.stream.open_slides)
+    stream = tiles_in_order(config, data, rows).shuffle(config.stream.open_slides)
     drawn = rows[stream.order.epoch(0)[:24]]
     asked = np.count_nonzero(data.tiles.slide[drawn] == data.tiles.slides.index(bad))
     assert 0 < asked < 12
