@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import cv2
 import torch
 
-from app.launch.machine import usable_cores
+from app.launch.machine import memory_bytes, usable_cores
 from app.settings.cli import FAILED, RunError
 from app.settings.launcher import STARTED_BY_US, Launch, find_launch
 from app.settings.slurm import find_task
@@ -25,6 +26,7 @@ from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.deadline import kill_after
 from parallel.comm.local import LocalCommunicator
+from parallel.offload.host_space import HostSpace
 from parallel.profile.malloc import keep_freed_memory
 
 OTHERS_SPEAK_S = 8.0
@@ -92,6 +94,14 @@ def rank_cores() -> int:
     """Return the cores this rank may use for decoding and computing: the ranks of this machine share them."""
     launch = find_launch()
     return max(1, usable_cores() // (launch.local_world if launch else 1))
+
+
+def host_space(folder: Path, most_bytes: int | None = None) -> HostSpace:
+    """Return what tiles and maps in boxes may take of the host's memory: ``most_bytes``, or of what is free half, which
+    the ranks of this machine share. What is beyond lies in ``folder``."""
+    launch = find_launch()
+    free = memory_bytes()[1] // (launch.local_world if launch else 1)
+    return HostSpace(free // 2 if most_bytes is None else most_bytes, folder)
 
 
 def connect(settings: StrategySettings, device: torch.device) -> Communicator:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from app.launch.machine import memory_bytes
 from app.prediction.folded_norms import with_folded_norms
 from app.settings.cli import RunError
 from app.settings.optimization import OptimizerSettings
@@ -196,8 +194,3 @@ def rank_faults(slide_id: str, computation: Whole | InParts) -> Iterator[None]:
             f"{slide_id}: {type(fault).__name__}: {fault}; ranks that compute a slide together cannot go on without "
             "one of them: start again for the slides that are left"
         ) from fault
-
-
-def host_space(folder: Path, ranks: int) -> HostSpace:
-    """Return where maps in boxes lie: half of the memory that is free, which ``ranks`` share; beyond, in ``folder``."""
-    return HostSpace(memory_bytes()[1] // ranks // 2, folder)

@@ -13,7 +13,7 @@ import numpy as np
 
 from app.prediction.computation import rank_faults
 from app.prediction.prediction_folder import PredictionFolder
-from app.prediction.score_tables import TileRow, class_scores, write_tiles
+from app.prediction.slide_as_tile import finish_image
 from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
@@ -21,7 +21,7 @@ from pipelines.stream.picture_crop import centre
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import default_threads, find_tiles
 from pipelines.tiles.stain_fit import StainFit
-from pipelines.tiles.stain_fits import STEP, stain_of
+from pipelines.tiles.stain_fits import stain_of
 
 
 def predict_picture(
@@ -48,15 +48,7 @@ def predict_picture(
         values = model.probabilities(pixels[None], (1, 3, settings.side, settings.side), fit)
     if values is None:
         return None
-    if isinstance(stain, str):
-        folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {stain}")
-    (scores,) = values.astype(float)
     for path in (folder.overlay(spec.slide_id), folder.tiles(spec.slide_id), folder.record(spec.slide_id)):
         path.parent.mkdir(parents=True, exist_ok=True)  # its name is its path below --slides
     folder.overlay(spec.slide_id).write_bytes(cv2.imencode(".png", pixels[..., ::-1])[1].tobytes())
-    row = TileRow(0, 0, source.width, source.height, 1.0, scores, float(scores.max()))
-    write_tiles(folder.tiles(spec.slide_id), model.classes, [row])
-    told = {"slide": spec.slide_id, "tiles": 1, "tiles_unreadable": 0, **class_scores(model.classes, scores)}
-    assert source.state is not None
-    folder.finish(spec.slide_id, told, source.state, {"mpp": source.mpp, "l0_size": [source.width, source.height]})
-    return told
+    return finish_image(folder, model, source, values, (0, 0, source.width, source.height, 1.0), stain)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from app.launch.place import choose_device, connect, take_cores
+from app.launch.place import choose_device, connect, host_space, take_cores
 from app.prediction.command import PredictCommand
-from app.prediction.computation import Spread, host_space
+from app.prediction.computation import Spread
 from app.prediction.picture_as_tile import predict_picture
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.slide_as_tile import predict_as_tile
@@ -158,9 +158,8 @@ def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
         for first in range(0, command.world, command.stages):
             group = ranks.subgroup(range(first, first + command.stages))
             communicator = communicator if group is None else group
-    launch = find_launch()
     stream = None if command.stream == "none" else int(command.stream)
-    host = None if stream is None else host_space(command.out, launch.local_world if launch else 1)
+    host = None if stream is None else host_space(command.out)
     return Spread(communicator, stream, command.offload == "parameters", host)
 
 

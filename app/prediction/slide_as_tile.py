@@ -11,6 +11,9 @@ import functools
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from app.prediction.computation import rank_faults
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.score_tables import TileRow, class_scores, write_tiles
@@ -23,6 +26,7 @@ from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, index_slide, slide_limits
 from pipelines.tiles.stain_fit import Method, StainFit
 from pipelines.tiles.stain_fits import STEP, stain_of
+from pipelines.tiles.tile_table import IndexedSlide
 
 
 def predict_as_tile(
@@ -48,21 +52,36 @@ def predict_as_tile(
             values = model.probabilities(pixels, (1, 3, region.height, region.width), fit)
         if values is None:
             return None
-        if isinstance(stain, str):
-            folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {stain}")
-        (scores,) = values.astype(float)
         folder.overlay(spec.slide_id).write_bytes(picture)
         l0_size = [l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size]
         place = region.l0_x, region.l0_y, l0_size[0], l0_size[1]
-        row = TileRow(*place, float(tiles.tissue[0]), scores, float(scores.max()))
-        write_tiles(folder.tiles(spec.slide_id), model.classes, [row])
-        told = {"slide": spec.slide_id, "tiles": 1, "tiles_unreadable": 0, **class_scores(model.classes, scores)}
-        state = tiles.source.state
-        assert state is not None
-        folder.finish(
-            spec.slide_id, told, state, {"mpp": slide.mpp, "l0_size": [tiles.source.width, tiles.source.height]}
-        )
-    return told
+        return finish_image(folder, model, tiles.source, values, (*place, float(tiles.tissue[0])), stain)
+
+
+def finish_image(
+    folder: PredictionFolder,
+    model: TrainedModel,
+    source: IndexedSlide,
+    values: NDArray[np.float32],
+    place: tuple[int, int, int, int, float],
+    stain: StainFit | str | None,
+) -> dict[str, Any]:
+    """Write down the probabilities of a slide that was one image; return its row of ``slides.csv``.
+
+    Args:
+        values: (1, classes).
+        place: l0_x, l0_y, l0_width, l0_height of the image, and the part of it that is tissue.
+        stain: of the slide, or why it has none.
+    """
+    slide_id = source.slide_id
+    if isinstance(stain, str):
+        folder.failed.add(slide_id, STEP, f"its colours are left as they are: {stain}")
+    (scores,) = values.astype(float)
+    write_tiles(folder.tiles(slide_id), model.classes, [TileRow(*place, scores, float(scores.max()))])
+    row = {"slide": slide_id, "tiles": 1, "tiles_unreadable": 0, **class_scores(model.classes, scores)}
+    assert source.state is not None
+    folder.finish(slide_id, row, source.state, {"mpp": source.mpp, "l0_size": [source.width, source.height]})
+    return row
 
 
 def _stain(spec: SlideSpec, method: Method, settings: IndexSettings) -> StainFit | str:

@@ -18,11 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from app.launch.machine import memory_bytes
-from app.launch.place import RankPlace
+from app.launch.place import RankPlace, host_space
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
-from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset
@@ -199,7 +197,7 @@ def build_session(
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
     loss = build_loss(config.optimization, dataset, train_rows).to(placement.device)
-    host = None if strategy.policy.stream is None else _host_space(config, strategy)
+    host = None if strategy.policy.stream is None else host_space(config.out, strategy.policy.host_bytes)
     engine = build_engine(
         strategy,
         model.module,
@@ -260,11 +258,3 @@ def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
     if asked.cache is None:
         return None
     return TileCache(asked.cache, asked.cache_bound, TileKind(*dataset.tiles.largest, config.index.mpp))
-
-
-def _host_space(config: RunConfig, strategy: Strategy) -> HostSpace:
-    """What tiles and maps may take of the host's memory, unless that is given: of what is free, half, which the ranks
-    of this machine share. What is beyond lies in the run folder."""
-    launch, given = find_launch(), strategy.policy.host_bytes
-    free = memory_bytes()[1] // (launch.local_world if launch else 1)
-    return HostSpace(free // 2 if given is None else given, config.out)

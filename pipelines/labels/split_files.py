@@ -22,7 +22,7 @@ from typing import Any
 from pipelines.catalog.catalog import SlideNames
 from pipelines.catalog.csv_cells import original
 from pipelines.catalog.table import listed, read_table, read_text, shown
-from pipelines.labels.splits import NAMES, SPELLINGS, Splits, in_two
+from pipelines.labels.splits import NAMES, SPELLINGS, Splits, side_faults
 
 TRUTHS = {"true": True, "1": True, "false": False, "0": False, "": False}
 """How pandas and spreadsheet programs write a boolean."""
@@ -60,9 +60,7 @@ def read_split_file(
         faults.append(f"names of slides that are not there: {listed([*unknown])}; take them out, or add the slides")
     if missing:
         faults.append(f"slides that it does not name: {listed(missing)}; put each into a split")
-    for who in in_two(split, patient):
-        where = ", ".join(f"{slide} in {split[slide]}" for slide in sorted(split) if patient[slide] == who)
-        faults.append(f"patient {who!r} is on two sides ({where}); put all slides of a patient in one split")
+    faults += side_faults(split, patient)
     if not faults and "train" not in split.values():
         faults.append("no slide is in train")
     if faults:

@@ -113,9 +113,7 @@ class Splits:
             faults.append(
                 f"slides without a line: {listed(missing)}; add a line for each, or delete the file to split anew"
             )
-        for who in in_two(split, patients):
-            where = ", ".join(f"{s} in {split[s]}" for s in sorted(split) if patients[s] == who)
-            faults.append(f"patient {who!r} is on two sides ({where}); put all slides of a patient in one split")
+        faults += side_faults(split, patients)
         if not faults and "train" not in split.values():
             faults.append("no slide is in train")
         if faults:
@@ -265,3 +263,12 @@ def in_two(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
     for slide, name in split.items():
         sides[patient[slide]].add(name)
     return sorted(who for who, names in sides.items() if len(names) > 1)
+
+
+def side_faults(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
+    """Return a line for each patient with slides in two splits."""
+    faults = []
+    for who in in_two(split, patient):
+        where = ", ".join(f"{slide} in {split[slide]}" for slide in sorted(split) if patient[slide] == who)
+        faults.append(f"patient {who!r} is on two sides ({where}); put all slides of a patient in one split")
+    return faults
