@@ -106,7 +106,14 @@ def index(command: IndexCommand) -> None:
         held.enter_context(_logged(command.out / name))
         say = held.enter_context(IndexProgress(functools.partial(print, flush=True)))
         table = build_index(
-            specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
+            specs,
+            command.index,
+            command.out,
+            workers=command.workers,
+            progress=say,
+            retry_failed=True,
+            part=part,
+            judged=True,
         )
         failed = FailedSlides(command.out / "failed_slides.csv")
         page = _page(command, specs, table, failed, truth) if command.has_page else None

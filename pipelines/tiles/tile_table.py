@@ -54,7 +54,7 @@ class IndexedSlide:
 
     @property
     def quality(self) -> Quality:
-        """Blur and pen marks; not judged in an index that was made before they were."""
+        """Blur and pen marks; not judged where nobody asked for it."""
         return Quality(self.sharpness, self.blurred, self.pen_mm2)
 
     @property

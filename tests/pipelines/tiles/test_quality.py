@@ -38,7 +38,7 @@ def quality_of(pixels: Pixels) -> Quality:
 
 
 def test_the_index_judges_a_slide() -> None:
-    source = find_tiles(SlideSpec("a", SVS), SETTINGS, 1).source
+    source = find_tiles(SlideSpec("a", SVS), SETTINGS, 1, judged=True).source
     assert source.tissue_share == pytest.approx(0.37, abs=0.01)
     assert source.quality.flags == ()
     assert asdict(source.quality) == {
@@ -46,7 +46,7 @@ def test_the_index_judges_a_slide() -> None:
         "blurred": 0.0,
         "pen_mm2": 0.0,
     }
-    assert find_tiles(SlideSpec("b", NDPI), SETTINGS, 1).source.quality == Quality()  # fluorescence
+    assert find_tiles(SlideSpec("b", NDPI), SETTINGS, 1, judged=True).source.quality == Quality()  # fluorescence
 
 
 @pytest.mark.parametrize(("sigma_um", "blurred"), [(0.5, 0.0), (1.0, 0.0), (2.0, 1.0), (8.0, 1.0)])
