@@ -1,8 +1,8 @@
 """Zarr slides: OME-Zarr 0.4 (Zarr v2) and 0.5 (Zarr v3) image pyramids, and a bare Zarr array.
 
-Takes a folder, or a file with a URL, gives a ``Slide``. ``ome_zarr`` reads and judges what the store says of itself; the Zarr library
-only ever sees arrays that it let through. Axes may be in any order; of time points and focal planes the first is read.
-A chunk that is absent was left out as empty or was lost: it is the fill value where a coarser level bears that out,
+Takes a folder, or a file with a URL, gives a ``Slide``. ``ome_zarr`` reads and judges what the store says of itself;
+the Zarr library only ever sees arrays that it let through. Axes may be in any order; of time points and focal planes
+the first is read. A chunk that is absent was left out as empty or was lost: it is the fill value where a coarser level bears that out,
 and unreadable everywhere else.
 """
 
@@ -23,7 +23,7 @@ from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.zarr_store import NO_FILE, ZarrStore, key_of, open_store
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
-from pipelines.slides.slide import Pixels, SlideError, TileReadError
+from pipelines.slides.slide import NotThisFormat, Pixels, SlideError, TileReadError
 
 BAND_BYTES = 64 << 20
 """Decoded pixels held beside the caller's array; a band ends where chunks end, so that no chunk is decoded twice."""

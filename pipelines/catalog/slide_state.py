@@ -1,9 +1,9 @@
 """Whether a slide is still the one that was indexed: size, time of change, and a digest of a bounded part of its bytes.
 
 Takes a path: a file, the folder of a Zarr slide, a file with its URL, or an MRXS file with its folder; gives a
-``SlideState``, and later says whether the path still has it. The digest is of the header, the end, and blocks spread over the pixels: a slide
-replaced by another is told from one that was touched or copied. What changes between the blocks alone is not seen;
-of a slide on a server its metadata count, which each process asks for once.
+``SlideState``, and later says whether the path still has it. The digest is of the header, the end, and blocks spread
+over the pixels: a slide replaced by another is told from one that was touched or copied. What changes between the
+blocks alone is not seen. Of a slide on a server the metadata count alone, which each process asks for once.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def read_url(path: Path) -> str:
             f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}; this one begins with {url[:60]!r}"
         )
     if parts.username is not None or parts.password is not None:
-        raise SlideError(f"{path}: the URL holds a user name or password; take it out: docs/slides.md says where it goes")
+        raise SlideError(
+            f"{path}: the URL holds a user name or password; take it out: docs/slides.md says where it goes"
+        )
     if parts.query or parts.fragment:
         raise SlideError(f"{path}: the files of a slide are asked for below its URL, which so has no `?` and no `#`")
     return url.rstrip("/")
