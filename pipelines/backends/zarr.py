@@ -2,8 +2,8 @@
 
 Takes a folder, or a file with a URL, gives a ``Slide``. ``ome_zarr`` reads and judges what the store says of itself;
 the Zarr library only ever sees arrays that it let through. Axes may be in any order; of time points and focal planes
-the first is read. A chunk that is absent was left out as empty or was lost: it is the fill value where a coarser level bears that out,
-and unreadable everywhere else.
+the first is read. A chunk that is absent was left out as empty or was lost: it is the fill value where a coarser level
+bears that out, and unreadable everywhere else.
 """
 
 from __future__ import annotations

@@ -205,11 +205,11 @@ def find_slides(
             "rename one of each, or move the copies out of the folder"
         )
     if not paths:
+        skipped = ", ".join(sorted(SKIPPED_FOLDERS))
         raise ValueError(
             f"--slides {root} holds no slide: looked, sub-folders included, for {' '.join(sorted(FILE_SUFFIXES))} "
-            f"files, {FOLDER_SUFFIX} folders and *{URL_ENDING} files; folders named "
-            f"{', '.join(sorted(SKIPPED_FOLDERS))} and files ending in _mask are taken for annotations. Give the folder "
-            "that holds the slides"
+            f"files, {FOLDER_SUFFIX} folders and *{URL_ENDING} files; folders named {skipped} and files ending in "
+            "_mask are taken for annotations. Give the folder that holds the slides"
         )
     names = SlideNames(paths)
     overrides = {names.match(name): value for name, value in named.items()}

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
+import re
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,9 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide, SlideError, TileReadError
+from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.slide_index import SlideTiles, index_slide
+from pipelines.tiles.tile_table import SlideFault
 from tests.helpers.slide_server import SlideServer, serving
 from tests.pipelines.backends.test_slides import pyramid, write_ome_zarr
 
@@ -209,6 +213,22 @@ def test_the_catalog_the_state_and_the_pool(server: SlideServer) -> None:
     other = server.folder / "a.ome.zarr"
     (other / ".zattrs").write_text((other / ".zattrs").read_text().replace("0.25", "0.26"))
     assert not state.is_of(path, thorough=True)
+
+
+def test_a_server_that_goes_is_a_fault_of_its_slide(server: SlideServer) -> None:
+    """Found while the slide is indexed: not taken for damage, and the tiles are those of the folder before it goes."""
+    spec = SlideSpec("a", pointed(server))
+    settings = IndexSettings(tile=128, mpp=0.25, min_tissue=0.0)
+    folder = index_slide(SlideSpec("a", server.folder / "a.ome.zarr"), settings, 1).found
+    remote = index_slide(spec, settings, 1).found
+    assert isinstance(folder, SlideTiles)
+    assert isinstance(remote, SlideTiles)
+    np.testing.assert_array_equal(remote.l0_x, folder.l0_x)
+    np.testing.assert_array_equal(remote.tissue, folder.tissue)
+    server.faults["/0.0.0"] = ("drop", ALWAYS)
+    fault = index_slide(spec, settings, 1).found
+    assert isinstance(fault, SlideFault)
+    assert re.search(r"0\.0\.0 cannot be fetched, tried 2 times", fault.error)
 
 
 def _sum_in_child(path: Path, results: multiprocessing.SimpleQueue[int]) -> None:
