@@ -1,6 +1,6 @@
 """Which arrays of a Zarr store are the levels of a slide, and how many um their pixels measure.
 
-Takes the folder of an OME-Zarr image, of a collection of them, or of a bare array; gives a ``ZarrImage``. Axes may be
+Takes the store of an OME-Zarr image, of a collection of them, or of a bare array; gives a ``ZarrImage``. Axes may be
 in any order. What the metadata leave open is refused, because it would be read as another picture. Follows OME-Zarr
 0.4 and 0.5 (Moore et al., OME-Zarr: a cloud-optimized bioimaging file format, 2023).
 """
@@ -12,10 +12,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from pipelines.backends.zarr_metadata import ZarrArray, read_array, read_json
+from pipelines.backends.zarr_store import ZarrStore, holds, key_of
 from pipelines.slides.slide import NotThisFormat, SlideError
 
 log = logging.getLogger(__name__)
@@ -45,15 +45,15 @@ class ZarrImage:
     mpp: tuple[float | None, float | None]
 
 
-def read_image(root: Path) -> ZarrImage:
+def read_image(root: ZarrStore) -> ZarrImage:
     """Return the first image of the store at ``root``.
 
     Raises:
-        NotThisFormat: not a folder with Zarr metadata.
+        NotThisFormat: no Zarr metadata at its root.
         SlideError: no image in it, a codec that is not run, or metadata that contradict themselves.
     """
-    if not root.is_dir() or not any((root / marker).is_file() for marker in MARKERS):
-        raise NotThisFormat(f"{root}: not a folder with one of {', '.join(MARKERS)}")
+    if not any(holds(root, *MARKERS)):
+        raise NotThisFormat(f"{root}: none of {', '.join(MARKERS)} lies in it")
     try:
         attributes = _attributes(root, "")
         if attributes is None:
@@ -71,24 +71,24 @@ def read_image(root: Path) -> ZarrImage:
     return image
 
 
-def _attributes(root: Path, path: str) -> Mapping[str, Any] | None:
+def _attributes(root: ZarrStore, path: str) -> Mapping[str, Any] | None:
     """OME attributes of the group at ``path``; None when an array lies there."""
-    folder = root / path
-    if (folder / "zarr.json").is_file():
+    of_v3, of_v2_array, of_v2 = holds(root, *(key_of(path, name) for name in ("zarr.json", ".zarray", ".zattrs")))
+    if of_v3:
         document = read_json(root, path, "zarr.json")
         if document["node_type"] == "array":
             return None
         attributes: Mapping[str, Any] = document.get("attributes", {})
-    elif (folder / ".zarray").is_file():
+    elif of_v2_array:
         return None
     else:
         read_json(root, path, ".zgroup")
-        attributes = read_json(root, path, ".zattrs") if (folder / ".zattrs").is_file() else {}
+        attributes = read_json(root, path, ".zattrs") if of_v2 else {}
     ome: Mapping[str, Any] = attributes.get("ome", attributes)
     return ome
 
 
-def _multiscale(root: Path, attributes: Mapping[str, Any]) -> ZarrImage:
+def _multiscale(root: ZarrStore, attributes: Mapping[str, Any]) -> ZarrImage:
     """The first image of an OME-Zarr group."""
     below = ""
     if "bioformats2raw.layout" in attributes:  # a collection of images; the slide is the first
@@ -96,10 +96,9 @@ def _multiscale(root: Path, attributes: Mapping[str, Any]) -> ZarrImage:
         attributes = inner or {}
     multiscales = attributes.get("multiscales")
     if not multiscales:
-        members = sorted(child.name for child in root.iterdir() if any((child / m).is_file() for m in MARKERS))
         raise SlideError(
             f"{root}: this Zarr group has no `multiscales`, so it is no OME-Zarr image; it holds "
-            f"{', '.join(members[:8]) or 'nothing'}; give the path of the image inside it"
+            f"{root.members() or 'nothing'}; give the path of the image inside it"
         )
     image = multiscales[0]
     datasets = image["datasets"]
@@ -146,7 +145,7 @@ def _same_extent(
     return all(abs(ratio - 1) <= SCALE_TOLERANCE + 2 / side for ratio, side in ratios)
 
 
-def _scale(root: Path, transforms: Sequence[Mapping[str, Any]], axes: int) -> list[float] | None:
+def _scale(root: ZarrStore, transforms: Sequence[Mapping[str, Any]], axes: int) -> list[float] | None:
     """Length of a px along each axis; None where no transform says it."""
     for transform in transforms:
         if transform["type"] not in ("identity", "scale", "translation"):
@@ -157,7 +156,7 @@ def _scale(root: Path, transforms: Sequence[Mapping[str, Any]], axes: int) -> li
     return [math.prod(map(float, along)) for along in zip(*factors, strict=True)] or None
 
 
-def _bare_axes(root: Path, array: ZarrArray) -> tuple[str, ...]:
+def _bare_axes(root: ZarrStore, array: ZarrArray) -> tuple[str, ...]:
     """Axes of an array that stands alone: its v3 dimension names, else from the place of the 3 channels."""
     names = array.dimension_names
     if names and {"x", "y"} <= set(names):
@@ -172,7 +171,7 @@ def _bare_axes(root: Path, array: ZarrArray) -> tuple[str, ...]:
     )
 
 
-def _check_image(root: Path, image: ZarrImage) -> None:
+def _check_image(root: ZarrStore, image: ZarrImage) -> None:
     """Refuse pixels that are not 8-bit grey or RGB, and levels that are not one picture made smaller."""
     axes = image.axes
     if len(set(axes)) < len(axes) or any(

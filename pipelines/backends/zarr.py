@@ -1,30 +1,29 @@
 """Zarr slides: OME-Zarr 0.4 (Zarr v2) and 0.5 (Zarr v3) image pyramids, and a bare Zarr array.
 
-Takes a folder, gives a ``Slide``. ``ome_zarr`` reads and judges what the store says of itself; the Zarr library
-only ever sees arrays that it let through. Axes may be in any order; of time points and focal planes the first is read.
-A chunk that is absent was left out as empty or was lost: it is the fill value where a coarser level bears that out,
-and unreadable everywhere else.
+Takes a folder, or a file with a URL, gives a ``Slide``. ``ome_zarr`` reads and judges what the store says of itself;
+the Zarr library only ever sees arrays that it let through. Axes may be in any order; of time points and focal planes
+the first is read. A chunk that is absent was left out as empty or was lost: it is the fill value where a coarser level
+bears that out, and unreadable everywhere else.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import zarr
-import zarr.storage
 
 from pipelines.backends.ome_zarr import ZarrImage, read_image
 from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.zarr_store import NO_FILE, ZarrStore, key_of, open_store
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
-from pipelines.slides.slide import Pixels, SlideError, TileReadError
+from pipelines.slides.slide import NotThisFormat, Pixels, SlideError, TileReadError
 
 BAND_BYTES = 64 << 20
 """Decoded pixels held beside the caller's array; a band ends where chunks end, so that no chunk is decoded twice."""
@@ -37,15 +36,15 @@ class ZarrReader:
     """A ``LevelReader`` over one Zarr array per level.
 
     Args:
-        path: the store.
+        store: the files, closed with the reader.
         image: what it holds.
         arrays: one per level, uint8.
     """
 
     name = "zarr"
 
-    def __init__(self, path: Path, image: ZarrImage, arrays: Sequence[zarr.Array]) -> None:
-        self._path, self._image = path, image
+    def __init__(self, store: ZarrStore, image: ZarrImage, arrays: Sequence[zarr.Array]) -> None:
+        self._store, self._image = store, image
         self._arrays = tuple(arrays)
         self._axes = image.axes
         kept = [axis for axis in self._axes if axis in "yxc"]
@@ -54,7 +53,7 @@ class ZarrReader:
 
     def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
         if not self._arrays:
-            raise SlideError(f"{self._path}: the slide was closed; open it again to read from it")
+            raise SlideError(f"{self._store}: the slide was closed; open it again to read from it")
         array = self._arrays[level]
         y_axis = self._axes.index("y")
         inside = pad(out, l_x, l_y, array.shape[self._axes.index("x")], array.shape[y_axis])
@@ -71,15 +70,17 @@ class ZarrReader:
             for chunk in self._absent(level, box):
                 if not self._was_left_out(level, chunk):
                     raise TileReadError(
-                        f"{self._path}: level {level}, chunk {'.'.join(map(str, chunk))} is not in the store, and no "
+                        f"{self._store}: level {level}, chunk {'.'.join(map(str, chunk))} is not in the store, and no "
                         f"coarser level shows that it is empty (fill value {self._image.arrays[level].fill}): the "
                         "slide was copied in part, or has to be written with its empty chunks"
                     )
             try:
                 band = np.asarray(array[self._index(box)])
+            except SlideError:  # a server that does not answer: the slide's fault, not the chunk's
+                raise
             except Exception as error:  # codecs raise whatever they like on damaged chunks
                 raise TileReadError(
-                    f"{self._path}: pixels cannot be read at level {level}, x {inside.l_x}, y {y}, "
+                    f"{self._store}: pixels cannot be read at level {level}, x {inside.l_x}, y {y}, "
                     f"{columns} x {stop - start} px: {type(error).__name__}: {error}; the chunk is damaged"
                 ) from error
             band = band.transpose(self._to_yxc)
@@ -87,7 +88,9 @@ class ZarrReader:
             start = stop
 
     def close(self) -> None:
-        self._arrays = ()
+        if self._arrays:
+            self._arrays = ()
+            self._store.close()
 
     def _box(self, x: slice, y: slice) -> tuple[slice, ...]:
         """A box of px of a level, the first of its other axes but the channels, one slice per axis."""
@@ -107,20 +110,16 @@ class ZarrReader:
         about, metadata = self._image.arrays[level], self._arrays[level].metadata
         ranges = [range(s.start // n, -(-s.stop // n)) for s, n in zip(box, about.chunks, strict=True)]
         most_bytes = 2 * math.prod(about.chunks) + 65536
+        asked = [chunk for chunk in itertools.product(*ranges) if (level, chunk) not in self._empty]
+        keys = [key_of(about.path, metadata.encode_chunk_key(chunk)) for chunk in asked]
         absent: list[tuple[int, ...]] = []
-        for chunk in itertools.product(*ranges):
-            if (level, chunk) in self._empty:
-                continue
-            file = self._path / about.path / metadata.encode_chunk_key(chunk)
-            try:
-                status = file.stat()
-            except (FileNotFoundError, NotADirectoryError):
+        for chunk, key, size in zip(asked, keys, self._store.sizes(keys), strict=True):
+            if size is None:
                 absent.append(chunk)
-                continue
-            if not stat.S_ISREG(status.st_mode) or status.st_size > most_bytes:
-                what = f"has {status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "is no file"
+            elif size == NO_FILE or size > most_bytes:
+                what = "is no file" if size == NO_FILE else f"has {size} bytes"
                 raise TileReadError(
-                    f"{self._path}: level {level}, {file} {what}; a chunk {about.chunks} is a file of {most_bytes} "
+                    f"{self._store}: level {level}, {key} {what}; a chunk {about.chunks} is a file of {most_bytes} "
                     "bytes at most"
                 )
         return absent
@@ -156,18 +155,48 @@ def open_zarr(path: Path, *, mpp: float | None) -> PyramidSlide:
     """Open a Zarr store as a slide.
 
     Raises:
-        NotThisFormat: not a folder with Zarr metadata at its root.
-        SlideError: no image in the store, codecs that are not run, pixels that are not 8-bit RGB or grey, or no usable
-            mpp.
+        NotThisFormat: not a folder with Zarr metadata at its root, nor a file with a URL.
+        SlideError: no image in the store, codecs that are not run, pixels that are not 8-bit RGB or grey, no usable
+            mpp, or a server that has no such slide.
     """
-    image = read_image(path)
-    store = zarr.storage.LocalStore(path, read_only=True)
+    store = open_store(path)
     try:
-        arrays = [zarr.open_array(store, path=a.path, zarr_format=a.zarr_format, mode="r") for a in image.arrays]
-    except Exception as error:  # what the library itself finds wrong with metadata
-        raise SlideError(f"{path}: the Zarr metadata cannot be used ({type(error).__name__}: {error})") from error
-    x, y = image.axes.index("x"), image.axes.index("y")
-    sizes = [(array.shape[x], array.shape[y]) for array in image.arrays]
-    return PyramidSlide(
-        path, ZarrReader(path, image, arrays), levels_from_sizes(sizes, level0_mpp(path, *image.mpp, mpp))
-    )
+        image = _image(path, store)
+        try:
+            arrays = [
+                zarr.open_array(store.files, path=a.path, zarr_format=a.zarr_format, mode="r") for a in image.arrays
+            ]
+        except SlideError:
+            raise
+        except Exception as error:  # what the library itself finds wrong with metadata
+            raise SlideError(f"{store}: the Zarr metadata cannot be used ({type(error).__name__}: {error})") from error
+        x, y = image.axes.index("x"), image.axes.index("y")
+        sizes = [(array.shape[x], array.shape[y]) for array in image.arrays]
+        levels = levels_from_sizes(sizes, level0_mpp(path, *image.mpp, mpp))
+        return PyramidSlide(path, ZarrReader(store, image, arrays), levels)
+    except BaseException:
+        store.close()
+        raise
+
+
+def remote_metadata(path: Path) -> bytes:
+    """Return what the server says of the slide whose URL is in ``path``: levels, chunks, axes, um/px.
+
+    Raises:
+        SlideError: it says nothing that can be used.
+    """
+    store = open_store(path)
+    try:
+        return repr(_image(path, store)).encode()
+    finally:
+        store.close()
+
+
+def _image(path: Path, store: ZarrStore) -> ZarrImage:
+    """What the store holds; of a URL there is no other backend to ask."""
+    try:
+        return read_image(store)
+    except NotThisFormat as fault:
+        if path.is_dir():
+            raise
+        raise SlideError(f"{fault} (the server says 404 or 403); check the URL") from fault

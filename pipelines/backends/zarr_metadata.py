@@ -11,9 +11,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
+from pipelines.backends.zarr_store import NO_FILE, ZarrStore, holds, key_of
 from pipelines.slides.slide import SlideError
 
 V2_COMPRESSORS: Final = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
@@ -39,12 +39,13 @@ class ZarrArray:
     fill: int | None
 
 
-def read_json(root: Path, path: str, name: str) -> dict[str, Any]:
+def read_json(root: ZarrStore, path: str, name: str) -> dict[str, Any]:
     """Return a JSON object of the store, which is read only where it can be metadata."""
-    file = root / path / name
-    if file.is_file() and file.stat().st_size > _JSON_BYTES:
-        raise SlideError(f"{root}: {path}/{name} has {file.stat().st_size} bytes; metadata have {_JSON_BYTES} at most")
-    document = json.loads(file.read_bytes()) if file.is_file() else None
+    key = key_of(path, name)
+    size = root.sizes([key])[0]
+    if size is not None and size > _JSON_BYTES:
+        raise SlideError(f"{root}: {path}/{name} has {size} bytes; metadata have {_JSON_BYTES} at most")
+    document = json.loads(root.read(key)) if size is not None and size != NO_FILE else None
     if not isinstance(document, dict):
         what = "is absent" if document is None else f"holds a {type(document).__name__}, not an object"
         raise SlideError(
@@ -53,11 +54,11 @@ def read_json(root: Path, path: str, name: str) -> dict[str, Any]:
     return document
 
 
-def read_array(root: Path, path: str) -> ZarrArray:
+def read_array(root: ZarrStore, path: str) -> ZarrArray:
     """Return the array at ``path``, its codecs allowed and its chunks of a size that can be meant."""
     if path.startswith("/") or ".." in path.split("/"):
         raise SlideError(f"{root}: array {path!r} lies outside the store")
-    if (root / path / "zarr.json").is_file():
+    if holds(root, key_of(path, "zarr.json"))[0]:
         about, zarr_format = read_json(root, path, "zarr.json"), 3
         _allow(root, path, "codec", [_name(codec) for codec in about["codecs"]], V3_CODECS)
         grid, keys = about["chunk_grid"], about["chunk_key_encoding"]
@@ -99,7 +100,7 @@ def _name(extension: Any) -> str:
     return extension if isinstance(extension, str) else str(extension["name"])
 
 
-def _allow(root: Path, path: str, kind: str, names: Sequence[object], allowed: frozenset[str]) -> None:
+def _allow(root: ZarrStore, path: str, kind: str, names: Sequence[object], allowed: frozenset[str]) -> None:
     for name in names:
         if name not in allowed:
             raise SlideError(

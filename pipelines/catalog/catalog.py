@@ -18,6 +18,7 @@ from pathlib import Path
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import Slide, SlideError
+from pipelines.slides.slide_url import URL_ENDING, is_url_name
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,9 @@ class SlideSpec:
     """How to open one slide. Small and picklable: it travels to worker processes, an open slide does not.
 
     Attributes:
-        slide_id: file stem (``x`` for ``x.svs``, ``x.ome.tif`` and ``x.ome.zarr``); unique in a catalog.
-        path: file, or folder of a Zarr slide.
+        slide_id: file stem (``x`` for ``x.svs``, ``x.ome.tif``, ``x.ome.zarr`` and ``x.ome.zarr.url``); unique in a
+            catalog.
+        path: file, folder of a Zarr slide, or file with the URL of one.
         mpp: um/px of level 0, in place of what the file says; None: what the file says.
         backend: auto, tiled, openslide, zarr or image.
         state: what the file was when it was indexed; None where nobody cares.
@@ -119,9 +121,11 @@ def printable(text: str) -> str:
 def slide_stem(name: str) -> str:
     """Return the slide id that a file name stands for: the name without its slide suffix and without ``.ome``.
 
-    >>> slide_stem("case.7.ome.tif"), slide_stem("case.7.svs"), slide_stem("case.7")
+    >>> slide_stem("case.7.ome.tif"), slide_stem("case.7.ome.zarr.url"), slide_stem("case.7")
     ('case.7', 'case.7', 'case.7')
     """
+    if is_url_name(name):
+        name = name[: -len(".url")]
     stem, suffix = os.path.splitext(name)
     if suffix.lower() not in FILE_SUFFIXES and suffix.lower() != FOLDER_SUFFIX:
         return name
@@ -201,10 +205,11 @@ def find_slides(
             "rename one of each, or move the copies out of the folder"
         )
     if not paths:
+        skipped = ", ".join(sorted(SKIPPED_FOLDERS))
         raise ValueError(
             f"--slides {root} holds no slide: looked, sub-folders included, for {' '.join(sorted(FILE_SUFFIXES))} "
-            f"files and {FOLDER_SUFFIX} folders; folders named {', '.join(sorted(SKIPPED_FOLDERS))} and files ending "
-            "in _mask are taken for annotations. Give the folder that holds the slides"
+            f"files, {FOLDER_SUFFIX} folders and *{URL_ENDING} files; folders named {skipped} and files ending in "
+            "_mask are taken for annotations. Give the folder that holds the slides"
         )
     names = SlideNames(paths)
     overrides = {names.match(name): value for name, value in named.items()}
@@ -261,8 +266,8 @@ def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_slide_name(name: str) -> bool:
-    stem, suffix = os.path.splitext(name)
-    return suffix.lower() in FILE_SUFFIXES and not name.startswith(".") and not is_mask_name(stem)
+    is_slide = os.path.splitext(name)[1].lower() in FILE_SUFFIXES or is_url_name(name)
+    return is_slide and not name.startswith(".") and not is_mask_name(slide_stem(name))
 
 
 def _is_zarr(name: str) -> bool:

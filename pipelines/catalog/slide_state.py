@@ -1,8 +1,9 @@
 """Whether a slide is still the one that was indexed: size, time of change, and a digest of a bounded part of its bytes.
 
-Takes a path: a file, the folder of a Zarr slide, or an MRXS file with its folder; gives a ``SlideState``, and later
-says whether the path still has it. The digest is of the header, the end, and blocks spread over the pixels: a slide
-replaced by another is told from one that was touched or copied. What changes between the blocks alone is not seen.
+Takes a path: a file, the folder of a Zarr slide, a file with its URL, or an MRXS file with its folder; gives a
+``SlideState``, and later says whether the path still has it. The digest is of the header, the end, and blocks spread
+over the pixels: a slide replaced by another is told from one that was touched or copied. What changes between the
+blocks alone is not seen. Of a slide on a server the metadata count alone, which each process asks for once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Self
+
+from pipelines.slides.slide import SlideError
+from pipelines.slides.slide_url import is_url_name
 
 END_BYTES, BLOCK_BYTES, BLOCKS = 64 << 10, 4 << 10, 16
 """Read of a file: both ends, and blocks evenly between them; less than 200 KB."""
@@ -57,16 +61,23 @@ class SlideState:
         return cls(*size_and_time, _digest_then(path, *size_and_time))
 
     def is_of(self, path: Path, *, thorough: bool = False) -> bool:
-        """Return whether ``path`` is still this: by size and time; by digest if the time differs or if ``thorough``."""
+        """Return whether ``path`` is still this: by size and time; by digest if the time differs or if ``thorough``.
+
+        The digest counts for slides on a server, too; one that cannot be asked for is not known to be another, and
+        says so when it is opened.
+        """
         try:
             file_bytes, modified_ns = _size_and_time(path)
             if file_bytes != self.file_bytes:
                 return False
             if thorough:
                 return digest(path) == self.digest
-            return modified_ns == self.modified_ns or _digest_then(path, file_bytes, modified_ns) == self.digest
+            same_time = modified_ns == self.modified_ns and not is_url_name(path.name)
+            return same_time or _digest_then(path, file_bytes, modified_ns) == self.digest
         except OSError:
             return False
+        except SlideError:
+            return True
 
 
 def digest(path: Path) -> str:
@@ -74,6 +85,7 @@ def digest(path: Path) -> str:
 
     Raises:
         OSError: it cannot be read.
+        SlideError: the server that has it cannot be asked.
     """
     hasher = hashlib.blake2b(digest_size=16)
     files = list(islice(_files(path), MOST_FILES))
@@ -83,6 +95,10 @@ def digest(path: Path) -> str:
     for file in read:
         for block in _blocks(file):
             hasher.update(block)
+    if is_url_name(path.name):
+        from pipelines.backends.zarr import remote_metadata  # here, so that no slide library is loaded for files
+
+        hasher.update(remote_metadata(path))
     return hasher.hexdigest()
 
 

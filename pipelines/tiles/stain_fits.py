@@ -150,7 +150,7 @@ def fit_slides(
     known = StainFits.load(path) if path.exists() else StainFits(method, tissue_mpp)
     if (known.method, known.tissue_mpp) != (method, tissue_mpp):
         known = StainFits(method, tissue_mpp)
-    now = {spec.slide_id: spec.state.digest if spec.state else SlideState.of(spec.path).digest for spec in specs}
+    now = {spec.slide_id: _digest(spec) for spec in specs}
     todo = [spec for spec in specs if known.digests.get(spec.slide_id) != now[spec.slide_id]]
     if not todo:
         return known
@@ -172,6 +172,14 @@ def fit_slides(
     if without:
         progress(f"{without} of {len(todo)} slides keep their colours, as {failed.path} says")
     return done
+
+
+def _digest(spec: SlideSpec) -> str:
+    """What tells a slide from another; nothing where a server cannot be asked: its fit is tried, and says why."""
+    try:
+        return spec.state.digest if spec.state else SlideState.of(spec.path).digest
+    except SlideError:
+        return ""
 
 
 def stain_of(spec: SlideSpec, method: Method, tissue_mpp: float, threads: int) -> StainFit | str:
