@@ -72,11 +72,13 @@ class PixelGrid:
 
     def centres_x(self) -> NDArray[np.float64]:
         """float64 (width,), level-0 px."""
-        return self.l0_x + (np.arange(self.first_x, self.first_x + self.width) + 0.5) * self.l0_step_x
+        return self.l0_x + (np.arange(self.first_x, self.first_x + self.width, dtype=np.float64) + 0.5) * self.l0_step_x
 
     def centres_y(self) -> NDArray[np.float64]:
         """float64 (height,), level-0 px."""
-        return self.l0_y + (np.arange(self.first_y, self.first_y + self.height) + 0.5) * self.l0_step_y
+        return (
+            self.l0_y + (np.arange(self.first_y, self.first_y + self.height, dtype=np.float64) + 0.5) * self.l0_step_y
+        )
 
 
 def paint(

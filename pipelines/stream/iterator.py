@@ -81,20 +81,34 @@ class TileIterator:
     def follow(self, batch: Batch, rows: Rows) -> bool:
         """Make the targets of ``batch`` those of the tiles whose pixels were read, on whatever rank.
 
+        Of parts of tiles the pixels follow, too: a tile may be damaged in one rank's part alone. Where what follows
+        cannot be read here either it is replaced in its turn, as ``batch.rows`` then says; the ranks that share the
+        tile go on to exchange rows, and to follow one that is not what was asked before, until all have the same.
+
         Args:
             rows: int64 (n,), rows of the table that were read for ``batch.samples``.
 
         Returns:
-            whether any target had to be filled again, because its tile was replaced.
+            whether anything had to be filled again, because its tile was replaced.
 
         Raises:
-            SlideError, OSError: the target of a row cannot be read.
+            SlideError, OSError: what is to be read of a row cannot be.
         """
-        late = np.flatnonzero(batch.has_target & (batch.rows != rows)).tolist()
+        shared = batch.has_image & (batch.parts is not None)
+        late = np.flatnonzero((batch.has_target | shared) & (batch.rows != rows)).tolist()
         batch.rows[...] = rows
         for position in late:
             sample, row = int(batch.samples[position]), int(rows[position])
-            batch.rows[position] = self._reader.fill_target(sample, row, batch.target(position))
+            target = batch.target(position) if batch.has_target[position] else None
+            if not shared[position]:
+                assert target is not None
+                batch.rows[position] = self._reader.fill_target(sample, row, target)
+            elif row >= 0:
+                batch.rows[position] = self._reader.fill(sample, row, batch.image(position), target)
+            else:  # another rank has left it out, and has it blank
+                batch.image(position)[...] = 0
+                if target is not None:
+                    target[...] = 0
         return bool(late)
 
     def get_state(self) -> dict[str, Any]:
