@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pipelines.slides.tile_box import TileBox
 from pipelines.stream.batch import Batch
 from pipelines.stream.device_pixels import PixelMaker
-from pipelines.stream.tile_bytes import MadePart, TileBytes
 from pipelines.stream.target import shaped
 from pipelines.stream.tile_boxes import BoxMaker, MaskBoxes, TileBoxes
+from pipelines.stream.tile_bytes import MadePart, TileBytes
 from pipelines.stream.tile_parts import TileParts
 
 Maker = PixelMaker | BoxMaker

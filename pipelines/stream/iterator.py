@@ -81,9 +81,9 @@ class TileIterator:
     def follow(self, batch: Batch, rows: Rows) -> bool:
         """Make the targets of ``batch`` those of the tiles whose pixels were read, on whatever rank.
 
-        Of parts of tiles the pixels follow, too: a tile may be damaged in one rank's part alone. Where what follows
-        cannot be read here either it is replaced in its turn, as ``batch.rows`` then says; the ranks that share the
-        tile go on to exchange rows, and to follow one that is not what was asked before, until all have the same.
+        Of parts of tiles the pixels follow, too: a tile may be damaged in one rank's part alone. What cannot be read
+        here either is replaced in its turn, as ``batch.rows`` then says: the ranks that share tiles exchange rows and
+        follow ``rows_to_follow`` until they have the same.
 
         Args:
             rows: int64 (n,), rows of the table that were read for ``batch.samples``.
@@ -161,3 +161,16 @@ class TileIterator:
     def _halt(self) -> None:
         self._stop()
         self._readahead = None
+
+
+def rows_to_follow(read: Rows, asked: Rows) -> Rows:
+    """Return which rows the ranks that share tiles ``follow`` next, int64 (n,): of each tile that all have read what
+    they have, otherwise one that a rank has read in place of what was asked.
+
+    Args:
+        read: int64 (ranks, n), ``Batch.rows`` of each.
+        asked: int64 (n,), what they were to read: ``Batch.wanted``, then what this returned the last time.
+    """
+    replacement = np.where(read != asked, read, np.iinfo(np.int64).max).min(axis=0)
+    rows: Rows = np.where((read == read[0]).all(axis=0), read[0], replacement)
+    return rows
