@@ -38,8 +38,8 @@ class ConvertCommand:
     """Turn annotation files into another format."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """What is read: .geojson or .json, .xml of ASAP or ImageScope, or a mask, .tif, .tiff, .png or .dcm (DICOM SEG); or a
-    folder of such files, sub-folders included."""
+    """What is read: .geojson or .json, .xml of ASAP or ImageScope, or a mask, .tif, .tiff, .png or .dcm (DICOM
+    SEG); or a folder of such files, sub-folders included."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """What is made, by its suffix; must not exist. The ids of a mask are written to classes.txt in its folder. Of a
     folder: a folder; what is in it already stays as it is."""

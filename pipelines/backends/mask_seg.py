@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipelines.backends.dicom_elements import ITEM, UNDEFINED, elements
 from pipelines.backends.mask_tiff import PIECE_BYTES, byte_values, nearest
-from pipelines.backends.segmentation import Segmentation, placement_of, read_segmentation
+from pipelines.backends.segmentation import Segmentation, read_segmentation
 from pipelines.slides.slide import SlideError, TileReadError
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class SegMask:
         offset, size = self._fragments[frame].tolist()
         name, decode = DECODERS[self.header.syntax]
         try:
-            pixels = decode(os.pread(self._fd, size, offset), self._dtype).reshape(
+            pixels: NDArray[np.integer] = decode(os.pread(self._fd, size, offset), self._dtype).reshape(
                 self.header.rows, self.header.columns
             )
         except Exception as fault:  # imagecodecs raises its own classes for each codec

@@ -11,7 +11,6 @@ import os
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
 
@@ -19,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.dicom_elements import (
-    OTHERWISE_WRITTEN,
     PREAMBLE_BYTES,
     UNDEFINED,
     Item,
@@ -29,10 +27,16 @@ from pipelines.backends.dicom_elements import (
     keep,
     sop_class,
 )
+from pipelines.backends.segmentation_head import (
+    SEGMENTATIONS,
+    WANTED,
+    Placement,
+    Tag,
+    decimals,
+    head_placement,
+    is_otherwise_written,
+)
 from pipelines.slides.slide import SlideError
-
-SEGMENTATIONS: Final = frozenset(("1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"))
-"""SOP classes: Segmentation Storage, Label Map Segmentation Storage."""
 
 FRAMES = 4 << 20
 """Most frames of a file; more, of a damaged one, would fill the memory with their places."""
@@ -41,49 +45,6 @@ MOST_SEGMENTS = 255
 """Largest number of a segment: masks are bytes."""
 
 
-class Tag(IntEnum):
-    """The elements that are looked at."""
-
-    SOP_CLASS = 0x00020002
-    SYNTAX = 0x00020010
-    CHARACTERS = 0x00080005
-    SOURCE_SERIES = 0x00081115
-    SERIES = 0x0020000E
-    FRAME_OF_REFERENCE = 0x00200052
-    PARTS = 0x00209163
-    ORGANIZATION = 0x00209311
-    FRAMES = 0x00280008
-    ROWS = 0x00280010
-    COLUMNS = 0x00280011
-    SPACING = 0x00280030
-    BITS = 0x00280100
-    PADDING = 0x00280120
-    MEASURES = 0x00289110
-    X_OFFSET = 0x0040072A
-    Y_OFFSET = 0x0040073A
-    MATRIX_COLUMNS = 0x00480006
-    MATRIX_ROWS = 0x00480007
-    ORIGIN = 0x00480008
-    ORIENTATION = 0x00480102
-    POSITION = 0x0048021A
-    FRAME_COLUMN = 0x0048021E
-    FRAME_ROW = 0x0048021F
-    FOCAL_PLANES = 0x00480303
-    KIND = 0x00620001
-    SEGMENTS = 0x00620002
-    NUMBER = 0x00620004
-    LABEL = 0x00620005
-    IDENTIFICATION = 0x0062000A
-    FRAME_SEGMENT = 0x0062000B
-    SHARED = 0x52009229
-    FRAME_POSITIONS = 0x52009230
-    PIXELS = 0x7FE00010
-
-
-_SEQUENCES: Final = frozenset(
-    map(int, (Tag.SOURCE_SERIES, Tag.MEASURES, Tag.ORIGIN, Tag.POSITION, Tag.SEGMENTS, Tag.IDENTIFICATION, Tag.SHARED))
-)
-_WANTED: Final = Wanted(frozenset(map(int, Tag)) - _SEQUENCES, _SEQUENCES)
 _OF_FRAMES: Final = Wanted(
     frozenset(map(int, (Tag.FRAME_COLUMN, Tag.FRAME_ROW, Tag.FRAME_SEGMENT))),
     frozenset(map(int, (Tag.POSITION, Tag.IDENTIFICATION))),
@@ -95,21 +56,6 @@ _CHARACTERS: Final = {"ISO_IR 192": "utf-8", "ISO_IR 100": "latin-1", "ISO_IR 10
     "GBK": "gbk",
 }
 """Python's name by SpecificCharacterSet (PS3.3 section C.12.1.1.2), for labels that are not ASCII."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a matrix of pixels lies in the coordinates of the glass; None where the file does not say.
-
-    Attributes:
-        frame_of_reference: UID of the coordinates.
-        origin_mm: x, y of its first pixel.
-        orientation: direction of its rows, then of its columns, three cosines each.
-    """
-
-    frame_of_reference: str | None
-    origin_mm: tuple[float, float] | None
-    orientation: tuple[float, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,43 +93,6 @@ class Segmentation:
     pixels_bytes: int
 
 
-def is_segmentation(path: Path) -> bool:
-    """Return whether a file is a DICOM Segmentation; what cannot be read is none."""
-    try:
-        with path.open("rb") as file:
-            return sop_class(file) in SEGMENTATIONS
-    except OSError:
-        return False
-
-
-def source_series(path: Path) -> frozenset[str]:
-    """Return the UIDs of the series that a segmentation names as what it was made of; none of a damaged file."""
-    try:
-        return frozenset(source.text(Tag.SERIES) for source in _head(path).sequences.get(Tag.SOURCE_SERIES, []))
-    except (OSError, EOFError, ValueError):
-        return frozenset()
-
-
-def series_of(path: Path) -> str:
-    """Return the UID of the series that a DICOM file is of; empty where there is none, or the file is damaged."""
-    try:
-        return _head(path).text(Tag.SERIES)
-    except (OSError, EOFError, ValueError):
-        return ""
-
-
-def placement_of(path: Path) -> Placement:
-    """Return where the matrix of a DICOM file, slide or segmentation, lies.
-
-    Raises:
-        SlideError: the file is damaged.
-    """
-    try:
-        return _placement(_head(path))
-    except (EOFError, ValueError) as fault:
-        raise SlideError(f"{path} is damaged: {fault or 'it is cut short'}. Copy it again") from fault
-
-
 def read_segmentation(path: Path) -> Segmentation:
     """Return what the file says of itself.
 
@@ -202,37 +111,6 @@ def read_segmentation(path: Path) -> Segmentation:
         raise SlideError(f"mask {path} cannot be read: {fault.strerror or fault}") from fault
     except ValueError as fault:
         raise SlideError(f"mask {path} is damaged: {fault}. Export it again") from fault
-
-
-def _head(path: Path) -> Item:
-    """What is said before the frames."""
-    head = Item()
-    with path.open("rb") as file:
-        file.seek(PREAMBLE_BYTES)
-        for tag, length in elements(file, 0):
-            if tag in (Tag.FRAME_POSITIONS, Tag.PIXELS) or _is_otherwise_written(head, tag):
-                break
-            keep(head, tag, length, _WANTED, file, 0)
-    return head
-
-
-def _is_otherwise_written(head: Item, tag: int) -> bool:
-    return tag >> 16 > 2 and head.text(Tag.SYNTAX) in OTHERWISE_WRITTEN
-
-
-def _placement(head: Item) -> Placement:
-    origin = head.first(Tag.ORIGIN)
-    x, y = _decimals(origin, Tag.X_OFFSET), _decimals(origin, Tag.Y_OFFSET)
-    return Placement(
-        head.text(Tag.FRAME_OF_REFERENCE) or None,
-        (x[0], y[0]) if x and y else None,
-        _decimals(head, Tag.ORIENTATION) or None,
-    )
-
-
-def _decimals(item: Item, tag: int) -> tuple[float, ...]:
-    text = item.text(tag)
-    return tuple(map(float, text.split("\\"))) if text else ()
 
 
 class _Reader:
@@ -259,20 +137,21 @@ class _Reader:
             x, y, segment = self._listed(kind, sorted(labels), frames)
         if pixels[1] != UNDEFINED and pixels[1] * 8 < frames * rows * columns * bits:
             raise EOFError
-        spacing = _decimals(head.first(Tag.SHARED).first(Tag.MEASURES), Tag.SPACING)
+        spacing = decimals(head.first(Tag.SHARED).first(Tag.MEASURES), Tag.SPACING)
         if spacing and (len(spacing) != 2 or not all(np.isfinite(mm) and mm > 0 for mm in spacing)):
             raise ValueError(f"PixelSpacing must be two lengths in mm; it is {spacing}")
         mpp = (spacing[1] * 1000, spacing[0] * 1000) if spacing else None  # down first, then across
         syntax = head.text(Tag.SYNTAX)
         return Segmentation(
-            *(kind, syntax, labels, width, height, columns, rows, bits, x, y, segment, mpp, _placement(head)), *pixels
+            *(kind, syntax, labels, width, height, columns, rows, bits, x, y, segment, mpp, head_placement(head)),
+            *pixels,
         )
 
     def _read_elements(self) -> tuple[int, int]:
         """Fill ``_head`` and ``_places``; return where the pixels lie and how many bytes they are."""
         file, head = self._file, self._head
         for tag, length in elements(file, 0):
-            if _is_otherwise_written(head, tag):
+            if is_otherwise_written(head, tag):
                 self._refuse(
                     f"is of transfer syntax {head.text(Tag.SYNTAX)}, implicit, deflated or big endian",
                     "write it as Explicit VR Little Endian (1.2.840.10008.1.2.1)",
@@ -288,7 +167,7 @@ class _Reader:
                     self._places.extend((_signed(place, Tag.FRAME_COLUMN), _signed(place, Tag.FRAME_ROW)))
                     self._places.append(segment.number(Tag.FRAME_SEGMENT, 0))
             else:
-                keep(head, tag, length, _WANTED, file, 0)
+                keep(head, tag, length, WANTED, file, 0)
         raise EOFError
 
     def _check(self, kind: str, bits: int, sizes: tuple[int, ...]) -> None:
@@ -334,7 +213,7 @@ class _Reader:
                     "write it in UTF-8 (ISO_IR 192)",
                 )
         padding = self._head.number(Tag.PADDING, -1)
-        if kind == "LABELMAP" and padding > 0 or 0 in labels and padding != 0:
+        if (kind == "LABELMAP" and padding > 0) or (0 in labels and padding != 0):
             self._refuse(
                 f"has {f'the background {padding}' if padding > 0 else 'a segment 0'}; the background must be 0",
                 "number the segments from 1",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.backends.dicom_elements import sop_class
-from pipelines.backends.segmentation import SEGMENTATIONS
+from pipelines.backends.segmentation_head import SEGMENTATIONS
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import Slide, SlideError
@@ -173,8 +173,8 @@ def find_slides(
     Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, files that end in ``_mask`` or ``-mask``, DICOM
     Segmentations, the data folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and
     one series are one slide: its file is the largest of them (the finest level; OpenSlide finds the others), its id the
-    folder's name, or that file's stem where the folder holds several series. A folder that cannot be listed stands for the slides in it, under
-    its name and a slash: it fails when it is opened.
+    folder's name, or that file's stem where the folder holds several series. A folder that cannot be listed stands for
+    the slides in it, under its name and a slash: it fails when it is opened.
 
     Args:
         root: folder.
@@ -305,7 +305,7 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _series_uid(head: bytes) -> bytes | None:
-    """SeriesInstanceUID (0020,000E) in the head of a little-endian DICOM file, explicit or implicit (DICOM PS3.5, section 7.1)."""
+    """SeriesInstanceUID (0020,000E) in the head of a little-endian DICOM file (DICOM PS3.5, section 7.1)."""
     at = head.find(b"\x20\x00\x0e\x00")
     if head[128:132] != b"DICM" or at < 0:
         return None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.backends.segmentation import is_segmentation, series_of, source_series
+from pipelines.backends.segmentation_head import is_segmentation, series_of, source_series
 from pipelines.catalog.catalog import MASK_ENDINGS, SlideNames, SlideSpec, slide_stem
 from pipelines.catalog.table import listed
 
@@ -60,8 +60,10 @@ def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
     if not files.path:
         raise ValueError(
             f"--annotations {folder} holds nothing for the slides: looked, sub-folders included, for <slide>.geojson, "
-            f"<slide>.xml, <slide>.json, <slide>.tif, <slide>.png and DICOM SEG <slide>.dcm, for example {specs[0].slide_id}.geojson. "
+            f"<slide>.xml, <slide>.json, <slide>.tif, <slide>.png and DICOM SEG <slide>.dcm, "
+            f"for example {specs[0].slide_id}.geojson. "
             + (f"Found annotations for {listed([f.stem for f in files.unknown])}. " if files.unknown else "")
+            + ("Other .dcm files are no segmentations (SEG): not read. " if _other_dicom(folder) else "")
             + "Name the files after the slides"
         )
     return files
@@ -158,6 +160,10 @@ def _files_in(folder: Path) -> list[Path]:
         return [f for f in folder.iterdir() if _is_annotation(f)]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _other_dicom(folder: Path) -> bool:
+    return any(not is_segmentation(file) for file in folder.rglob("*.dcm"))
 
 
 def _is_annotation(file: Path) -> bool:

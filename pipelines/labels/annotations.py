@@ -27,7 +27,7 @@ from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin, printable_name
 from pipelines.labels.mask_placement import mask_pixels
 from pipelines.labels.rasterize import PixelGrid, paint
-from pipelines.slides.geometry import Bounds, Region
+from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide, SlideError
 
 logger = logging.getLogger(__name__)

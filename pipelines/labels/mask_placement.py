@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipelines.backends.dicom_elements import is_dicom
 from pipelines.backends.mask import Mask
 from pipelines.backends.mask_seg import SegMask
-from pipelines.backends.segmentation import Placement, placement_of
+from pipelines.backends.segmentation_head import Placement, placement_of
 from pipelines.labels.rasterize import PixelGrid
 from pipelines.slides.geometry import NATIVE_TOLERANCE, Bounds
 from pipelines.slides.slide import Slide, SlideError

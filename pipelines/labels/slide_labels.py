@@ -89,8 +89,8 @@ def find_labels(
     raise ValueError(
         f"the slides of {root} have no labels. Give them in one of four ways:\n"
         "  1. --labels FILE.csv with a line per slide and columns slide,label (patient and mpp are read too)\n"
-        "  2. --annotations DIR with <slide>.geojson from QuPath, <slide>.xml from ASAP or ImageScope, masks <slide>.tif "
-        "or <slide>.png, or DICOM SEG <slide>.dcm\n"
+        "  2. --annotations DIR with <slide>.geojson from QuPath, <slide>.xml from ASAP or ImageScope, masks "
+        "<slide>.tif or <slide>.png, or DICOM SEG <slide>.dcm\n"
         f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson or .xml, <slide>_mask.tif or .png, "
         "or folders annotations/ or masks/\n"
         f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one"
