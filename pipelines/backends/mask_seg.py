@@ -129,7 +129,8 @@ class SegMask:
         if len(data) * 8 < skipped + bits:
             raise TileReadError(f"mask {self.path} is cut short: frame {frame + 1} is not in it. Copy it again")
         if header.bits > 1:
-            return np.frombuffer(data, self._dtype).reshape(last - first, header.columns)
+            numbers: NDArray[np.integer] = np.frombuffer(data, self._dtype)
+            return numbers.reshape(last - first, header.columns)
         packed = np.frombuffer(data, np.uint8)
         drawn = np.unpackbits(packed, bitorder="little")[skipped : skipped + bits].reshape(last - first, header.columns)
         drawn *= np.uint8(header.segment[frame])
@@ -140,14 +141,13 @@ class SegMask:
         offset, size = self._fragments[frame].tolist()
         name, decode = DECODERS[self.header.syntax]
         try:
-            pixels: NDArray[np.integer] = decode(os.pread(self._fd, size, offset), self._dtype).reshape(
-                self.header.rows, self.header.columns
-            )
+            decoded: NDArray[np.integer] = decode(os.pread(self._fd, size, offset), self._dtype)
+            frame_pixels: NDArray[np.integer] = decoded.reshape(self.header.rows, self.header.columns)
         except Exception as fault:  # imagecodecs raises its own classes for each codec
             raise TileReadError(
                 f"mask {self.path} is damaged: frame {frame + 1} cannot be decoded as {name}: {fault}"
             ) from fault
-        return pixels
+        return frame_pixels
 
     def _frame_fragments(self) -> NDArray[np.int64]:
         """Place and bytes of each compressed frame, int64 (frames, 2) (DICOM PS3.5 section A.4)."""

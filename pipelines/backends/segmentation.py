@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.dicom_elements import (
+    OTHERWISE_WRITTEN,
     PREAMBLE_BYTES,
     UNDEFINED,
     Item,
@@ -123,8 +124,16 @@ class _Reader:
         """Column, row and segment of each frame, where the file lists them."""
 
     def read(self) -> Segmentation:
-        pixels = self._read_elements()
         head = self._head
+        try:
+            pixels = self._read_elements()
+        except (EOFError, ValueError):  # elements of another layout look like anything
+            if (syntax := head.text(Tag.SYNTAX)) in OTHERWISE_WRITTEN:
+                self._refuse(
+                    f"is of transfer syntax {syntax}, implicit, deflated or big endian",
+                    "write it as Explicit VR Little Endian (1.2.840.10008.1.2.1)",
+                )
+            raise
         kind, bits = head.text(Tag.KIND), head.number(Tag.BITS, 1)
         width, height = head.number(Tag.MATRIX_COLUMNS, 0), head.number(Tag.MATRIX_ROWS, 0)
         columns, rows = head.number(Tag.COLUMNS, 0), head.number(Tag.ROWS, 0)
@@ -152,10 +161,7 @@ class _Reader:
         file, head = self._file, self._head
         for tag, length in elements(file, 0):
             if is_otherwise_written(head, tag):
-                self._refuse(
-                    f"is of transfer syntax {head.text(Tag.SYNTAX)}, implicit, deflated or big endian",
-                    "write it as Explicit VR Little Endian (1.2.840.10008.1.2.1)",
-                )
+                raise ValueError("no explicit little endian")
             if tag == Tag.PIXELS:
                 start = file.tell()
                 if length != UNDEFINED and start + length > self._size_bytes:

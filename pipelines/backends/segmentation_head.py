@@ -1,4 +1,4 @@
-"""What a DICOM file says of itself before its frames: what it is, of which series, and where its pixels lie on the glass.
+"""What a DICOM file says before its frames: what it is, of which series, and where its pixels lie on the glass.
 
 Takes a file, slide or segmentation; gives single facts of it, and the tags that are looked at (DICOM PS3.6).
 """
