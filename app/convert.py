@@ -72,7 +72,8 @@ class ConvertCommand:
             ]
         else:
             pairs = (("IN", self.source), ("OUT", self.target))
-            made = " and ".join(str(path) for _, path in pairs if path.suffix.lower() in RASTER_SUFFIXES)
+            rasters = {"IN": RASTER_SUFFIXES, "OUT": MASK_SUFFIXES}
+            made = " and ".join(str(path) for name, path in pairs if path.suffix.lower() in rasters[name])
             rules = [
                 *(
                     (path.suffix.lower() in known[name], f"{name} must end in {', '.join(known[name])}; got {path}")

@@ -99,9 +99,16 @@ class SegMask:
                 taken = np.zeros((last - first, width), bool)
                 for frame in stack:
                     pixels = self._rows(int(frame), first, last)[:, :width]
-                    values.update(np.unique(pixels).tolist())
-                    overlapping += int(np.count_nonzero(taken & (pixels != 0)))
-                    taken |= pixels != 0
+                    if not pixels.any():
+                        continue
+                    if header.bits > 1:
+                        values.update(np.flatnonzero(np.bincount(pixels.ravel())).tolist())
+                    else:
+                        values.add(int(header.segment[frame]))
+                    if len(stack) > 1:
+                        is_drawn = pixels.astype(bool)
+                        overlapping += int(np.count_nonzero(taken & is_drawn))
+                        taken |= is_drawn
         if unknown := sorted(values - {0} - set(self.names)):
             raise SlideError(
                 f"mask {self.path} has pixels of segment {unknown[0]}; its segments are {sorted(self.names)}. "
