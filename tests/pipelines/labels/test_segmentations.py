@@ -9,6 +9,7 @@ import numpy as np
 import pydicom
 import pytest
 import tifffile
+from PIL import Image
 from pydicom.dataset import Dataset
 
 from pipelines.catalog.catalog import SlideSpec, find_slides
@@ -103,6 +104,16 @@ def test_a_segmentation_of_no_slides_name_is_of_the_series_it_was_made_of(case7:
         pixels = slide.read(Region(0, 0, 190, 150, slide.mpp))
         np.testing.assert_array_equal(pixels, np.random.default_rng(0).integers(0, 256, (150, 190, 3), np.uint8))
         np.testing.assert_array_equal(mask_of(annotations, "case7", slide, Region(0, 0, 190, 150, 0.5)), VALUES)
+
+
+def test_a_segmentation_beside_a_slide_of_its_name_is_no_slide(tmp_path: Path) -> None:
+    Image.fromarray(np.full((150, 190, 3), 200, np.uint8)).save(tmp_path / "a.png")
+    write_segmentation(tmp_path / "a.dcm", VALUES, NAMES)
+    (spec,) = find_slides(tmp_path, mpp=0.5)
+    assert spec.path.name == "a.png"
+    with spec.open() as slide:
+        mask = mask_of(labels_of(tmp_path, (spec,)), "a", slide, Region(0, 0, 190, 150, 0.5))
+    np.testing.assert_array_equal(mask, VALUES)
 
 
 def shifted(dataset: Dataset) -> None:
