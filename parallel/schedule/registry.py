@@ -43,6 +43,9 @@ class ScheduleKind:
 _KINDS = (
     ScheduleKind("mp-basic", mp_basic, 1, False, False, "one microbatch at a time", "GEMS, Jain et al., SC'20"),
     ScheduleKind(
+        "spatial", mp_basic, 1, False, False, "each tile divided among the ranks of a team", "Dryden et al., IPDPS 2019"
+    ),
+    ScheduleKind(
         "gpipe", gpipe, 1, False, False, "all forward passes, then all backward", "GPipe, Huang et al., NeurIPS 2019"
     ),
     ScheduleKind(
@@ -96,7 +99,7 @@ def default_microbatches(name: str, depth: int) -> int:
     Raises:
         ValueError: no schedule has this name.
     """
-    return {"mp-basic": 1, "mast": 2}.get(_kind(name).name, 2 * depth)
+    return {"mp-basic": 1, "spatial": 1, "mast": 2}.get(_kind(name).name, 2 * depth)
 
 
 def placement_for(name: str, *, groups: int, depth: int, chunks: int = 1) -> Placement:
@@ -157,6 +160,8 @@ def _mesh_faults(name: str, placement: Placement) -> list[str]:
     faults = []
     if placement.groups < 1 or depth < 1:
         faults.append(f"a mesh has at least one group of at least one rank, not {placement.groups} x {depth}")
+    if name == "spatial" and depth != 1:
+        faults.append(f"spatial has one stage, not {depth}: use --grid with 1f1b or another schedule for several")
     if kind.replicas > 1 and depth < 2:
         faults.append(f"{name} inverts its second replica, which takes at least 2 ranks a group, not {depth}")
     if kind.chunks and chunks < 2:

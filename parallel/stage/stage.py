@@ -19,13 +19,13 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.packing import put_away, restore
+from parallel.offload.rng import drawing
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.stage.arrivals import arrived
 from parallel.stage.batchnorm import RunningStatistics
 from parallel.stage.microbatch_state import MicrobatchState, edges_of, gradients_of, promised
 from parallel.stage.recompute_context import recompute_context
-from parallel.stage.rng import drawing
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole

@@ -111,6 +111,8 @@ class Operation:
         first: what has to be known before.
         fresh: the gradient that it gives a map lies in memory that nobody else has.
         flops_each: of each number it gives.
+        convolution: of one padded by zeros, (weight, bias, groups).
+        norm: of a batch norm by the statistics of the whole image, what it is made of.
     """
 
     compute: Compute
@@ -124,6 +126,17 @@ class Operation:
     first: tuple[Prior, ...] = ()
     fresh: bool = False
     flops_each: float = 40.0
+    convolution: Callable[[Arguments], tuple[Tensor, Tensor | None, int]] | None = None
+    norm: ChannelNorm | None = None
+
+
+@dataclass(frozen=True)
+class ChannelNorm:
+    """Scale and shift of a norm over all tiles, rows and columns; ``then``: what is done with its value."""
+
+    affine: Callable[[Arguments], tuple[Tensor | None, Tensor | None]]
+    eps: float
+    then: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)

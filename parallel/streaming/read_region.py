@@ -8,7 +8,7 @@ follows the region is computed whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +55,7 @@ def read_region(
     nodes: Sequence[fx.Node],
     entering: Mapping[str, Tensor | Boxes],
     given: Mapping[str, Any] = NOTHING,
+    refuse: Callable[[tuple[int, int]], str | None] = lambda sides: None,
 ) -> Region:
     """Return the region of ``nodes``.
 
@@ -63,6 +64,7 @@ def read_region(
         nodes: in order.
         entering: what enters, images or maps (n, c, h, w), by name; only shapes and types matter.
         given: what else enters, by name.
+        refuse: why maps of such (rows, columns) cannot be divided, which ends the region before the first of them.
 
     Raises:
         NothingInBoxes: it would be empty.
@@ -90,7 +92,7 @@ def read_region(
             if node.op in ("output", "get_attr") or node.name in entering or node.name in given:
                 continue
             try:
-                _read(node, reading, found)
+                _read(node, reading, found, refuse)
             except SpansImage as reason:
                 found.ends_at = (_where(node), str(reason))
                 break
@@ -102,7 +104,7 @@ def _where(node: fx.Node) -> str:
     return f"{node.name} ({kind})" if str(kind) != node.name else node.name
 
 
-def _read(node: fx.Node, reading: Reading, found: _Found) -> None:
+def _read(node: fx.Node, reading: Reading, found: _Found, refuse: Callable[[tuple[int, int]], str | None]) -> None:
     """Add what is known of ``node``."""
     maps = reading.maps(node)
     if found.barred.intersection(argument.name for argument in node.all_input_nodes):
@@ -122,6 +124,10 @@ def _read(node: fx.Node, reading: Reading, found: _Found) -> None:
             _plain(node, reading, found)
             return
         operation = read_node(reading, node)
+    if not operation.of_sums and not operation.sums:
+        value = next(leaf for leaf in tree_leaves(reading.of(node)) if isinstance(leaf, Tensor))
+        if reason := refuse((value.shape[operation.dims[0]], value.shape[operation.dims[1]])):
+            raise SpansImage(reason)
     _local(node, operation, reading, found)
 
 

@@ -1,0 +1,199 @@
+"""A stage of a model computed by a team, side by side: the module that each member holds, with all of its parameters.
+
+Takes and gives, of values that lie in parts, this member's box. Every member comes to the same exchanges and sums in
+both passes; what follows the region that has rows is computed by member 0, and stood in for on the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from parallel.graph.partition import Partition
+from parallel.memory.policy import Segment
+from parallel.space.span import Span
+from parallel.space.team import Box, Grid
+from parallel.streaming.box_sums import BoxSums
+from parallel.streaming.images import Boxes
+from parallel.team.link import Tape, TeamLink, cut
+from parallel.team.nodes import NodeRun, Pass
+from parallel.team.team_plan import TeamPlan, plan_team
+from parallel.trace.cut import cut_stage
+from parallel.trace.stage_module import SegmentRun, StageModule
+from parallel.trace.trace import Traced, left_as_it_was
+
+Plans = Callable[[tuple[int, ...], bool], TeamPlan]
+"""(shape of the tiles, in training) -> plan."""
+
+
+class TeamStage(StageModule):
+    """One member's part of a stage.
+
+    Attributes:
+        link: to the other members.
+        plans: for tiles of any shape.
+    """
+
+    link: TeamLink
+    plans: Plans
+    device: torch.device
+    _pass: Pass
+    _asked: BoxSums | None = None
+
+    @contextlib.contextmanager
+    def microbatch(
+        self, shape: tuple[int, ...], random: int | Tensor = 0, tape: Tape | None = None, again: bool = False
+    ) -> Iterator[Pass]:
+        """Around a forward pass on tiles of ``shape`` (n, 3, h, w).
+
+        Args:
+            random: seed, or state, that the stage draws from.
+            tape: of the pass, where it will be computed a second time, or is.
+            again: it is.
+        """
+        self._pass = Pass(self.plans(shape, self.training), self.link, self.device, random)
+        with contextlib.ExitStack() as scopes:
+            if tape is not None:
+                scopes.enter_context(tape.replayed() if again else contextlib.nullcontext())
+                scopes.enter_context(self.link.on(tape))
+            yield self._pass
+
+    def forward(self, *values: Any) -> Any:
+        """Return the values named in ``outputs``."""
+        passing = self._pass
+        values = tuple(map(self._own, self.inputs, values))
+        if self.training and self.through is not None and self.segments:
+            return self._in_segments(passing, values)
+        run = self._run_training if self.training else self._run_evaluation
+        assert isinstance(run, TeamRun)
+        return run.nodes.run(self, passing, values, self._asked)
+
+    def loss(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
+        """Return the sums that are asked of the model's output, of all members' parts; None where it is with member 0
+        alone."""
+        run = self._run_training if self.training else self._run_evaluation
+        assert isinstance(run, TeamRun)
+        if not run.nodes.gives_parts(self._pass.plan, asked.targets.shape):
+            return None
+        self._asked = asked
+        try:
+            (sums,) = self(*values)
+        finally:
+            self._asked = None
+        assert isinstance(sums, Tensor)
+        return sums
+
+    def _own(self, name: str, value: Any) -> Any:
+        """This member's part of the tiles, which come whole or box by box."""
+        plan = self._pass.plan
+        if name not in self.tiles or plan.region is None:
+            return value
+        box = plan.owned(name, self.link.member)
+        if isinstance(value, Boxes) and not isinstance(value, Tensor):
+            return value.box(*box)
+        whole = (plan.territory.side[0], plan.territory.side[1])
+        return own_part(value, whole, box)
+
+    tiles: tuple[str, ...] = ()
+
+    def _in_segments(self, passing: Pass, values: Sequence[Any]) -> tuple[Any, ...]:
+        assert self.through is not None
+        known = dict(zip(self.inputs, values, strict=True))
+        for segment in self.segments:
+            entering = tuple(known[name] for name in segment.inputs)
+            for name in segment.finished:
+                del known[name]
+            made = self.through(segment, self._computed(segment, passing), entering)
+            known.update(zip(segment.outputs, made, strict=True))
+            del entering, made
+        return tuple(known[name] for name in self.outputs)
+
+    def _computed(self, segment: SegmentRun, passing: Pass) -> Callable[..., tuple[Any, ...]]:
+        """The segment's pass; a second one finds on tape what the first was told."""
+        run = segment.run
+        assert isinstance(run, TeamRun)
+        asked = self._asked if segment is self.segments[-1] else None
+        if not segment.recompute:
+            return lambda *values: run.nodes.run(self, passing, values, asked)
+        tape, passes = Tape(), iter((False, True))
+
+        def compute(*values: Any) -> tuple[Any, ...]:
+            again = next(passes)
+            with tape.replayed() if again else contextlib.nullcontext(), self.link.on(tape):
+                own = Pass(passing.plan, self.link, self.device) if again else passing
+                return run.nodes.run(self, own, values, asked)
+
+        return compute
+
+
+def own_part(value: Tensor, whole: tuple[int, int], box: Box) -> Tensor:
+    """Return the rows and columns ``box`` of tiles or targets (..., h, w), in memory of their own."""
+    dims = (value.dim() - 2, value.dim() - 1)
+    assert tuple(value.shape[-2:]) == whole, (tuple(value.shape), whole)
+    part = cut(value, dims, box, (Span(0, whole[0]), Span(0, whole[1])))
+    layout = torch.channels_last if value.dim() == 4 and value.stride(1) == 1 else torch.contiguous_format
+    return part.contiguous(memory_format=layout)
+
+
+class TeamRun:
+    """Nodes of a stage, or of a segment of it, in the place of their code."""
+
+    def __init__(self, nodes: NodeRun) -> None:
+        self.nodes = nodes
+
+    def __call__(self, stage: Any, *values: Any) -> tuple[Any, ...]:
+        assert isinstance(stage, TeamStage)
+        return self.nodes.run(stage, stage._pass, values)
+
+
+def team_stages(
+    traced: Traced,
+    partition: Partition,
+    links: dict[int, tuple[TeamLink, Grid]],
+    device: torch.device,
+    segments: dict[int, Sequence[Segment]] | None = None,
+) -> dict[int, TeamStage]:
+    """Return this member's modules of the stages that ``links`` has, each computed by a team.
+
+    Args:
+        links: by number of the stage: to the team that computes it, and its grid.
+        segments: that a stage is run in, where any are computed again.
+    """
+    random = {layer.name for layer in traced.graph.layers if layer.random}
+
+    def run(
+        nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], _: str
+    ) -> TeamRun:
+        return TeamRun(NodeRun(nodes, inputs, outputs, slots, random))
+
+    made: dict[int, TeamStage] = {}
+    plans: dict[Grid, Plans] = {}
+    for number, (link, grid) in links.items():
+        own = (segments or {}).get(number, ())
+        stage = cut_stage(traced, partition, number, own, TeamStage, run)
+        assert isinstance(stage, TeamStage)
+        stage.link, stage.device = link, device
+        stage.plans = plans.setdefault(grid, _plans(traced, grid))
+        stage.tiles = tuple(partition.inputs_of(0)) if number == 0 else ()
+        made[number] = stage
+    return made
+
+
+def _plans(traced: Traced, grid: Grid) -> Plans:
+    """Plans made when they are first asked for."""
+    made: dict[tuple[tuple[int, ...], bool], TeamPlan] = {}
+
+    def plan(shape: tuple[int, ...], training: bool) -> TeamPlan:
+        key = (tuple(shape), training)
+        if key not in made:
+            nodes = list((traced.training if training else traced.evaluation).graph.nodes)
+            with left_as_it_was(traced.model):
+                traced.model.train(training)
+                made[key] = plan_team(traced.model, nodes, shape, grid)
+        return made[key]
+
+    return plan
