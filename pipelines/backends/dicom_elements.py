@@ -1,7 +1,7 @@
 """The elements of a DICOM file one after the other, sequences among them, as DICOM PS3.5 section 7 lays them out.
 
 Takes a file at an element, gives tags, lengths and the values that are asked for; nothing else is kept, so that a file
-with the places of a million frames costs no memory. Explicit little endian, the layout of all that is read here; what
+with the places of a million frames costs no memory. Little endian, explicit or, where it is said so, implicit; what
 is wrong is told by EOFError (cut short) and ValueError (no DICOM data).
 """
 
@@ -19,7 +19,9 @@ UNDEFINED: Final = 0xFFFFFFFF
 
 PREAMBLE_BYTES: Final = 132
 SOP_CLASS: Final = 0x00020002
-OTHERWISE_WRITTEN: Final = frozenset(("1.2.840.10008.1.2", "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"))
+IMPLICIT: Final = "1.2.840.10008.1.2"
+"""Transfer syntax whose elements do not say of what kind their value is."""
+OTHERWISE_WRITTEN: Final = frozenset((IMPLICIT, "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"))
 """Implicit, deflated, big endian: transfer syntaxes whose elements are not laid out as those of all others."""
 
 _LONG: Final = frozenset((b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"))
@@ -30,10 +32,14 @@ _VALUE_BYTES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Tags of what is kept, at any depth: single values, and sequences with what is wanted of their items."""
+    """Tags of what is kept, at any depth: single values, and sequences with what is wanted of their items.
+
+    ``is_implicit``: how the elements are written.
+    """
 
     values: Collection[int]
     sequences: Collection[int]
+    is_implicit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,21 @@ def sop_class(file: BinaryIO) -> str:
     return ""
 
 
-def elements(file: BinaryIO, depth: int) -> Iterator[tuple[int, int]]:
+def read_meta(file: BinaryIO, wanted: Wanted) -> Item:
+    """Return what is ``wanted`` of the first elements, group 2, which are always explicit; the file is left behind
+    them."""
+    item = Item()
+    while True:
+        start = file.tell()
+        group = file.read(2)
+        file.seek(start)
+        if group != b"\2\0":
+            return item
+        tag, length = next(elements(file, 0))
+        keep(item, tag, length, wanted, file, 0)
+
+
+def elements(file: BinaryIO, depth: int, is_implicit: bool = False) -> Iterator[tuple[int, int]]:
     """Yield (tag, length) of the elements from here on, the file at the value of each; the caller reads or skips it."""
     if depth > _DEEPEST:
         raise ValueError(f"sequences {depth} deep")
@@ -92,7 +112,7 @@ def elements(file: BinaryIO, depth: int) -> Iterator[tuple[int, int]]:
             raise EOFError
         group, element, kind, short = struct.unpack("<HH2sH", head)
         tag = group << 16 | element
-        if tag in (ITEM, ITEM_END, SEQUENCE_END):
+        if is_implicit or tag in (ITEM, ITEM_END, SEQUENCE_END):
             yield tag, int.from_bytes(head[4:], "little")
         elif kind in _LONG:
             yield tag, int.from_bytes(exactly(file, 4), "little")
@@ -102,15 +122,15 @@ def elements(file: BinaryIO, depth: int) -> Iterator[tuple[int, int]]:
             raise ValueError(f"value of kind {kind!r}")
 
 
-def skip(file: BinaryIO, length: int, depth: int) -> None:
+def skip(file: BinaryIO, length: int, depth: int, is_implicit: bool = False) -> None:
     """Pass over a value, which is a sequence where its length is not said."""
     if length != UNDEFINED:
         file.seek(length, 1)
         return
-    for tag, inner in elements(file, depth + 1):
+    for tag, inner in elements(file, depth + 1, is_implicit):
         if tag in (ITEM_END, SEQUENCE_END):
             return
-        skip(file, inner, depth + 1)
+        skip(file, inner, depth + 1, is_implicit)
 
 
 def exactly(file: BinaryIO, length: int) -> bytes:
@@ -128,14 +148,14 @@ def keep(item: Item, tag: int, length: int, wanted: Wanted, file: BinaryIO, dept
     elif tag in wanted.values and length <= _VALUE_BYTES:
         item.values[tag] = exactly(file, length)
     else:
-        skip(file, length, depth)
+        skip(file, length, depth, wanted.is_implicit)
 
 
 def items(file: BinaryIO, length: int, wanted: Wanted, depth: int) -> Iterator[Item]:
     """Yield what is ``wanted`` of each item of a sequence of ``length`` bytes, the file at its value."""
     end = None if length == UNDEFINED else file.tell() + length
     while end is None or file.tell() < end:
-        tag, item_length = next(elements(file, depth))
+        tag, item_length = next(elements(file, depth, wanted.is_implicit))
         if tag == SEQUENCE_END:
             return
         if tag != ITEM:
@@ -148,7 +168,7 @@ def _item(file: BinaryIO, length: int, wanted: Wanted, depth: int) -> Item:
     item = Item()
     if length == 0:
         return item
-    for tag, inner in elements(file, depth):
+    for tag, inner in elements(file, depth, wanted.is_implicit):
         if tag == ITEM_END:
             break
         keep(item, tag, inner, wanted, file, depth)

@@ -18,14 +18,14 @@ import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.dicom_elements import ITEM, UNDEFINED, elements
+from pipelines.backends.dicom_elements import IMPLICIT, ITEM, UNDEFINED, elements
 from pipelines.backends.mask_tiff import PIECE_BYTES, byte_values, nearest
 from pipelines.backends.segmentation import Segmentation, read_segmentation
 from pipelines.slides.slide import SlideError, TileReadError
 
 log = logging.getLogger(__name__)
 
-UNCOMPRESSED: Final = "1.2.840.10008.1.2.1"
+UNCOMPRESSED: Final = (IMPLICIT, "1.2.840.10008.1.2.1")
 DECODERS: Final[dict[str, tuple[str, Callable[[bytes, np.dtype[Any]], NDArray[np.integer]]]]] = {
     "1.2.840.10008.1.2.5": ("RLE", lambda data, dtype: np.frombuffer(imagecodecs.dicomrle_decode(data, dtype), dtype)),
     "1.2.840.10008.1.2.4.80": ("JPEG-LS", lambda data, _: imagecodecs.jpegls_decode(data)),
@@ -55,7 +55,7 @@ class SegMask:
         self._dtype = np.dtype("<u2" if header.bits == 16 else np.uint8)
         self._painted = np.argsort(header.segment, kind="stable")  # frames in the order in which they are painted
         self._fragments: NDArray[np.int64] | None = None
-        if header.syntax != UNCOMPRESSED or header.pixels_bytes == UNDEFINED:
+        if header.syntax not in UNCOMPRESSED or header.pixels_bytes == UNDEFINED:
             self._fragments = self._frame_fragments()
         self._fd = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)

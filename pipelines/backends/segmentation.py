@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
 
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.dicom_elements import (
-    OTHERWISE_WRITTEN,
     PREAMBLE_BYTES,
     UNDEFINED,
     Item,
@@ -30,12 +29,11 @@ from pipelines.backends.dicom_elements import (
 )
 from pipelines.backends.segmentation_head import (
     SEGMENTATIONS,
-    WANTED,
     Placement,
     Tag,
+    begin,
     decimals,
     head_placement,
-    is_otherwise_written,
 )
 from pipelines.slides.slide import SlideError
 
@@ -124,16 +122,8 @@ class _Reader:
         """Column, row and segment of each frame, where the file lists them."""
 
     def read(self) -> Segmentation:
+        pixels = self._read_elements()
         head = self._head
-        try:
-            pixels = self._read_elements()
-        except (EOFError, ValueError):  # elements of another layout look like anything
-            if (syntax := head.text(Tag.SYNTAX)) in OTHERWISE_WRITTEN:
-                self._refuse(
-                    f"is of transfer syntax {syntax}, implicit, deflated or big endian",
-                    "write it as Explicit VR Little Endian (1.2.840.10008.1.2.1)",
-                )
-            raise
         kind, bits = head.text(Tag.KIND), head.number(Tag.BITS, 1)
         width, height = head.number(Tag.MATRIX_COLUMNS, 0), head.number(Tag.MATRIX_ROWS, 0)
         columns, rows = head.number(Tag.COLUMNS, 0), head.number(Tag.ROWS, 0)
@@ -158,22 +148,22 @@ class _Reader:
 
     def _read_elements(self) -> tuple[int, int]:
         """Fill ``_head`` and ``_places``; return where the pixels lie and how many bytes they are."""
-        file, head = self._file, self._head
-        for tag, length in elements(file, 0):
-            if is_otherwise_written(head, tag):
-                raise ValueError("no explicit little endian")
+        file = self._file
+        self._head, wanted = begin(file)
+        of_frames = replace(_OF_FRAMES, is_implicit=wanted.is_implicit)
+        for tag, length in elements(file, 0, wanted.is_implicit):
             if tag == Tag.PIXELS:
                 start = file.tell()
                 if length != UNDEFINED and start + length > self._size_bytes:
                     raise EOFError
                 return start, length
             if tag == Tag.FRAME_POSITIONS:
-                for frame in items(file, length, _OF_FRAMES, 1):
+                for frame in items(file, length, of_frames, 1):
                     place, segment = frame.first(Tag.POSITION), frame.first(Tag.IDENTIFICATION)
                     self._places.extend((_signed(place, Tag.FRAME_COLUMN), _signed(place, Tag.FRAME_ROW)))
                     self._places.append(segment.number(Tag.FRAME_SEGMENT, 0))
             else:
-                keep(head, tag, length, WANTED, file, 0)
+                keep(self._head, tag, length, wanted, file, 0)
         raise EOFError
 
     def _check(self, kind: str, bits: int, sizes: tuple[int, ...]) -> None:

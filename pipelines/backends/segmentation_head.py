@@ -5,12 +5,22 @@ Takes a file, slide or segmentation; gives single facts of it, and the tags that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
-from pipelines.backends.dicom_elements import OTHERWISE_WRITTEN, PREAMBLE_BYTES, Item, Wanted, elements, keep, sop_class
+from pipelines.backends.dicom_elements import (
+    IMPLICIT,
+    OTHERWISE_WRITTEN,
+    PREAMBLE_BYTES,
+    Item,
+    Wanted,
+    elements,
+    keep,
+    read_meta,
+    sop_class,
+)
 from pipelines.slides.slide import SlideError
 
 SEGMENTATIONS: Final = frozenset(("1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"))
@@ -116,19 +126,27 @@ def placement_of(path: Path) -> Placement:
 
 def _head(path: Path) -> Item:
     """What is said before the frames."""
-    head = Item()
     with path.open("rb") as file:
         file.seek(PREAMBLE_BYTES)
-        for tag, length in elements(file, 0):
-            if tag in (Tag.FRAME_POSITIONS, Tag.PIXELS) or is_otherwise_written(head, tag):
+        head, wanted = begin(file)
+        for tag, length in elements(file, 0, wanted.is_implicit):
+            if tag in (Tag.FRAME_POSITIONS, Tag.PIXELS):
                 break
-            keep(head, tag, length, WANTED, file, 0)
+            keep(head, tag, length, wanted, file, 0)
     return head
 
 
-def is_otherwise_written(head: Item, tag: int) -> bool:
-    """Return whether the elements from ``tag`` on cannot be read, given those before."""
-    return tag >> 16 > 2 and head.text(Tag.SYNTAX) in OTHERWISE_WRITTEN
+def begin(file: BinaryIO) -> tuple[Item, Wanted]:
+    """Return what group 2 says, the file at its first element and left behind it, and what is wanted of the rest.
+
+    Raises:
+        ValueError: the rest is deflated or big endian.
+    """
+    head = read_meta(file, WANTED)
+    syntax = head.text(Tag.SYNTAX)
+    if syntax in OTHERWISE_WRITTEN - {IMPLICIT}:
+        raise ValueError(f"transfer syntax {syntax}, deflated or big endian: write it as Explicit VR Little Endian")
+    return head, replace(WANTED, is_implicit=syntax == IMPLICIT)
 
 
 def head_placement(head: Item) -> Placement:

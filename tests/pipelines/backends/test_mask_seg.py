@@ -22,6 +22,7 @@ VALUES = (np.add.outer(np.arange(173) // 23, np.arange(211) // 31) % 4).astype(n
 VALUES[:96, 40:170] = 0
 """Has frames without any segment, which TILED_SPARSE leaves out."""
 NAMES = {1: "stroma", 2: "tumour", 3: "fat"}
+IMPLICIT = "1.2.840.10008.1.2"
 RLE, JPEG_LS = "1.2.840.10008.1.2.5", "1.2.840.10008.1.2.4.80"
 
 
@@ -38,6 +39,7 @@ def edited(path: Path, change: Callable[[Dataset], None]) -> Path:
         ("BINARY", "TILED_FULL", (64, 64), None),
         ("BINARY", "TILED_SPARSE", (32, 48), None),
         ("BINARY", "TILED_FULL", (31, 29), None),  # 899 bits: frames begin within a byte
+        ("BINARY", "TILED_SPARSE", (64, 64), IMPLICIT),  # as older highdicom writes
         ("LABELMAP", "TILED_FULL", (64, 64), None),
         ("LABELMAP", "TILED_SPARSE", (64, 64), None),
         ("LABELMAP", "TILED_FULL", (64, 64), RLE),
@@ -153,8 +155,8 @@ def no_segments(dataset: Dataset) -> None:
     dataset.SegmentSequence = []
 
 
-def implicit(dataset: Dataset) -> None:
-    dataset.file_meta.TransferSyntaxUID = "1.2.840.10008.1.2"
+def deflated(dataset: Dataset) -> None:
+    dataset.file_meta.TransferSyntaxUID = "1.2.840.10008.1.2.1.99"
 
 
 def zero_spacing(dataset: Dataset) -> None:
@@ -181,7 +183,7 @@ def a_slide(dataset: Dataset) -> None:
         (number_of_two_bytes, "has a segment 300; numbers must be 1 to 255"),
         (label_in_no_charset, "has a label for segment 1 that is not in its character set, ISO_IR 192"),
         (no_segments, "has no segments"),
-        (implicit, r"is of transfer syntax 1\.2\.840\.10008\.1\.2, implicit.*Explicit VR Little Endian"),
+        (deflated, r"transfer syntax 1\.2\.840\.10008\.1\.2\.1\.99, deflated or big endian: write it as Explicit VR"),
         (zero_spacing, "PixelSpacing must be two lengths in mm"),
         (another_kind, "has SegmentationType 'SURFACE'; read are BINARY and LABELMAP"),
         (a_slide, "must be a DICOM Segmentation; it is another file"),
