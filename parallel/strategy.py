@@ -20,6 +20,7 @@ from parallel.schedule.dependencies import Links
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.seating import Seating
 from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import from_csv
 from parallel.space.team import Grid
@@ -154,7 +155,17 @@ class Strategy:
             )
         if faults:
             raise ValueError("; ".join(faults))
-        return placement_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks)
+        teams = tuple(grid.members for grid in self.grids)
+        return placement_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks, teams=teams)
+
+    @property
+    def seating(self) -> Seating:
+        """Which ranks sit on the seats of ``placement``."""
+        return Seating(self.placement)
+
+    def grid_of(self, stage: int) -> Grid:
+        """Return the grid of the team that computes a stage, of either replica."""
+        return self.grids[stage % self.depth] if self.grids else Grid()
 
     def _grid_faults(self) -> list[str]:
         """What teams cannot do."""
@@ -172,6 +183,7 @@ class Strategy:
             (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),
             (self.compile, "compiled stages cannot exchange parts of maps: do not compile"),
             (self.statistics == "deferred", "deferred statistics are not of teams: keep them per microbatch"),
+            (self.shard_optimizer, "pairs share an optimizer between two ranks, not between teams: do not shard it"),
             (bool(self.policy.parameters), "parameters on the host are not of teams: keep them on the device"),
             (self.policy.stream is not None, "a member's box is not computed in boxes: leave --stream or --grid out"),
         ):

@@ -102,18 +102,19 @@ def default_microbatches(name: str, depth: int) -> int:
     return {"mp-basic": 1, "spatial": 1, "mast": 2}.get(_kind(name).name, 2 * depth)
 
 
-def placement_for(name: str, *, groups: int, depth: int, chunks: int = 1) -> Placement:
+def placement_for(name: str, *, groups: int, depth: int, chunks: int = 1, teams: tuple[int, ...] = ()) -> Placement:
     """The mesh that schedule ``name`` runs on.
 
     Args:
         groups: data-parallel groups.
         depth: ranks of a group.
         chunks: stages a rank holds of each replica; only interleaved takes more than 1, and it takes at least 2.
+        teams: ranks in the place of each rank of a group.
 
     Raises:
         ValueError: no schedule has this name, or it cannot run on such a mesh.
     """
-    placement = Placement(groups, depth, depth * chunks, _kind(name).replicas)
+    placement = Placement(groups, depth, depth * chunks, _kind(name).replicas, teams)
     _raise_all(_mesh_faults(name, placement))
     return placement
 
