@@ -19,7 +19,7 @@ from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, placement_for
 from parallel.schedule.seating import Seating
 from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import from_csv
@@ -85,7 +85,7 @@ class Strategy:
     @property
     def paired(self) -> bool:
         """A rank holds two stages, one of each of two inverted replicas."""
-        return self.splits and SCHEDULES[self.name].replicas == 2
+        return self.splits and kind_of(self.name).replicas == 2
 
     @property
     def copies(self) -> int:
@@ -130,8 +130,8 @@ class Strategy:
         if self.depth < 1 or self.ranks % self.group_ranks:
             faults.append(f"{self.ranks} ranks cannot be grouped by {self.group_ranks} stages' ranks: choose a divisor")
         faults += self._grid_faults()
-        replicas = SCHEDULES[self.name].replicas if self.name in SCHEDULES else 2
-        if self.shard_optimizer and replicas < 2:
+        known = self.name in SCHEDULES or self.name == SPATIAL.name
+        if self.shard_optimizer and known and kind_of(self.name).replicas < 2:
             faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
         policy = self.policy
         if self.compile and (policy.segmented or policy.moves or policy.parameters):

@@ -193,7 +193,7 @@ class StrategySettings:
             return 1
         if len(asked) > 1:
             return len(asked)
-        return self.stages or self.world // (asked[0].members if asked else 1)
+        return self.stages or max(1, self.world // (asked[0].members if asked else 1))
 
     @property
     def asked_grids(self) -> tuple[Grid, ...]:

@@ -7,7 +7,7 @@ from app.settings.grid_faults import grid_faults
 from app.settings.launcher import find_launch
 from app.settings.policy_faults import policy_faults
 from app.settings.strategy import StrategySettings
-from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.registry import SCHEDULES, kind_of
 
 
 def strategy_faults(settings: StrategySettings) -> list[str]:
@@ -55,7 +55,7 @@ def _option_faults(settings: StrategySettings) -> list[str]:
         ]
     if settings.chunks is not None and settings.name != "interleaved":
         faults.append(f"--developer chunks is for --parallel interleaved; got --parallel {settings.parallel}")
-    if settings.shard_optimizer == "pair" and not (settings.splits and SCHEDULES[settings.name].replicas == 2):
+    if settings.shard_optimizer == "pair" and not (settings.splits and kind_of(settings.name).replicas == 2):
         pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
         faults.append(
             f"--developer shard-optimizer=pair needs two copies of the model ({pairs}); "

@@ -24,7 +24,7 @@ from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
 from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
-from parallel.schedule.action import Action, Kind
+from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.microbatch import microbatch_seed
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
@@ -60,12 +60,12 @@ class Engine:
         self, work: RankProgram, communicator: Communicator, *, seed: int = 0, observer: Observer | None = None
     ) -> None:
         seating = work.seating
-        self.schedule = {rank: work.schedule[seating.seat_of(rank)] for rank in range(seating.world)}
-        self.placement, self.share = work.placement, work.share
+        self.schedule, self.placement, self.share = work.schedule, work.placement, work.share
+        self.seating = seating
         self.counted = seating.member_of(communicator.rank) == 0
         self._work = work
         self._communicator = communicator
-        self._actions = tuple(self.schedule[communicator.rank])
+        self._actions = tuple(self.actions_of_ranks[communicator.rank])
         self._seed = seed
         self._observer = observer
         self._last = work.placement.stages - 1
@@ -79,6 +79,11 @@ class Engine:
         self._sent_in_step = 0
         self._shapes = ""
         self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
+
+    @property
+    def actions_of_ranks(self) -> Schedule:
+        """What each rank does in a step: the members of a team all that is to be done on their seat."""
+        return {rank: self.schedule[self.seating.seat_of(rank)] for rank in range(self.seating.world)}
 
     def wants(self, i: int) -> Wants:
         return self._wants[i]
@@ -292,4 +297,6 @@ class Engine:
 
     def _fault(self, position: int, step: int, fault: Exception) -> EngineFault:
         reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"
-        return EngineFault(describe_fault(self.schedule, self._communicator.rank, position, step, self._shapes, reason))
+        return EngineFault(
+            describe_fault(self.actions_of_ranks, self._communicator.rank, position, step, self._shapes, reason)
+        )

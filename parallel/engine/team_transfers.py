@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel.engine.messages import Form, Incoming, Messenger
 from parallel.engine.transfers import Routes, StageTransfers
+from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action
 from parallel.schedule.seating import Seating
 from parallel.space.team import Box
@@ -163,7 +164,8 @@ class TeamTransfers(StageTransfers):
         key = (way, shape, training)
         if key not in self._known:
             before, after = (self._plan_of(stage, shape, training) for stage in way)
-            self._known[key] = parcels(self._routes[way], before, after)
+            names = [name for name in self._routes[way] if training or name != RANDOM_STATE]
+            self._known[key] = parcels(names, before, after)
         return self._known[key]
 
     def to_members(
