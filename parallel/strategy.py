@@ -19,7 +19,8 @@ from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, placement_for
+from parallel.schedule.seating import Seating
 from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import from_csv
 from parallel.space.team import Grid
@@ -72,6 +73,11 @@ class Strategy:
         return sum(grid.members for grid in self.grids) if self.grids else self.depth
 
     @property
+    def members(self) -> int:
+        """Ranks of the largest team on a seat; 1 without teams."""
+        return max((grid.members for grid in self.grids), default=1)
+
+    @property
     def groups(self) -> int:
         """Data-parallel groups, d."""
         return self.ranks // self.group_ranks
@@ -84,7 +90,7 @@ class Strategy:
     @property
     def paired(self) -> bool:
         """A rank holds two stages, one of each of two inverted replicas."""
-        return self.splits and SCHEDULES[self.name].replicas == 2
+        return self.splits and kind_of(self.name).replicas == 2
 
     @property
     def copies(self) -> int:
@@ -129,8 +135,8 @@ class Strategy:
         if self.depth < 1 or self.ranks % self.group_ranks:
             faults.append(f"{self.ranks} ranks cannot be grouped by {self.group_ranks} stages' ranks: choose a divisor")
         faults += self._grid_faults()
-        replicas = SCHEDULES[self.name].replicas if self.name in SCHEDULES else 2
-        if self.shard_optimizer and replicas < 2:
+        known = self.name in SCHEDULES or self.name == SPATIAL.name
+        if self.shard_optimizer and known and kind_of(self.name).replicas < 2:
             faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
         policy = self.policy
         if self.compile and (policy.segmented or policy.moves or policy.parameters):
@@ -149,7 +155,17 @@ class Strategy:
             )
         if faults:
             raise ValueError("; ".join(faults))
-        return placement_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks)
+        teams = tuple(grid.members for grid in self.grids)
+        return placement_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks, teams=teams)
+
+    @property
+    def seating(self) -> Seating:
+        """Which ranks sit on the seats of ``placement``."""
+        return Seating(self.placement)
+
+    def grid_of(self, stage: int) -> Grid:
+        """Return the grid of the team that computes a stage, of either replica."""
+        return self.grids[stage % self.depth] if self.grids else Grid()
 
     def _grid_faults(self) -> list[str]:
         """What teams cannot do."""
@@ -167,6 +183,7 @@ class Strategy:
             (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),
             (self.compile, "compiled stages cannot exchange parts of maps: do not compile"),
             (self.statistics == "deferred", "deferred statistics are not of teams: keep them per microbatch"),
+            (self.shard_optimizer, "pairs share an optimizer between two ranks, not between teams: do not shard it"),
             (bool(self.policy.parameters), "parameters on the host are not of teams: keep them on the device"),
             (self.policy.stream is not None, "a member's box is not computed in boxes: leave --stream or --grid out"),
         ):

@@ -32,6 +32,7 @@ class RankReading:
         ranges: tiles of the global batch in each microbatch of the rank's group.
         wants: what the rank needs of each of them.
         apart: on some rank, targets are had without the pixels.
+        counted: the pixels of each tile are read on one rank that is, and maybe on others.
     """
 
     communicator: Communicator
@@ -39,16 +40,25 @@ class RankReading:
     ranges: tuple[range, ...]
     wants: tuple[Wants, ...]
     apart: bool
+    counted: bool = True
 
     @classmethod
-    def of(cls, communicator: Communicator, batch: int, ranges: Sequence[range], wants: Sequence[Wants]) -> RankReading:
+    def of(
+        cls,
+        communicator: Communicator,
+        batch: int,
+        ranges: Sequence[range],
+        wants: Sequence[Wants],
+        counted: bool = True,
+    ) -> RankReading:
         """Collective: finds out whether any rank has targets without pixels.
 
         Args:
             batch: tiles of a global batch.
+            counted: no other rank whose pixels count reads the same.
         """
         apart = agree(communicator, any(want.targets and not want.images for want in wants))
-        return cls(communicator, batch, tuple(ranges), tuple(wants), apart)
+        return cls(communicator, batch, tuple(ranges), tuple(wants), apart, counted)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -81,9 +91,9 @@ class RankReading:
             return False
         read = torch.zeros(self.batch, dtype=torch.int64)
         places = torch.from_numpy(batch.samples - batch.first_sample)
-        here = torch.from_numpy(batch.has_image)
+        here = torch.from_numpy(batch.has_image) & self.counted
         read[places[here]] = torch.from_numpy(batch.rows)[here]
-        self.communicator.all_reduce(read)  # the pixels of each tile are read on one rank
+        self.communicator.all_reduce(read)  # the pixels of each tile are read on one of them that counts
         return tiles.follow(batch, read[places].numpy())
 
 

@@ -222,8 +222,9 @@ def build_session(
     cache = _tile_cache(config, dataset)
     pool = dataset.pool(config.stream.open_slides + 2, cache)
     stream = training_tiles(config, dataset, train_rows, pool, failed, placement)
+    parts = [ranges[i] for i in engine.share]
     reading = functools.partial(
-        RankReading.of, placement.communicator, config.strategy.batch, [ranges[i] for i in engine.share]
+        RankReading.of, placement.communicator, config.strategy.batch, parts, counted=engine.counted
     )
     training_reading = reading([engine.wants(i) for i in engine.share])
     return Session(

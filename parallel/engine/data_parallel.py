@@ -89,6 +89,7 @@ class DataParallelEngine:
         mend_norm_gradients()
         self.module = module
         self.optimizer = optimizer
+        self.counted = True
         self.share = share_of(communicator.rank, communicator.world, m)
         self._loss = loss
         self._communicator = communicator

@@ -79,6 +79,9 @@ class TrainingEngine(Protocol):
     share: range
     """Microbatches of the global batch that this rank's group of ranks computes."""
 
+    counted: bool
+    """What this rank reads counts; of a team, whose members read parts of the same tiles, that is one rank."""
+
     def wants(self, i: int) -> Wants:
         """What this rank needs of microbatch ``i`` of its share when training."""
         ...
@@ -114,7 +117,8 @@ class TrainingEngine(Protocol):
                 then need not be held whole.
 
         Returns:
-            The output on ranks whose ``predict_wants`` has targets, None on the others.
+            The output on ranks whose ``predict_wants`` has targets, but for members of a team that are not
+            ``counted``; None on the others.
         """
         ...
 

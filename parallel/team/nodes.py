@@ -36,6 +36,14 @@ class Pass:
     device: torch.device
     random: int | Tensor = 0
 
+    def random_state(self) -> Tensor:
+        """Return the state that the next stage draws from."""
+        if isinstance(self.random, Tensor):
+            return self.random
+        with drawing(self.random, self.device) as draws:
+            pass
+        return draws.end
+
     def drawn(self, draw: Callable[[], Any]) -> Any:
         """Return what ``draw`` gives, which draws as the plain model would."""
         start = self.random
@@ -52,7 +60,6 @@ class NodeRun:
 
     Args:
         inputs, outputs: names of the values it takes and gives.
-        slots: value of evaluation -> value in whose place it travels.
         random: names of nodes that may draw.
     """
 
@@ -61,11 +68,9 @@ class NodeRun:
         nodes: Sequence[fx.Node],
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
-        slots: Mapping[str, str],
         random: Collection[str],
     ) -> None:
-        names = {slot: value for value, slot in slots.items()}
-        self._inputs, self._outputs = (tuple(names.get(name, name) for name in ends) for ends in (inputs, outputs))
+        self._inputs, self._outputs = inputs, outputs
         self._nodes = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
         self._random = frozenset(random)
         last = {argument.name: node.name for node in self._nodes for argument in node.all_input_nodes}

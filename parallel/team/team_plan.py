@@ -19,6 +19,7 @@ from parallel.space.team import Box, Exchange, Grid, Territory
 from parallel.streaming.operation import Operation
 from parallel.streaming.read_region import NothingInBoxes, read_region
 from parallel.streaming.region import Region
+from parallel.trace.trace import Traced, left_as_it_was
 
 Lies = Literal["parts", "all", "first"]
 """In parts with the members; whole with each of them; with member 0 alone."""
@@ -106,3 +107,22 @@ def plan_team(model: nn.Module, nodes: Sequence[fx.Node], shape: Sequence[int], 
     except NothingInBoxes as reason:
         return TeamPlan(territory, None, ("the model", str(reason)))
     return TeamPlan(territory, region, region.ends_at)
+
+
+class TeamPlans:
+    """Plans of a model for tiles and grids of all kinds, each made when it is first asked for."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._traced = traced
+        self._made: dict[tuple[Grid, tuple[int, ...], bool], TeamPlan] = {}
+
+    def plan(self, grid: Grid, shape: Sequence[int], training: bool) -> TeamPlan:
+        """Return the plan for tiles of ``shape`` (n, 3, h, w)."""
+        key = (grid, tuple(shape), training)
+        if key not in self._made:
+            traced = self._traced
+            nodes = list((traced.training if training else traced.evaluation).graph.nodes)
+            with left_as_it_was(traced.model):
+                traced.model.train(training)
+                self._made[key] = plan_team(traced.model, nodes, shape, grid)
+        return self._made[key]

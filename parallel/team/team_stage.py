@@ -7,7 +7,9 @@ both passes; what follows the region that has rows is computed by member 0, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,13 +20,13 @@ from parallel.memory.policy import Segment
 from parallel.space.span import Span
 from parallel.space.team import Box, Grid
 from parallel.streaming.box_sums import BoxSums
-from parallel.streaming.images import Boxes
+from parallel.streaming.images import Boxes, whole
 from parallel.team.link import Tape, TeamLink, cut
 from parallel.team.nodes import NodeRun, Pass
-from parallel.team.team_plan import TeamPlan, plan_team
+from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import SegmentRun, StageModule
-from parallel.trace.trace import Traced, left_as_it_was
+from parallel.trace.trace import Traced
 
 Plans = Callable[[tuple[int, ...], bool], TeamPlan]
 """(shape of the tiles, in training) -> plan."""
@@ -45,36 +47,37 @@ class TeamStage(StageModule):
     _asked: BoxSums | None = None
 
     @contextlib.contextmanager
-    def microbatch(
-        self, shape: tuple[int, ...], random: int | Tensor = 0, tape: Tape | None = None, again: bool = False
-    ) -> Iterator[Pass]:
+    def microbatch(self, shape: tuple[int, ...], random: int | Tensor = 0, tape: Tape | None = None) -> Iterator[Pass]:
         """Around a forward pass on tiles of ``shape`` (n, 3, h, w).
 
         Args:
             random: seed, or state, that the stage draws from.
             tape: of the pass, where it will be computed a second time, or is.
-            again: it is.
         """
         self._pass = Pass(self.plans(shape, self.training), self.link, self.device, random)
         with contextlib.ExitStack() as scopes:
             if tape is not None:
-                scopes.enter_context(tape.replayed() if again else contextlib.nullcontext())
+                scopes.enter_context(tape.replayed() if tape.words else contextlib.nullcontext())
                 scopes.enter_context(self.link.on(tape))
             yield self._pass
 
     def forward(self, *values: Any) -> Any:
         """Return the values named in ``outputs``."""
         passing = self._pass
-        values = tuple(map(self._own, self.inputs, values))
         if self.training and self.through is not None and self.segments:
             return self._in_segments(passing, values)
         run = self._run_training if self.training else self._run_evaluation
         assert isinstance(run, TeamRun)
         return run.nodes.run(self, passing, values, self._asked)
 
-    def loss(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
-        """Return the sums that are asked of the model's output, of all members' parts; None where it is with member 0
-        alone."""
+    @property
+    def counted(self) -> int:
+        """1 on the member whose loss, tiles and statistics count, 0 on the others."""
+        return int(self.link.member == 0)
+
+    def sums_in_parts(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
+        """Return the sums that are asked of the model's output, over all members' parts of it; None where the output is
+        with member 0 alone."""
         run = self._run_training if self.training else self._run_evaluation
         assert isinstance(run, TeamRun)
         if not run.nodes.gives_parts(self._pass.plan, asked.targets.shape):
@@ -87,18 +90,23 @@ class TeamStage(StageModule):
         assert isinstance(sums, Tensor)
         return sums
 
-    def _own(self, name: str, value: Any) -> Any:
-        """This member's part of the tiles, which come whole or box by box."""
-        plan = self._pass.plan
-        if name not in self.tiles or plan.region is None:
-            return value
-        box = plan.owned(name, self.link.member)
-        if isinstance(value, Boxes) and not isinstance(value, Tensor):
-            return value.box(*box)
-        whole = (plan.territory.side[0], plan.territory.side[1])
-        return own_part(value, whole, box)
+    def sums(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
+        """Return the sums that are asked of the model's output; None on members that do not have it."""
+        found = self.sums_in_parts(values, asked)
+        if found is None:
+            (output,) = self(*values)
+            found = asked.of_whole(output) if self.counted else None
+        return found if self.counted else None
 
-    tiles: tuple[str, ...] = ()
+    def own_tiles(self, tiles: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor:
+        """Return this member's part of tiles of ``shape``, which come whole or box by box."""
+        plan = self.plans(shape, self.training)
+        if plan.region is None:
+            return whole(tiles)
+        box = plan.territory.owned(self.link.member, plan.territory.side)
+        if isinstance(tiles, Tensor):
+            return own_part(tiles, plan.territory.side, box)
+        return tiles.box(*box)
 
     def _in_segments(self, passing: Pass, values: Sequence[Any]) -> tuple[Any, ...]:
         assert self.through is not None
@@ -153,47 +161,38 @@ class TeamRun:
 def team_stages(
     traced: Traced,
     partition: Partition,
-    links: dict[int, tuple[TeamLink, Grid]],
+    grids: Mapping[int, Grid],
+    link: TeamLink,
+    plans: TeamPlans,
     device: torch.device,
-    segments: dict[int, Sequence[Segment]] | None = None,
+    segments: Mapping[int, Sequence[Segment]] = MappingProxyType({}),
 ) -> dict[int, TeamStage]:
-    """Return this member's modules of the stages that ``links`` has, each computed by a team.
+    """Return this member's modules of the stages that ``grids`` has.
 
     Args:
-        links: by number of the stage: to the team that computes it, and its grid.
+        grids: of the team, by number of the stage.
         segments: that a stage is run in, where any are computed again.
+
+    Raises:
+        ValueError: evaluation sends values between stages in the place of others.
     """
     random = {layer.name for layer in traced.graph.layers if layer.random}
 
     def run(
         nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], _: str
     ) -> TeamRun:
-        return TeamRun(NodeRun(nodes, inputs, outputs, slots, random))
+        if slots:
+            raise ValueError(
+                f"evaluation sends {next(iter(slots))} where training sends {next(iter(slots.values()))}, and a team "
+                "could not tell which rows of it are whose: cut the model elsewhere (--developer cuts)"
+            )
+        return TeamRun(NodeRun(nodes, inputs, outputs, random))
 
     made: dict[int, TeamStage] = {}
-    plans: dict[Grid, Plans] = {}
-    for number, (link, grid) in links.items():
-        own = (segments or {}).get(number, ())
-        stage = cut_stage(traced, partition, number, own, TeamStage, run)
+    for number, grid in grids.items():
+        stage = cut_stage(traced, partition, number, segments.get(number, ()), TeamStage, run)
         assert isinstance(stage, TeamStage)
         stage.link, stage.device = link, device
-        stage.plans = plans.setdefault(grid, _plans(traced, grid))
-        stage.tiles = tuple(partition.inputs_of(0)) if number == 0 else ()
+        stage.plans = functools.partial(plans.plan, grid)
         made[number] = stage
     return made
-
-
-def _plans(traced: Traced, grid: Grid) -> Plans:
-    """Plans made when they are first asked for."""
-    made: dict[tuple[tuple[int, ...], bool], TeamPlan] = {}
-
-    def plan(shape: tuple[int, ...], training: bool) -> TeamPlan:
-        key = (tuple(shape), training)
-        if key not in made:
-            nodes = list((traced.training if training else traced.evaluation).graph.nodes)
-            with left_as_it_was(traced.model):
-                traced.model.train(training)
-                made[key] = plan_team(traced.model, nodes, shape, grid)
-        return made[key]
-
-    return plan
