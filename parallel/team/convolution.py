@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.space.borders import Borders, borders
-from parallel.space.rule import Window
 from parallel.space.team import Box, Exchange
 from parallel.streaming.patch import Patch
 from parallel.team.fetched import handed_back, put_together
@@ -31,7 +30,7 @@ def convolve_side_by_side(
     exchange: Exchange,
     own: Tensor,
     patch: Patch,
-    rules: tuple[Window, Window],
+    rules: tuple[Any, Any],
     operands: tuple[Tensor, Tensor | None, int],
 ) -> Tensor:
     """Return this member's box of a convolution.
@@ -53,9 +52,7 @@ def convolve_side_by_side(
 class _Work:
     """One convolution on one member."""
 
-    def __init__(
-        self, exchange: Exchange, member: int, patch: Patch, rules: tuple[Window, Window], groups: int
-    ) -> None:
+    def __init__(self, exchange: Exchange, member: int, patch: Patch, rules: tuple[Any, Any], groups: int) -> None:
         self.exchange, self.member, self.patch, self.groups = exchange, member, patch, groups
         self.need, self.have, self.own = exchange.needs[member], exchange.boxes[member], exchange.owned[member]
         self.stride, self.dilation = [rule.stride for rule in rules], [rule.dilation for rule in rules]
