@@ -1,7 +1,7 @@
 """``python -m app.convert IN OUT``: annotation files from others, one or a folder of them.
 
-Takes a GeoJSON, an ASAP or ImageScope XML or a mask (TIFF, PNG), gives any other of them; what OUT is, its suffix says,
-and for a folder ``--to``. Masks need the slide, for its size and resolution.
+Takes a GeoJSON, an ASAP or ImageScope XML, a mask (TIFF, PNG) or a DICOM Segmentation, gives any other of them but the
+last; what OUT is, its suffix says, and for a folder ``--to``. Masks need the slide, for its size and resolution.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import tyro
 
 from app.settings.cli import FAILED, OK, run_command
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.labels.annotation_files import DRAWING_SUFFIXES, MASK_SUFFIXES, XML_SUFFIX, files_below, slides_of
+from pipelines.labels.annotation_files import (
+    DRAWING_SUFFIXES,
+    MASK_SUFFIXES,
+    RASTER_SUFFIXES,
+    XML_SUFFIX,
+    files_below,
+    slides_of,
+)
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
 from pipelines.labels.drawing import Origin
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
@@ -31,8 +38,8 @@ class ConvertCommand:
     """Turn annotation files into another format."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """What is read: .geojson or .json, .xml of ASAP or ImageScope, or a mask, .tif, .tiff or .png; or a folder of such
-    files, sub-folders included."""
+    """What is read: .geojson or .json, .xml of ASAP or ImageScope, or a mask, .tif, .tiff, .png or .dcm (DICOM
+    SEG); or a folder of such files, sub-folders included."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """What is made, by its suffix; must not exist. The ids of a mask are written to classes.txt in its folder. Of a
     folder: a folder; what is in it already stays as it is."""
@@ -54,7 +61,7 @@ class ConvertCommand:
         return self.to or self.target.suffix.lower()
 
     def validate(self) -> list[str]:
-        known = (*DRAWING_SUFFIXES, *MASK_SUFFIXES)
+        known = {"IN": (*DRAWING_SUFFIXES, *RASTER_SUFFIXES), "OUT": (*DRAWING_SUFFIXES, *MASK_SUFFIXES)}
         of_folder, masks = self.source.is_dir(), self.suffix in MASK_SUFFIXES
         if of_folder:
             rules = [
@@ -65,10 +72,11 @@ class ConvertCommand:
             ]
         else:
             pairs = (("IN", self.source), ("OUT", self.target))
-            made = " and ".join(str(path) for _, path in pairs if path.suffix.lower() in MASK_SUFFIXES)
+            rasters = {"IN": RASTER_SUFFIXES, "OUT": MASK_SUFFIXES}
+            made = " and ".join(str(path) for name, path in pairs if path.suffix.lower() in rasters[name])
             rules = [
                 *(
-                    (path.suffix.lower() in known, f"{name} must end in {', '.join(known)}; got {path}")
+                    (path.suffix.lower() in known[name], f"{name} must end in {', '.join(known[name])}; got {path}")
                     for name, path in pairs
                 ),
                 (self.source.is_file(), f"IN must be an annotation file; {self.source} is none. Check the path"),
@@ -143,7 +151,7 @@ def convert_file(command: ConvertCommand, source: Path, target: Path, spec: Slid
     """
     with contextlib.ExitStack() as opened:
         slide = None if spec is None else opened.enter_context(spec.open())
-        if slide is None and source.suffix.lower() in MASK_SUFFIXES:
+        if slide is None and source.suffix.lower() in RASTER_SUFFIXES:
             raise ValueError(f"{source}: a mask covers a slide: give --slide")
         drawing = read_areas(source, slide)
         target.parent.mkdir(parents=True, exist_ok=True)

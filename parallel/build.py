@@ -7,6 +7,7 @@ wrong with a strategy is found here, before the first step.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
@@ -24,6 +25,7 @@ from parallel.engine.optimizer_step import Copy, MakeOptimizer, OptimizerStep
 from parallel.engine.rank_program import RankProgram
 from parallel.engine.stage_groups import StageGroups
 from parallel.engine.state_dict import FullStateDict
+from parallel.engine.team_transfers import TeamTransfers
 from parallel.engine.transfers import StageTransfers
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
@@ -36,11 +38,15 @@ from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.microbatch import share_of
-from parallel.schedule.placement import Placement
+from parallel.schedule.seating import Seating
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
 from parallel.streaming.streamed_stages import streamed_stages
+from parallel.team.link import TeamLink
+from parallel.team.seat import modules_of_seat, plan_of_stage
+from parallel.team.team_plan import TeamPlans
+from parallel.team.team_stage import TeamStage
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -118,14 +124,24 @@ def put_to_work(
     Args:
         partition: of ``traced``, into the stages of ``strategy``.
     """
-    placement, rank = strategy.placement, communicator.rank
+    placement, seating = strategy.placement, strategy.seating
+    rank = communicator.rank
+    seat = seating.seat_of(rank)
     policy = strategy.policy
     schedule = strategy.schedule(partition.links, nominal_costs(partition) if policy.moves else None)
     refuse_schedule(traced, partition, schedule, placement, strategy.name)
-    splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[rank])
-    holders = StageGroups(communicator, placement, pairs=strategy.shard_optimizer)
-    numbers = sorted({stage for stage, _ in placement.held_by(rank)})
-    cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[rank], host)
+    splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[seat])
+    holders = StageGroups(communicator, seating, pairs=strategy.shard_optimizer)
+    communicator.connect(seating.pairs(partition.links))
+    numbers = sorted({stage for stage, _ in placement.held_by(seat)})
+    link, plans = None, None
+    if seating.together:
+        link, plans = TeamLink(holders.team), TeamPlans(traced)
+        cuts: Mapping[int, StageModule] = modules_of_seat(
+            traced, partition, numbers, strategy, link, plans, shape, device
+        )
+    else:
+        cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[seat], host)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(
@@ -147,29 +163,35 @@ def put_to_work(
     names = [name for name, _ in traced.model.named_parameters()]
     offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
     update = _update(
-        make_optimizer, names, stages, reducers, holders, placement, rank, offload, resident=policy.parameters
+        make_optimizer, names, stages, reducers, holders, seating, rank, offload, resident=policy.parameters
     )
-    communicator.connect(placement.pairs(partition.links))
     messenger = Messenger(communicator, device)
     routes = {
         way: tuple(edge.value for edge in partition.edges if (edge.source, edge.target) == way)
         for way in partition.links
     }
     inputs = partition.inputs_of(0)[0]
+    if plans is not None:
+        plan_of = functools.partial(plan_of_stage, strategy, plans)
+        transfers: StageTransfers = TeamTransfers(routes, partition.links, seating, messenger, rank, plan_of)
+    else:
+        transfers = StageTransfers(routes, partition.links, placement, messenger, rank)
     return RankProgram(
         schedule=schedule,
         placement=placement,
+        seating=seating,
         stages=stages,
-        transfers=StageTransfers(routes, partition.links, placement, messenger, rank),
+        transfers=transfers,
         reducers=reducers,
         update=update,
         messenger=messenger,
-        prediction=Inference(stages, routes, placement, messenger, rank, inputs),
-        full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, placement, communicator),
+        prediction=Inference(stages, routes, seating, messenger, rank, inputs, transfers),
+        full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, seating, communicator),
         inputs=inputs,
-        share=share_of(placement.group_of(rank), placement.groups, strategy.m),
+        share=share_of(seating.group_of(rank), placement.groups, strategy.m),
         batch=batch,
         m=strategy.m,
+        link=link,
     )
 
 
@@ -230,7 +252,9 @@ def _stage(
     return Stage(
         cut,
         device=device,
-        statistics=running_statistics(cut, ranks, strategy.statistics),
+        statistics=running_statistics(
+            cut, ranks, strategy.statistics, not isinstance(cut, TeamStage) or bool(cut.counted)
+        ),
         loss=loss if number == partition.depth - 1 else None,
         differentiable=[edge.value for edge in partition.edges if edge.source == number and edge.differentiable],
         unasked=[
@@ -256,7 +280,7 @@ def _update(
     stages: Mapping[int, Stage],
     reducers: Mapping[int, GradReducer],
     holders: StageGroups,
-    placement: Placement,
+    seating: Seating,
     rank: int,
     offload: Copies | None,
     resident: bool,
@@ -266,7 +290,7 @@ def _update(
     copies: list[Copy] = []
     others: set[str] = set()
     for number, pair in sorted(holders.pairs.items()):
-        owner, other = (placement.rank_of(number, replica, placement.group_of(rank)) for replica in (0, 1))
+        owner, other = (seating.rank_of(number, replica, seating.group_of(rank)) for replica in (0, 1))
         # The lower rank comes first in a pair.
         copies.append(Copy(tuple(stages[number].parameters.values()), pair, int(owner > other)))
         if owner != rank:

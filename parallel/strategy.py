@@ -19,9 +19,11 @@ from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, placement_for
+from parallel.schedule.seating import Seating
 from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import from_csv
+from parallel.space.team import Grid
 
 WHOLE = ("single", "ddp", "fsdp")
 """Strategies that do not split the model into stages: each rank computes all of it."""
@@ -36,8 +38,8 @@ class Strategy:
 
     Attributes:
         name: one of ``WHOLE``, or of the schedule.
-        ranks: all of them; d groups of ``depth``.
-        depth: ranks that one group spreads the model over, D; 1 where each rank computes all of it.
+        ranks: all of them; d groups of ``depth`` seats, each of one rank or of a team.
+        depth: seats that one group spreads the model over, D; 1 where each computes all of it.
         m: microbatches of the global batch, over all groups.
         chunks: stages a rank holds of each replica; interleaved has 2 or more.
         cuts: names of layers or modules that begin a stage; empty: stages of equal cost.
@@ -48,6 +50,7 @@ class Strategy:
         compile: run the stages through ``torch.compile``.
         gradient_bytes: of a stage's gradients summed at once over the ranks that hold it, from its last backward pass
             on; 0: all, once this rank has computed everything; None: as ``GradReducer`` does.
+        grids: of the teams on the seats of a group, which divide each tile among their ranks; empty: one rank a seat.
     """
 
     name: str
@@ -62,11 +65,22 @@ class Strategy:
     statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     compile: bool = False
     gradient_bytes: int | None = None
+    grids: tuple[Grid, ...] = ()
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks of one group, over all its seats."""
+        return sum(grid.members for grid in self.grids) if self.grids else self.depth
+
+    @property
+    def members(self) -> int:
+        """Ranks of the largest team on a seat; 1 without teams."""
+        return max((grid.members for grid in self.grids), default=1)
 
     @property
     def groups(self) -> int:
         """Data-parallel groups, d."""
-        return self.ranks // self.depth
+        return self.ranks // self.group_ranks
 
     @property
     def splits(self) -> bool:
@@ -76,7 +90,7 @@ class Strategy:
     @property
     def paired(self) -> bool:
         """A rank holds two stages, one of each of two inverted replicas."""
-        return self.splits and SCHEDULES[self.name].replicas == 2
+        return self.splits and kind_of(self.name).replicas == 2
 
     @property
     def copies(self) -> int:
@@ -106,6 +120,8 @@ class Strategy:
 
     def __str__(self) -> str:
         mesh = f" {self.groups} x {self.depth}" if self.splits else f" {self.ranks}" if self.ranks > 1 else ""
+        if self.grids:
+            mesh += " of " + ", ".join(map(str, self.grids if len(set(self.grids)) > 1 else self.grids[:1]))
         return f"{self.name}{mesh}, m={self.m} {self.savings}".rstrip()
 
     @property
@@ -116,10 +132,11 @@ class Strategy:
             ValueError: the schedule cannot run on it.
         """
         faults = []
-        if self.depth < 1 or self.ranks % self.depth:
-            faults.append(f"{self.ranks} ranks cannot be grouped by {self.depth} stages' ranks: choose a divisor")
-        replicas = SCHEDULES[self.name].replicas if self.name in SCHEDULES else 2
-        if self.shard_optimizer and replicas < 2:
+        if self.depth < 1 or self.ranks % self.group_ranks:
+            faults.append(f"{self.ranks} ranks cannot be grouped by {self.group_ranks} stages' ranks: choose a divisor")
+        faults += self._grid_faults()
+        known = self.name in SCHEDULES or self.name == SPATIAL.name
+        if self.shard_optimizer and known and kind_of(self.name).replicas < 2:
             faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
         policy = self.policy
         if self.compile and (policy.segmented or policy.moves or policy.parameters):
@@ -138,7 +155,43 @@ class Strategy:
             )
         if faults:
             raise ValueError("; ".join(faults))
-        return placement_for(self.name, groups=self.ranks // self.depth, depth=self.depth, chunks=self.chunks)
+        teams = tuple(grid.members for grid in self.grids)
+        return placement_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks, teams=teams)
+
+    @property
+    def seating(self) -> Seating:
+        """Which ranks sit on the seats of ``placement``."""
+        return Seating(self.placement)
+
+    def grid_of(self, stage: int) -> Grid:
+        """Return the grid of the team that computes a stage, of either replica."""
+        return self.grids[stage % self.depth] if self.grids else Grid()
+
+    def _grid_faults(self) -> list[str]:
+        """What teams cannot do."""
+        faults = []
+        if self.grids and len(self.grids) != self.depth:
+            faults.append(
+                f"{len(self.grids)} grids are given for {self.depth} stages' teams: give one for each, or one"
+            )
+        if self.grids and self.paired and self.grids != self.grids[::-1]:
+            faults.append(
+                f"{self.name} inverts its second replica, so that teams hold stages from both ends: give grids that "
+                "read the same backwards, as 2x1,2x1"
+            )
+        for set_, word in (
+            (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),
+            (self.compile, "compiled stages cannot exchange parts of maps: do not compile"),
+            (self.statistics == "deferred", "deferred statistics are not of teams: keep them per microbatch"),
+            (self.shard_optimizer, "pairs share an optimizer between two ranks, not between teams: do not shard it"),
+            (bool(self.policy.parameters), "parameters on the host are not of teams: keep them on the device"),
+            (self.policy.stream is not None, "a member's box is not computed in boxes: leave --stream or --grid out"),
+        ):
+            if self.grids and set_:
+                faults.append(word)
+        if self.name == "spatial" and not self.grids:
+            faults.append("spatial divides each tile among the ranks of a team: say how, as --grid 2x1")
+        return faults
 
     def partition(self, graph: LayerGraph) -> Partition:
         """The stages of the model.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.settings.strategy import StrategySettings
-from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.registry import kind_of
 
 
 def gradient_faults(settings: StrategySettings) -> list[str]:
@@ -26,5 +26,4 @@ def _sums_gradients(settings: StrategySettings) -> bool:
     """Ranks hold copies of parameters, and sum their gradients in buckets."""
     if not settings.splits:
         return settings.name == "ddp" and settings.world > 1
-    kind = SCHEDULES.get(settings.name)
-    return settings.groups > 1 or (kind is not None and kind.replicas == 2)
+    return settings.groups > 1 or bool(settings.grids) or kind_of(settings.name).replicas == 2

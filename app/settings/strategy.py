@@ -6,6 +6,7 @@ ranks there are. Letters: D stages, d groups of D ranks, m microbatches of the g
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
 from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.schedule.registry import default_microbatches
+from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
 
 Parallel = Literal[
@@ -23,6 +25,7 @@ Parallel = Literal[
     "single",
     "ddp",
     "fsdp",
+    "spatial",
     "mp-basic",
     "gpipe",
     "1f1b",
@@ -46,10 +49,11 @@ class StrategySettings:
 
     parallel: Parallel = "auto"
     """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch; fsdp: the
-    same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block. The others
-    split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model;
-    mast, master, bidirectional with two, the second in inverse order. auto: the fastest that fits the memory, as
-    app.plan finds it; among what --stages and --microbatches leave open."""
+    same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block; spatial: each
+    tile is divided among the ranks of a team (--grid), which compute it side by side. The others split the model into
+    stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model; mast, master,
+    bidirectional with two, the second in inverse order. auto: the fastest that fits the memory, as app.plan finds it;
+    among what --stages and --microbatches leave open."""
     memory: str | None = None
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
     and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
@@ -60,6 +64,11 @@ class StrategySettings:
     """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
     stages: int | None = None
     """Ranks that a copy of the model is split over; more ranks make data-parallel groups. Default: all ranks."""
+    grid: str = ""
+    """How the ranks of a team divide each tile, rows x columns of boxes: 4x1 are four strips, 2x2 four quarters. With
+    spatial one team computes the model, and more ranks make data-parallel groups; default: a strip for each rank. With
+    strategies that split the model a team takes the place of each rank; several grids, comma separated, are of one
+    stage after the other, as 4x1,1x1."""
     chunks: Suppress[int | None] = None
     """Stages on each rank, with interleaved; default: 2."""
     cuts: Suppress[str] = ""
@@ -178,13 +187,40 @@ class StrategySettings:
 
     @property
     def depth(self) -> int:
-        """Ranks that a copy of the model is split over, D."""
-        return (self.stages or self.world) if self.splits else 1
+        """Stages that a copy of the model is split into, each of one rank or of a team, D."""
+        asked = self.asked_grids
+        if self.name == "spatial" or not self.splits:
+            return 1
+        if len(asked) > 1:
+            return len(asked)
+        return self.stages or max(1, self.world // (asked[0].members if asked else 1))
+
+    @property
+    def asked_grids(self) -> tuple[Grid, ...]:
+        """``grid`` as it was given, those of its parts that can be read."""
+        found = []
+        for text in self.grid.split(",") if self.grid else ():
+            with contextlib.suppress(ValueError):
+                found.append(Grid.parse(text))
+        return tuple(found)
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """Of the teams, one for each of the D stages' places; empty: one rank there."""
+        asked = self.asked_grids
+        if self.name == "spatial" and not asked:
+            return (Grid(self.world, 1),)
+        return asked * self.depth if len(asked) == 1 else asked
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks of a group, over all its stages."""
+        return sum(grid.members for grid in self.grids) or self.depth
 
     @property
     def groups(self) -> int:
         """Data-parallel groups, d."""
-        return self.world // self.depth
+        return self.world // self.group_ranks
 
     @property
     def m(self) -> int:
@@ -227,4 +263,5 @@ class StrategySettings:
             statistics=self.norm_statistics,
             compile=self.compile,
             gradient_bytes=self.bucket_bytes,
+            grids=self.grids,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from app.settings.gradient_faults import gradient_faults
+from app.settings.grid_faults import grid_faults
 from app.settings.launcher import find_launch
 from app.settings.policy_faults import policy_faults
 from app.settings.strategy import StrategySettings
-from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.registry import SCHEDULES, kind_of
 
 
 def strategy_faults(settings: StrategySettings) -> list[str]:
@@ -54,7 +55,7 @@ def _option_faults(settings: StrategySettings) -> list[str]:
         ]
     if settings.chunks is not None and settings.name != "interleaved":
         faults.append(f"--developer chunks is for --parallel interleaved; got --parallel {settings.parallel}")
-    if settings.shard_optimizer == "pair" and not (settings.splits and SCHEDULES[settings.name].replicas == 2):
+    if settings.shard_optimizer == "pair" and not (settings.splits and kind_of(settings.name).replicas == 2):
         pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
         faults.append(
             f"--developer shard-optimizer=pair needs two copies of the model ({pairs}); "
@@ -68,6 +69,8 @@ def _option_faults(settings: StrategySettings) -> list[str]:
 def _open_faults(settings: StrategySettings) -> list[str]:
     """Of what limits the planner's choice."""
     faults = []
+    if settings.grid:
+        faults.append("--grid is of a strategy that is named, as --parallel spatial; got --parallel auto")
     if settings.stages is not None and (settings.stages < 2 or settings.world % settings.stages):
         faults.append(
             f"--stages must be 2 or more and divide the number of ranks, {settings.world}; got {settings.stages}"
@@ -85,7 +88,9 @@ def _mesh_faults(settings: StrategySettings) -> list[str]:
         faults.append(f"--parallel single uses one process; got {settings.world} ranks")
     if settings.name == "fsdp" and settings.world < 2:
         faults.append(f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {settings.world}")
-    if settings.splits and settings.world < 2:
+    if settings.grid or settings.name == "spatial":
+        faults += grid_faults(settings)
+    elif settings.splits and settings.world < 2:
         faults.append(f"--parallel {settings.name} splits the model over 2 ranks or more; got --ranks {settings.world}")
     elif settings.splits and not 2 <= settings.depth <= settings.world:
         faults.append(f"--stages must be 2 to the number of ranks, {settings.world}; got {settings.depth}")

@@ -96,7 +96,7 @@ def build_engine(
         host=host,
     )
     if watchdog:
-        watchdog.follow(engine.schedule)
+        watchdog.follow(engine.actions_of_ranks)
     return engine
 
 

@@ -7,6 +7,7 @@ for Perfetto.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from parallel.engine.engine import Engine
 from parallel.engine.recorded import free_links, gather_timeline, measured_costs
 from parallel.engine.step import TrainingEngine
 from parallel.schedule.action import COMPUTE, Kind
+from parallel.schedule.seating import Seating
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import to_csv
 from parallel.schedule.timeline import Timeline, chrome_trace
@@ -57,15 +59,26 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     if measured is None or not any(measured.spans.values()):
         return None
     stages = engine.placement.stages
-    simulated = simulate(
-        engine.schedule, engine.placement, measured_costs(measured, stages), free_links(engine.schedule, stages)
+    simulated = of_ranks(
+        simulate(
+            engine.schedule, engine.placement, measured_costs(measured, stages), free_links(engine.schedule, stages)
+        ),
+        engine.seating,
     )
     computed = {
         rank: [action for action in actions if action.kind in COMPUTE and action.kind is not Kind.RECOMPUTE]
         for rank, actions in engine.schedule.items()
     }
     (folder / "schedule.csv").write_text(to_csv(computed))
-    picture = schedule_svg(simulated, title=f"{name}: simulated from its stage times, and measured", compare=measured)
+    teams = [engine.seating.ranks_on(seat) for seat in range(engine.placement.world)]
+    title = f"{name}: simulated from its stage times, and measured"
+    picture = schedule_svg(simulated, title=title, compare=measured, teams=teams)
     (folder / "schedule.svg").write_text(picture)
     (folder / "trace.json").write_text(json.dumps(chrome_trace({"simulated": simulated, "measured": measured})))
     return StepRecord(measured, simulated)
+
+
+def of_ranks(timeline: Timeline, seating: Seating) -> Timeline:
+    """Return the timeline of every rank from that of every seat: the members of a team do the same at the same time."""
+    spans = {rank: timeline.spans[seating.seat_of(rank)] for rank in range(seating.world)}
+    return dataclasses.replace(timeline, spans=spans)

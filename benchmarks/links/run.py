@@ -31,9 +31,9 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition, partition_equal
+from parallel.offload.rng import state_size
 from parallel.schedule.action import Kind
 from parallel.schedule.registry import SCHEDULES, build_schedule
-from parallel.stage.rng import state_size
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 

@@ -24,12 +24,12 @@ from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, m
 from parallel.engine.weight_average import swap_average
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
+from parallel.offload.rng import drawing
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.schedule.microbatch import microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.recompute_context import recompute_context
-from parallel.stage.rng import drawing
 from parallel.stage.stage import Loss, SummedLoss
 from parallel.streaming.box_sums import BoxSums, Sums
 from parallel.streaming.images import whole
@@ -89,6 +89,7 @@ class DataParallelEngine:
         mend_norm_gradients()
         self.module = module
         self.optimizer = optimizer
+        self.counted = True
         self.share = share_of(communicator.rank, communicator.world, m)
         self._loss = loss
         self._communicator = communicator
@@ -117,6 +118,9 @@ class DataParallelEngine:
 
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[None, None]:
+        return None, None
 
     @property
     def predict_wants(self) -> Wants:

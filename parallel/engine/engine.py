@@ -18,19 +18,20 @@ from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.grad_reducer import completing_backwards, last_backwards
+from parallel.engine.inference import tiles_for
 from parallel.engine.rank_program import RankProgram
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
 from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
-from parallel.schedule.action import Action, Kind
+from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.microbatch import microbatch_seed
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
+from parallel.space.team import Box
 from parallel.stage.stage import LOSS
 from parallel.streaming.box_sums import Sums
-from parallel.streaming.images import whole
-from parallel.streaming.streamed_module import StreamedStage
+from parallel.team.team_stage import TeamStage
 
 
 class EngineFault(RuntimeError):
@@ -60,10 +61,13 @@ class Engine:
     def __init__(
         self, work: RankProgram, communicator: Communicator, *, seed: int = 0, observer: Observer | None = None
     ) -> None:
+        seating = work.seating
         self.schedule, self.placement, self.share = work.schedule, work.placement, work.share
+        self.seating = seating
+        self.counted = seating.member_of(communicator.rank) == 0
         self._work = work
         self._communicator = communicator
-        self._actions = tuple(work.schedule[communicator.rank])
+        self._actions = tuple(self.actions_of_ranks[communicator.rank])
         self._seed = seed
         self._observer = observer
         self._last = work.placement.stages - 1
@@ -78,8 +82,19 @@ class Engine:
         self._shapes = ""
         self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
 
+    @property
+    def actions_of_ranks(self) -> Schedule:
+        """What each rank does in a step: the members of a team all that is to be done on their seat."""
+        return {rank: self.schedule[self.seating.seat_of(rank)] for rank in range(self.seating.world)}
+
     def wants(self, i: int) -> Wants:
         return self._wants[i]
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
+        modules = [self._work.stages[n].module if n in self._work.stages else None for n in (0, self._last)]
+        first, last = (module if isinstance(module, TeamStage) else None for module in modules)
+        images = None if first is None else first.part_of_tiles(shape)
+        return images, None if last is None else last.part_of_masks(shape)
 
     @property
     def predict_wants(self) -> Wants:
@@ -97,11 +112,13 @@ class Engine:
         for reducer in work.reducers.values():
             reducer.begin_step()
         self._spans = []
-        sent = sum(self.bytes_sent.values())
+        sent = self._sent_so_far
         losses = self._walk(StepBatches(microbatches, self.share), step)
         tiles = int(losses[1].sum())
         work.messenger.finish()
-        self._sent_in_step = sum(self.bytes_sent.values()) - sent
+        if work.link:
+            work.link.finish()
+        self._sent_in_step = self._sent_so_far - sent
         for reducer in work.reducers.values():
             reducer.finish()
         for number in sorted(work.stages):
@@ -154,6 +171,10 @@ class Engine:
         return self._work.messenger.bytes_sent
 
     @property
+    def _sent_so_far(self) -> int:
+        return sum(self.bytes_sent.values()) + (self._work.link.sent_bytes if self._work.link else 0)
+
+    @property
     def sent_in_step(self) -> int:
         return self._sent_in_step + sum(reducer.sent_bytes for reducer in self._work.reducers.values())
 
@@ -189,7 +210,7 @@ class Engine:
         if self._observer:
             self._observer.at(-1)
         losses = torch.zeros(2, self._work.m, dtype=torch.float64)
-        for i, (mean, tiles) in found.items():
+        for i, (mean, tiles) in found.items() if self.counted else ():
             losses[0, i], losses[1, i] = mean, tiles
         return losses
 
@@ -231,9 +252,7 @@ class Engine:
         self._tell(position, waiting=True)
         values = work.transfers.take(action)
         if action.stage == 0:
-            images = feed.images(i)
-            in_boxes = isinstance(work.stages[0].module, StreamedStage)
-            values[work.inputs] = images if in_boxes else whole(images)
+            values[work.inputs] = tiles_for(work.stages[0].module, feed.images(i), feed.shape(i))
         tiles = feed.shape(i)[0]
         random = values.pop(RANDOM_STATE, None)
         self._shapes = self._described(position, feed.shape(i), "inputs", values)
@@ -245,6 +264,7 @@ class Engine:
                 microbatch_seed(self._seed, step, i) if random is None else random,
                 targets=feed.targets(i) if action.stage == self._last else None,
                 recomputed=(action.stage, i) in self._recomputed,
+                shape=feed.shape(i),
             )
         if action.stage == self._last:
             losses[i] = outputs[LOSS].detach(), tiles  # read after the last action: reading waits for a GPU
@@ -285,4 +305,6 @@ class Engine:
 
     def _fault(self, position: int, step: int, fault: Exception) -> EngineFault:
         reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"
-        return EngineFault(describe_fault(self.schedule, self._communicator.rank, position, step, self._shapes, reason))
+        return EngineFault(
+            describe_fault(self.actions_of_ranks, self._communicator.rank, position, step, self._shapes, reason)
+        )

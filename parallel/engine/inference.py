@@ -12,15 +12,18 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from parallel.engine.messages import Incoming, Messenger
+from parallel.engine.messages import Messenger
 from parallel.engine.step import Microbatch, Wants, measured
-from parallel.engine.transfers import Routes
+from parallel.engine.team_transfers import TeamTransfers
+from parallel.engine.transfers import Routes, StageTransfers
 from parallel.graph.layers import RANDOM_STATE
-from parallel.schedule.placement import Placement
+from parallel.schedule.seating import Seating
 from parallel.stage.stage import Stage
 from parallel.streaming.box_sums import BoxSums, Sums
-from parallel.streaming.images import whole
+from parallel.streaming.images import Boxes, whole
 from parallel.streaming.streamed_module import StreamedStage
+from parallel.team.team_stage import TeamStage
+from parallel.trace.stage_module import StageModule
 
 
 class Inference:
@@ -34,22 +37,26 @@ class Inference:
         self,
         stages: Mapping[int, Stage],
         routes: Routes,
-        placement: Placement,
+        seating: Seating,
         messenger: Messenger,
         rank: int,
         inputs: str,
+        transfers: StageTransfers,
     ) -> None:
-        self._stages = {n: stages[n] for n, replica in placement.held_by(rank) if not replica}
+        placement, seat = seating.placement, seating.seat_of(rank)
+        self._team = transfers if isinstance(transfers, TeamTransfers) else None
+        self._member, self._seating = seating.member_of(rank), seating
+        self._stages = {n: stages[n] for n, replica in placement.held_by(seat) if not replica}
         self._last = placement.stages - 1
         self._inputs = inputs
         self._messenger = messenger
-        group = placement.group_of(rank)
+        group = placement.group_of(seat)
         owners = {stage: placement.rank_of(stage, 0, group) for stage in range(placement.stages)}
         names = {way: tuple(name for name in route if name != RANDOM_STATE) for way, route in routes.items()}
-        self._leaving = {(s, t): names[s, t] for s, t in sorted(names) if owners[s] == rank and names[s, t]}
-        self._arriving = {(s, t): owners[s] for s, t in sorted(names) if owners[t] == rank and names[s, t]}
+        self._leaving = {(s, t): names[s, t] for s, t in sorted(names) if owners[s] == seat and names[s, t]}
+        self._arriving = {(s, t): owners[s] for s, t in sorted(names) if owners[t] == seat and names[s, t]}
         self._owners = owners
-        self._rank = rank
+        self._seat = seat
 
     @property
     def wants(self) -> Wants:
@@ -61,44 +68,58 @@ class Inference:
         the others."""
         shape, output = microbatch.shape, None
         here: dict[tuple[int, int], dict[str, Any]] = {}
-        posted: dict[tuple[int, int], Incoming] = {}
+        posted: dict[tuple[int, int], Any] = {}
         for number, stage in sorted(self._stages.items()):
             values: dict[str, Any] = {}
             if number == 0:
                 assert microbatch.images is not None
-                in_boxes = isinstance(stage.module, StreamedStage)
-                values[self._inputs] = microbatch.images if in_boxes else whole(microbatch.images)
+                stage.module.eval()
+                values[self._inputs] = tiles_for(stage.module, microbatch.images, shape)
             for way in self._arriving:
                 if way[1] == number:
-                    values |= here.pop(way) if self._arriving[way] == self._rank else self._receive(way, shape, posted)
+                    values |= here.pop(way) if self._arriving[way] == self._seat else self._receive(way, shape, posted)
             stage.module.eval()
             asked = None
-            if sums is not None and number == self._last and isinstance(stage.module, StreamedStage):
+            if sums is not None and number == self._last and isinstance(stage.module, (StreamedStage, TeamStage)):
                 assert microbatch.targets is not None
                 asked = BoxSums(sums, microbatch.targets)
-            outputs = stage.predict(values, asked)
+            outputs = stage.predict(values, asked, shape)
             for way, names in self._leaving.items():
                 if way[0] == number:
                     # What only training makes is None here.
                     value = {name: outputs.get(name) for name in names}
-                    if self._owners[way[1]] == self._rank:
+                    if self._owners[way[1]] == self._seat:
                         here[way] = value
                     else:
-                        self._messenger.send(self._owners[way[1]], ("prediction", *way, shape), value)
-            if number == self._last:
+                        self._send(way, shape, value)
+            if number == self._last and not self._member:
                 (output,) = outputs.values()
                 if asked is None:
                     output = measured(tree_map(_in_float32, output), microbatch, sums)
         self._messenger.finish()
         return output
 
+    def _send(self, way: tuple[int, int], shape: tuple[int, ...], value: Mapping[str, Any]) -> None:
+        if self._team is None:
+            self._messenger.send(self._seating.ranks_on(self._owners[way[1]])[0], ("prediction", *way, shape), value)
+            return
+        for q, contents in self._team.to_members(way, shape, value).items():
+            peer = self._seating.ranks_on(self._owners[way[1]])[q]
+            self._messenger.send(peer, ("prediction", *way, shape, self._member, q), contents)
+
     def _receive(
-        self, way: tuple[int, int], shape: tuple[int, ...], posted: dict[tuple[int, int], Incoming]
+        self, way: tuple[int, int], shape: tuple[int, ...], posted: dict[tuple[int, int], Any]
     ) -> dict[str, Any]:
         """The value that comes ``way``. Whatever the same rank sends before it is asked for first."""
-        for earlier, peer in self._arriving.items():
-            if peer == self._arriving[way] and earlier not in posted and earlier <= way:
-                posted[earlier] = self._messenger.post(peer, ("prediction", *earlier, shape))
+        for earlier, seat in self._arriving.items():
+            if seat == self._arriving[way] and earlier not in posted and earlier <= way:
+                ranks = self._seating.ranks_on(seat)
+                if self._team is not None:
+                    posted[earlier] = self._team.post_members(earlier, shape, ranks)
+                else:
+                    posted[earlier] = self._messenger.post(ranks[0], ("prediction", *earlier, shape))
+        if self._team is not None:
+            return self._team.from_members(way, posted[way])
         form, tensors = posted[way].wait()
         value: dict[str, Any] = form.build(tensors)
         return value
@@ -106,3 +127,10 @@ class Inference:
 
 def _in_float32(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) else leaf
+
+
+def tiles_for(module: StageModule, images: Tensor | Boxes, shape: tuple[int, ...]) -> Any:
+    """Return tiles as the first stage takes them: by boxes, a member's part of them, or whole."""
+    if isinstance(module, TeamStage):
+        return module.own_tiles(images, shape)
+    return images if isinstance(module, StreamedStage) else whole(images)

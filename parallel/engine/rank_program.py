@@ -13,7 +13,9 @@ from parallel.engine.state_dict import FullStateDict
 from parallel.engine.transfers import StageTransfers
 from parallel.schedule.action import Schedule
 from parallel.schedule.placement import Placement
+from parallel.schedule.seating import Seating
 from parallel.stage.stage import Stage
+from parallel.team.link import TeamLink
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,9 @@ class RankProgram:
     """All of it.
 
     Attributes:
-        schedule: lowered, of all ranks; this rank's list is walked, the others are shown when something fails.
+        schedule: lowered, of all seats; that of this rank's is walked, the others are shown when something fails.
+        seating: which ranks sit there.
+        link: to the others on this rank's seat.
         stages: those this rank holds, by number; two replicas of one stage share it.
         exchanges: of the stages that other ranks hold too.
         inputs: name of the model's input.
@@ -32,6 +36,7 @@ class RankProgram:
 
     schedule: Schedule
     placement: Placement
+    seating: Seating
     stages: Mapping[int, Stage]
     transfers: StageTransfers
     reducers: Mapping[int, GradReducer]
@@ -43,3 +48,4 @@ class RankProgram:
     share: range
     batch: int
     m: int
+    link: TeamLink | None = None

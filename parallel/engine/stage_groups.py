@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from parallel.schedule.placement import Placement
+from parallel.schedule.seating import Seating
 
 
 class StageGroups:
@@ -18,22 +18,31 @@ class StageGroups:
     Attributes:
         of_stage: communicator of all ranks that hold a stage, by stage.
         pairs: of the two ranks of this group that do, by stage; not where one rank holds both replicas.
+        team: of the ranks on this rank's seat.
     """
 
-    def __init__(self, communicator: Communicator, placement: Placement, *, pairs: bool) -> None:
+    def __init__(self, communicator: Communicator, seating: Seating, *, pairs: bool) -> None:
         self._communicator = communicator
         self._made: dict[tuple[int, ...], Communicator | None] = {}
         self.of_stage: dict[int, Communicator] = {}
         self.pairs: dict[int, Communicator] = {}
+        self.team: Communicator = LocalCommunicator()
+        placement = seating.placement
         for stage in range(placement.stages):
-            ranks = self._among(placement.holders(stage))
+            ranks = self._among(seating.holders(stage))
             if ranks is not None:
                 self.of_stage[stage] = ranks
             for group in range(placement.groups) if pairs else ():
-                pair = sorted(placement.rank_of(stage, replica, group) for replica in (0, 1))
+                pair = sorted(seating.rank_of(stage, replica, group) for replica in (0, 1))
                 ranks = self._among(pair) if pair[0] != pair[1] else None
                 if ranks is not None:
                     self.pairs[stage] = ranks
+
+        for seat in range(placement.world if seating.together else 0):
+            # Its own, where it is also that of a stage: sums of gradients come between those of passes.
+            ranks = communicator.subgroup(tuple(seating.ranks_on(seat)))
+            if ranks is not None:
+                self.team = ranks
 
     def _among(self, ranks: Sequence[int]) -> Communicator | None:
         """Return the communicator of ``ranks``; made once, by all ranks of the run, also by those outside it."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
 from parallel.streaming.images import Boxes, whole
 
@@ -79,8 +80,16 @@ class TrainingEngine(Protocol):
     share: range
     """Microbatches of the global batch that this rank's group of ranks computes."""
 
+    counted: bool
+    """What this rank reads counts; of a team, whose members read parts of the same tiles, that is one rank."""
+
     def wants(self, i: int) -> Wants:
         """What this rank needs of microbatch ``i`` of its share when training."""
+        ...
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
+        """What this rank needs of the px of a tile of ``shape`` (n, 3, h, w), and of its mask: rows and columns, where
+        the rest need not be read; None: all."""
         ...
 
     @property
@@ -114,7 +123,8 @@ class TrainingEngine(Protocol):
                 then need not be held whole.
 
         Returns:
-            The output on ranks whose ``predict_wants`` has targets, None on the others.
+            The output on ranks whose ``predict_wants`` has targets, but for members of a team that are not
+            ``counted``; None on the others.
         """
         ...
 

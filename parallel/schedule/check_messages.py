@@ -100,7 +100,7 @@ class Channels:
         for rank, actions in self._schedule.items():
             # A rank with both replicas of a stage has one copy of its parameters.
             for stage, replica in dict(reversed(self._placement.held_by(rank))).items():
-                if len(self._placement.holders(stage)) < 2:
+                if not self._placement.is_summed(stage):
                     continue
                 sums = [(n, a) for n, a in enumerate(actions) if a.kind is Kind.REDUCE and a.stage == stage]
                 last = max((n for n, a in enumerate(actions) if a.kind in backward and a.stage == stage), default=-1)

@@ -179,7 +179,7 @@ def add_reduction(schedule: Schedule, placement: Placement, *, at_end: bool = Fa
             if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 last[rank, action.stage] = position
                 done[action.stage] = max(done[action.stage], computed)
-    order = [stage for stage in sorted(done, key=lambda s: (done[s], s)) if len(placement.holders(stage)) > 1]
+    order = [stage for stage in sorted(done, key=lambda s: (done[s], s)) if placement.is_summed(stage)]
     lowered: Schedule = {}
     for rank, actions in schedule.items():
         replicas: dict[int, int] = {}

@@ -19,12 +19,14 @@ class Placement:
         depth: ranks of a group, D.
         stages: of the model; ``depth``, or a multiple of it when a rank holds several chunks.
         replicas: copies of the model in a group, 1 or 2; with 2 the second is inverted.
+        teams: ranks that sit in the place of each of the D ranks (``seating``); empty: one.
     """
 
     groups: int
     depth: int
     stages: int
     replicas: int = 1
+    teams: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
@@ -57,6 +59,11 @@ class Placement:
         return tuple(
             sorted({self.rank_of(stage, replica, g) for g in range(self.groups) for replica in range(self.replicas)})
         )
+
+    def is_summed(self, stage: int) -> bool:
+        """Return whether more than one rank holds a copy of ``stage``."""
+        holders = self.holders(stage)
+        return len(holders) > 1 or (bool(self.teams) and self.teams[holders[0] % self.depth] > 1)
 
     def pairs(self, links: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
         """(sender, receiver) of all ranks between which stages hand something over, in ascending order.

@@ -88,6 +88,11 @@ _KINDS = (
 )
 SCHEDULES: dict[str, ScheduleKind] = {kind.name: kind for kind in _KINDS}
 
+SPATIAL = ScheduleKind(
+    "spatial", mp_basic, 1, False, False, "each tile divided among the ranks of a team", "Dryden et al., IPDPS 2019"
+)
+"""One stage, of one team: it is mp-basic with nothing to split."""
+
 
 def default_microbatches(name: str, depth: int) -> int:
     """Microbatches of one group when the user names none: 1 for mp-basic, a pair for mast, 2D for all that pipeline or
@@ -96,21 +101,22 @@ def default_microbatches(name: str, depth: int) -> int:
     Raises:
         ValueError: no schedule has this name.
     """
-    return {"mp-basic": 1, "mast": 2}.get(_kind(name).name, 2 * depth)
+    return {"mp-basic": 1, "spatial": 1, "mast": 2}.get(kind_of(name).name, 2 * depth)
 
 
-def placement_for(name: str, *, groups: int, depth: int, chunks: int = 1) -> Placement:
+def placement_for(name: str, *, groups: int, depth: int, chunks: int = 1, teams: tuple[int, ...] = ()) -> Placement:
     """The mesh that schedule ``name`` runs on.
 
     Args:
         groups: data-parallel groups.
         depth: ranks of a group.
         chunks: stages a rank holds of each replica; only interleaved takes more than 1, and it takes at least 2.
+        teams: ranks in the place of each rank of a group.
 
     Raises:
         ValueError: no schedule has this name, or it cannot run on such a mesh.
     """
-    placement = Placement(groups, depth, depth * chunks, _kind(name).replicas)
+    placement = Placement(groups, depth, depth * chunks, kind_of(name).replicas, teams)
     _raise_all(_mesh_faults(name, placement))
     return placement
 
@@ -124,7 +130,7 @@ def build_schedule(name: str, placement: Placement, m: int) -> Schedule:
     Raises:
         ValueError: no schedule has this name, or it cannot run on this mesh or with ``m``.
     """
-    kind, groups = _kind(name), placement.groups
+    kind, groups = kind_of(name), placement.groups
     assert kind.replicas == placement.replicas, (name, placement)
     faults = _mesh_faults(name, placement)
     if m < groups:
@@ -146,17 +152,26 @@ def build_schedule(name: str, placement: Placement, m: int) -> Schedule:
     return schedule
 
 
-def _kind(name: str) -> ScheduleKind:
+def kind_of(name: str) -> ScheduleKind:
+    """Return the family of a schedule.
+
+    Raises:
+        ValueError: no schedule has this name.
+    """
+    if name == SPATIAL.name:
+        return SPATIAL
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def _mesh_faults(name: str, placement: Placement) -> list[str]:
-    kind, depth, chunks = SCHEDULES[name], placement.depth, placement.stages // max(1, placement.depth)
+    kind, depth, chunks = kind_of(name), placement.depth, placement.stages // max(1, placement.depth)
     faults = []
     if placement.groups < 1 or depth < 1:
         faults.append(f"a mesh has at least one group of at least one rank, not {placement.groups} x {depth}")
+    if name == "spatial" and depth != 1:
+        faults.append(f"spatial has one stage, not {depth}: use --grid with 1f1b or another schedule for several")
     if kind.replicas > 1 and depth < 2:
         faults.append(f"{name} inverts its second replica, which takes at least 2 ranks a group, not {depth}")
     if kind.chunks and chunks < 2:

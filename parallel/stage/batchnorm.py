@@ -54,16 +54,19 @@ class RunningStatistics(Protocol):
 
 
 def running_statistics(
-    module: nn.Module, communicator: Communicator, mode: Literal["per-microbatch", "deferred"]
+    module: nn.Module, communicator: Communicator, mode: Literal["per-microbatch", "deferred"], told: bool = True
 ) -> RunningStatistics:
     """Return the running statistics of ``module``, of which every rank of ``communicator`` holds a copy.
+
+    Args:
+        told: what this rank's passes leave counts; of a team, whose members all find the same, that is one rank.
 
     Raises:
         ValueError: ``deferred`` with layers other than BatchNorm1d, 2d and 3d.
     """
     if mode == "deferred":
         return DeferredStatistics(module, communicator)
-    return OrderedStatistics(module, communicator)
+    return OrderedStatistics(module, communicator, told)
 
 
 class OrderedStatistics:
@@ -76,9 +79,11 @@ class OrderedStatistics:
     Args:
         module: its layers that track running statistics take part while they are in training mode.
         communicator: the ranks that hold a copy of ``module``.
+        told: this rank tells the others what its passes leave.
     """
 
-    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
+    def __init__(self, module: nn.Module, communicator: Communicator, told: bool = True) -> None:
+        self._told = told
         self._layers = tracking_layers(module)
         self._communicator = communicator
 
@@ -101,7 +106,8 @@ class OrderedStatistics:
                 for layer in self._active:
                     clear_buffers(layer)
                 yield
-                self._records[i] = torch.cat([_flat(layer) for layer in self._active])
+                if self._told:
+                    self._records[i] = torch.cat([_flat(layer) for layer in self._active])
         if self._communicator.world == 1:
             while self._next in self._records:
                 self._replay(self._records.pop(self._next))

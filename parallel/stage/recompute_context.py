@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from parallel.offload.rng import drawing, get_random_state
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.stage.batchnorm import RunningStatistics
-from parallel.stage.rng import drawing, get_random_state
 from parallel.trace.stage_module import SegmentRun
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -19,17 +19,19 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.packing import put_away, restore
+from parallel.offload.rng import drawing
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.stage.arrivals import arrived
 from parallel.stage.batchnorm import RunningStatistics
 from parallel.stage.microbatch_state import MicrobatchState, edges_of, gradients_of, promised
 from parallel.stage.recompute_context import recompute_context
-from parallel.stage.rng import drawing
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.streamed_module import StreamedStage
+from parallel.team.link import Tape
+from parallel.team.team_stage import TeamStage
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 
 LOSS = "#loss"
@@ -127,6 +129,7 @@ class Stage:
         *,
         targets: Tensor | Boxes | None = None,
         recomputed: bool = False,
+        shape: tuple[int, ...] = (),
     ) -> dict[str, Any]:
         """Run the forward pass of microbatch ``i``.
 
@@ -136,11 +139,14 @@ class Stage:
             random: a seed, or the state handed on by an earlier stage.
             targets: for the loss, in the last stage.
             recomputed: keep only what came in; ``recompute`` is called before backward.
+            shape: (n, 3, h, w) of the tiles, for a stage that a team computes.
 
         Returns:
             By name what later stages use, with ``RANDOM_STATE`` if the stage draws; ``LOSS`` in the last stage.
         """
-        self._in_flight[i] = microbatch = MicrobatchState(tiles, values, targets, random, recomputed)
+        self._in_flight[i] = microbatch = MicrobatchState(tiles, values, targets, random, recomputed, shape)
+        if recomputed and isinstance(self.module, TeamStage):
+            microbatch.tape = Tape()
         microbatch.buffers = self._updated.values() if recomputed else []
         with self.statistics.microbatch(i, tiles):
             if not recomputed:
@@ -180,6 +186,7 @@ class Stage:
         """
         microbatch = self._in_flight.pop(i)
         if self._loss is not None:
+            weight *= self.module.counted if isinstance(self.module, TeamStage) else 1
             gradients = {LOSS: [torch.tensor(weight, dtype=self._loss_dtype, device=self._device)]}
         flows = [
             (edge, gradient)
@@ -199,14 +206,20 @@ class Stage:
         self._weights.backward_weight(i)
 
     @torch.no_grad()
-    def predict(self, values: Mapping[str, Any], sums: BoxSums | None = None) -> dict[str, Any]:
+    def predict(
+        self, values: Mapping[str, Any], sums: BoxSums | None = None, shape: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
         """Return by name what the module gives in evaluation mode; a value that only training makes is missing.
 
         Args:
-            sums: wanted in place of the last stage's only value, where it is computed in boxes.
+            sums: wanted in place of the last stage's only value, where it is computed in boxes, or lies in parts.
+            shape: (n, 3, h, w) of the tiles, for a stage that a team computes.
         """
         entering = (values.get(name) for name in self.module.inputs)
-        with self._precision():
+        with self._precision(), self._among(shape):
+            if sums is not None and isinstance(self.module, TeamStage):
+                summed = self.module.sums(tuple(entering), sums)
+                return {self.module.outputs[0]: summed}
             if sums is not None and isinstance(self.module, StreamedStage):
                 return {self.module.outputs[0]: self.module(*entering, sums=sums)}
             outputs = self.module(*entering)
@@ -219,7 +232,10 @@ class Stage:
 
     def _compute(self, i: int, microbatch: MicrobatchState) -> dict[str, Any]:
         with contextlib.ExitStack() as scopes:
-            state = scopes.enter_context(drawing(microbatch.random, self._device)) if self._uses_rng else None
+            team = self._among(microbatch.shape, microbatch.random, microbatch.tape)
+            passing = scopes.enter_context(team)
+            draws = self._uses_rng and passing is None  # members draw one number after the other: they wait in between
+            state = scopes.enter_context(drawing(microbatch.random, self._device)) if draws else None
             scopes.enter_context(self._precision())
             if torch.is_grad_enabled():
                 if self._weights is not None:
@@ -242,12 +258,28 @@ class Stage:
                 was_promised = microbatch.recomputed and name in self._differentiable
                 if edges := edges_of(value, was_promised):
                     microbatch.roots[name] = edges
-        if state is not None:
-            outputs[RANDOM_STATE] = state.end
+        if self._uses_rng:
+            outputs[RANDOM_STATE] = state.end if state is not None else passing.random_state()
         return outputs
+
+    def _among(
+        self, shape: tuple[int, ...], random: int | Tensor = 0, tape: Tape | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around a pass of a stage that a team computes."""
+        if not isinstance(self.module, TeamStage):
+            return contextlib.nullcontext()
+        return self.module.microbatch(shape, random, tape)
 
     def _loss_of(self, values: Iterator[Any], targets: Tensor | Boxes) -> Tensor:
         assert self._loss is not None
+        if isinstance(self.module, TeamStage):
+            entering = tuple(values)
+            if isinstance(self._loss, SummedLoss):
+                asked = BoxSums(self._loss.sums, targets)
+                if (sums := self.module.sums_in_parts(entering, asked)) is not None:
+                    return self._loss.value(sums, asked.pixels)
+            (output,) = self._run(*entering)
+            return self._loss(output, whole(targets)) if self.module.counted else output.sum()
         if isinstance(self.module, StreamedStage) and isinstance(self._loss, SummedLoss):
             asked = BoxSums(self._loss.sums, targets)
             return self._loss.value(self._run(*values, sums=asked), asked.pixels)

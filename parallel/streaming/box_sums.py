@@ -16,7 +16,7 @@ from parallel.space.span import Span
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation
-from parallel.streaming.patch import Patch
+from parallel.streaming.patch import Box, Patch
 from parallel.streaming.region import Region
 
 STEP, BESIDE = "~sums", "~beside"
@@ -47,7 +47,11 @@ class BoxSums:
 
     def of_box(self, patch: Patch) -> Tensor:
         """Return what a box adds."""
-        return self.sums(patch.tensor, self._targets(*patch.box).to(patch.tensor.device))
+        return self.of_part(patch.tensor, patch.box)
+
+    def of_part(self, output: Tensor, box: Box) -> Tensor:
+        """Return what the rows and columns ``box`` of the output add."""
+        return self.sums(output, self._targets(*box).to(output.device))
 
     def of_whole(self, output: Any) -> Tensor:
         """Return the sums of what a model gave at once."""

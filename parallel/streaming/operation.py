@@ -111,6 +111,9 @@ class Operation:
         first: what has to be known before.
         fresh: the gradient that it gives a map lies in memory that nobody else has.
         flops_each: of each number it gives.
+        convolution: of one padded by zeros, (weight, bias, groups).
+        norm: of a batch norm by the statistics of the whole image, what it is made of.
+        drawn: what the map is multiplied by, drawn for the whole of it.
     """
 
     compute: Compute
@@ -124,6 +127,18 @@ class Operation:
     first: tuple[Prior, ...] = ()
     fresh: bool = False
     flops_each: float = 40.0
+    convolution: Callable[[Arguments], tuple[Tensor, Tensor | None, int]] | None = None
+    norm: ChannelNorm | None = None
+    drawn: Compute | None = None
+
+
+@dataclass(frozen=True)
+class ChannelNorm:
+    """Scale and shift of a norm over all tiles, rows and columns; ``then``: what is done with its value."""
+
+    affine: Callable[[Arguments], tuple[Tensor | None, Tensor | None]]
+    eps: float
+    then: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,7 @@ class Reading:
 
     Args:
         model: has the modules that nodes call.
+        once: every node is computed once, and may draw for the whole map.
 
     Attributes:
         dims: of rows and columns, by name of each map.
@@ -153,8 +169,8 @@ class Reading:
         values: of nodes, run on tensors without data.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, once: bool = False) -> None:
+        self.model, self.once = model, once
         self.dims: dict[str, tuple[int, int]] = {}
         self.sides: dict[str, tuple[int, int]] = {}
         self.lies_in: dict[str, fx.Node] = {}

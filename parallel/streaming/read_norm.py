@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.moments import merged, moments, normalised, share_of_moments
-from parallel.streaming.operation import DIMS, Operation, Prior, Reading, SpansImage
+from parallel.streaming.operation import DIMS, ChannelNorm, Operation, Prior, Reading, SpansImage
 from parallel.streaming.read_window import bound
 
 ADVICE = (
@@ -154,7 +154,9 @@ class _Norm:
         if reading.dims[source.name] != DIMS or len(reading.shape(source)) != 4 or self.count < 2:
             raise SpansImage(ADVICE)
         sums = Operation(self._gather, sums=True, merge=merged, again=self._gather_again)
-        return Operation(self._normalise, first=(Prior(MOMENTS, sums), *self.running), flops_each=100.0)
+        priors = (Prior(MOMENTS, sums), *self.running)
+        norm = ChannelNorm(self.affine, self.eps, self.then) if self.over == (0, 2, 3) else None
+        return Operation(self._normalise, first=priors, flops_each=100.0, norm=norm)
 
     def _wide(self, given: Any) -> Tensor:
         x: Tensor = given.patch.tensor

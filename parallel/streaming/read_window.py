@@ -77,6 +77,7 @@ def read_convolution(
         ),
         fresh=True,
         flops_each=each,
+        convolution=lambda given: (_tensor(given, weight), _tensor(given, bias), groups),
     )
 
 

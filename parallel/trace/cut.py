@@ -56,7 +56,7 @@ def cut_stage(
     ends = module.inputs, module.outputs
     module._run_training = make_run(training, *ends, {}, f"stage {stage} in training")
     module._run_evaluation = make_run(evaluation, *ends, slots, f"stage {stage} in evaluation")
-    module.segments = tuple(segment_runs(module, traced, training, partition, segments))
+    module.segments = tuple(segment_runs(module, traced, training, partition, segments, make_run))
     held = {id(submodule) for submodule in module.modules()}
     for path, modes in traced.modes.items():
         submodule = traced.model.get_submodule(path)

@@ -18,9 +18,15 @@ MakeRun = Callable[[Sequence[fx.Node], tuple[str, ...], tuple[str, ...], dict[st
 
 
 def segment_runs(
-    module: StageModule, traced: Traced, nodes: Sequence[fx.Node], partition: Partition, segments: Sequence[Segment]
+    module: StageModule,
+    traced: Traced,
+    nodes: Sequence[fx.Node],
+    partition: Partition,
+    segments: Sequence[Segment],
+    make_run: MakeRun,
 ) -> Iterator[SegmentRun]:
-    """Yield the segments of a stage, ready to run; none where no segment is computed again."""
+    """Yield the segments of a stage, ready to run by what ``make_run`` gives; none where no segment is computed
+    again."""
     if not any(segment.recompute for segment in segments):
         return
     position = partition.graph.position
@@ -34,7 +40,7 @@ def segment_runs(
         before = set(module.inputs).union(*made[:k])
         layers = partition.graph.layers[segment.start : segment.stop]
         yield SegmentRun(
-            compiled(inside, entering, leaving, {}, f"layers {segment.start} to {segment.stop}"),
+            make_run(inside, entering, leaving, {}, f"layers {segment.start} to {segment.stop}"),
             entering,
             leaving,
             tuple(sorted(name for name in before & used[k] if name not in later)),

@@ -2,18 +2,16 @@
 
 Takes a file; refuses series of which OpenSlide would show the first channel without a word, leave out a level that was
 cut short, or bring the process down (libdicom follows a table of frame positions that need not be there). Follows DICOM
-PS3.5 section 7 (elements, sequences) and PS3.3 section A.32.8 (whole slides); explicit little endian, which is all that
-OpenSlide reads.
+PS3.3 section A.32.8 (whole slides); explicit little endian, which is all that OpenSlide reads.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
+from pipelines.backends.dicom_elements import OTHERWISE_WRITTEN, PREAMBLE_BYTES, elements, exactly, is_dicom, skip
 from pipelines.slides.slide import SlideError
 
 
@@ -40,21 +38,8 @@ _SYNTAXES: Final = {
     "1.2.840.10008.1.2.4.90": "JPEG 2000",
     "1.2.840.10008.1.2.4.91": "JPEG 2000",
 }
-_OTHERWISE_WRITTEN: Final = frozenset(("1.2.840.10008.1.2", "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"))
-"""Implicit, deflated, big endian: transfer syntaxes whose elements are not laid out as those of all others."""
 _WHOLE_SLIDE: Final = "1.2.840.10008.5.1.4.1.1.77.1.6"
-_LONG: Final = frozenset((b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"))
-"""Value representations with a length of four bytes."""
-_UNDEFINED: Final = 0xFFFFFFFF
-_ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
-_DEEPEST: Final = 16
 _VALUE_BYTES: Final = 1024
-
-
-def is_dicom(path: Path) -> bool:
-    """True when the file begins as a DICOM file does."""
-    with path.open("rb") as file:
-        return file.read(132)[128:] == b"DICM"
 
 
 def refuse_series(path: Path) -> None:
@@ -114,60 +99,20 @@ def _read(path: Path) -> tuple[dict[int, bytes], bool]:
     """
     header: dict[int, bytes] = {}
     with path.open("rb") as file:
-        file.seek(132)
+        file.seek(PREAMBLE_BYTES)
         try:
-            for tag, length in _elements(file, 0):
+            for tag, length in elements(file, 0):
                 if tag in (Tag.FRAME_POSITIONS, Tag.PIXELS):
                     header[tag] = b""
                     return header, False
-                if tag >> 16 > 2 and _text(header, Tag.SYNTAX) in _OTHERWISE_WRITTEN:
+                if tag >> 16 > 2 and _text(header, Tag.SYNTAX) in OTHERWISE_WRITTEN:
                     return header, False
                 if tag in _READ and length <= _VALUE_BYTES:
-                    header[tag] = _exactly(file, length)
+                    header[tag] = exactly(file, length)
                 else:
-                    _skip(file, length, 0)
+                    skip(file, length, 0)
         except EOFError:
             return header, True
         except ValueError:
             return header, False  # no DICOM data; OpenSlide says so
     return header, True
-
-
-def _elements(file: BinaryIO, depth: int) -> Iterator[tuple[int, int]]:
-    """(tag, length) of the elements from here on, the file at the value of each; the caller reads or skips it."""
-    if depth > _DEEPEST:
-        raise ValueError(f"sequences {depth} deep")
-    while True:
-        head = file.read(8)
-        if not head and depth == 0:
-            return
-        if len(head) < 8:
-            raise EOFError
-        group, element, kind, short = struct.unpack("<HH2sH", head)
-        tag = group << 16 | element
-        if tag in (_ITEM, _ITEM_END, _SEQUENCE_END):
-            yield tag, int.from_bytes(head[4:], "little")
-        elif kind in _LONG:
-            yield tag, int.from_bytes(_exactly(file, 4), "little")
-        elif kind.isalpha() and kind.isupper():
-            yield tag, short
-        else:
-            raise ValueError(f"value of kind {kind!r}")
-
-
-def _skip(file: BinaryIO, length: int, depth: int) -> None:
-    """Pass over a value, which is a sequence where its length is not said."""
-    if length != _UNDEFINED:
-        file.seek(length, 1)
-        return
-    for tag, inner in _elements(file, depth + 1):
-        if tag in (_ITEM_END, _SEQUENCE_END):
-            return
-        _skip(file, inner, depth + 1)
-
-
-def _exactly(file: BinaryIO, length: int) -> bytes:
-    value = file.read(length)
-    if len(value) < length:
-        raise EOFError
-    return value

@@ -1,14 +1,17 @@
 """Masks: pictures whose values are class ids, whatever the file.
 
-Takes a TIFF or PNG path, gives a ``Mask`` that answers values at asked px. Small ones are decoded once, uncompressed
-TIFFs are mapped into memory, everything else is read piece by piece (``mask_tiff``).
+Takes the path of a TIFF, a PNG or a DICOM Segmentation, gives a ``Mask`` that answers values at
+asked px. Small ones are decoded once, uncompressed TIFFs are mapped into memory, everything else is read piece by piece
+(``mask_tiff``, ``mask_seg``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import imagecodecs
@@ -16,6 +19,7 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
+from pipelines.backends.mask_seg import SegMask
 from pipelines.backends.mask_tiff import TiffMask, byte_values, nearest
 from pipelines.slides.slide import SlideError
 
@@ -39,6 +43,8 @@ class Mask(Protocol):
     path: Path
     width: int
     height: int
+    names: Mapping[int, str]
+    """Classes by value where the file names them itself; empty where ``classes.txt`` does."""
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +66,8 @@ class Mask(Protocol):
 
 class ArrayMask:
     """A ``Mask`` in memory, or mapped into it."""
+
+    names: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, path: Path, pixels: NDArray[np.integer]) -> None:
         self.path = path
@@ -85,7 +93,7 @@ class ArrayMask:
 
 
 def open_mask(path: Path) -> Mask:
-    """Open a mask file, by its suffix: .png, or TIFF.
+    """Open a mask file, by its suffix: .dcm, .png, or TIFF.
 
     Raises:
         SlideError: it cannot be read, or has several channels that differ.
@@ -96,6 +104,8 @@ def open_mask(path: Path) -> Mask:
         )
     if path.suffix.lower() == ".png":
         return ArrayMask(path, _png_values(path))
+    if path.suffix.lower() == ".dcm":
+        return SegMask(path)
     mask = TiffMask(path)
     try:
         with tifffile.TiffFile(path) as file:

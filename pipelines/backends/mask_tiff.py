@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import tifffile
@@ -32,6 +33,7 @@ class TiffMask:
         SlideError: not a TIFF, damaged, several channels, or pieces above ``PIECE_BYTES``.
     """
 
+    names: Mapping[int, str] = MappingProxyType({})
     nbytes = 1 << 20
     """What an open one holds, about: the offsets of its pieces."""
 

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError, lowlevel
 
-from pipelines.backends.dicom_header import is_dicom, refuse_series
+from pipelines.backends.dicom_elements import is_dicom
+from pipelines.backends.dicom_header import refuse_series
 from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_levels import resolution_mpp

@@ -6,6 +6,7 @@ opened: a damaged file, or a text file named ``.svs``, stays a candidate and fai
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import stat
@@ -15,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.backends.dicom_elements import sop_class
+from pipelines.backends.segmentation_head import SEGMENTATIONS
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import Slide, SlideError
@@ -167,11 +170,11 @@ def find_slides(
 ) -> tuple[SlideSpec, ...]:
     """Return all slides under ``root``, sub-folders included, sorted by id.
 
-    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, files that end in ``_mask`` or ``-mask``, the data
-    folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and one series are one slide:
-    its file is the largest of them (the finest level; OpenSlide finds the others), its id the folder's name, or that
-    file's stem where the folder holds several series. A folder that cannot be listed stands for the slides in it, under
-    its name and a slash: it fails when it is opened.
+    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, files that end in ``_mask`` or ``-mask``, DICOM
+    Segmentations, the data folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and
+    one series are one slide: its file is the largest of them (the finest level; OpenSlide finds the others), its id the
+    folder's name, or that file's stem where the folder holds several series. A folder that cannot be listed stands for
+    the slides in it, under its name and a slash: it fails when it is opened.
 
     Args:
         root: folder.
@@ -292,16 +295,17 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
     series: dict[bytes, list[Path]] = {}
     for name in names:
         path = folder / name
-        series.setdefault(_series_uid(path) or os.fsencode(name), []).append(path)
+        head = _head(path)
+        if sop_class(io.BytesIO(head)) not in SEGMENTATIONS:
+            series.setdefault(_series_uid(head) or os.fsencode(name), []).append(path)
     for files in series.values():
         largest = max(files, key=lambda path: (_size(path), path.name))
         named_after_folder = len(files) > 1 and len(series) == 1
         yield (folder.resolve().name if named_after_folder else slide_stem(largest.name)), largest
 
 
-def _series_uid(path: Path) -> bytes | None:
-    """SeriesInstanceUID (0020,000E) of a little-endian DICOM file, explicit or implicit (DICOM PS3.5, section 7.1)."""
-    head = _head(path)
+def _series_uid(head: bytes) -> bytes | None:
+    """SeriesInstanceUID (0020,000E) in the head of a little-endian DICOM file (DICOM PS3.5, section 7.1)."""
     at = head.find(b"\x20\x00\x0e\x00")
     if head[128:132] != b"DICM" or at < 0:
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 
 from pipelines.backends.mask import Mask, open_mask
-from pipelines.labels.annotation_files import MASK_SUFFIXES, XML_SUFFIX
+from pipelines.labels.annotation_files import RASTER_SUFFIXES, XML_SUFFIX
 from pipelines.labels.annotation_xml import read_xml
 from pipelines.labels.drawing import Drawing
 from pipelines.labels.geojson import read_geojson
@@ -38,7 +38,7 @@ def damaged_is_slide_error(path: Path) -> Iterator[None]:
 def read_annotation(path: Path) -> Drawing | Mask:
     """Return what a file of annotations holds, by its suffix. Raises SlideError where it cannot be read."""
     suffix = path.suffix.lower()
-    if suffix in MASK_SUFFIXES:
+    if suffix in RASTER_SUFFIXES:
         return open_mask(path)
     return read_xml(path) if suffix == XML_SUFFIX else read_geojson(path)
 

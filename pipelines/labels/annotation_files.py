@@ -1,8 +1,9 @@
 """Which file is the drawing of which slide: by name, in a folder of annotations or beside the slides.
 
 Takes the slides, gives ``AnnotationFiles``: a path per slide, and what fits nothing. A file belongs to the slide of its
-stem: ``x.geojson``, ``x.svs.geojson``, ``x.xml``, ``x_mask.tif`` are all of slide ``x``. Of several kinds for one slide
-GeoJSON goes before a mask, and both before ``.xml`` and ``.json``, which also hold other things.
+stem: ``x.geojson``, ``x.svs.geojson``, ``x.xml``, ``x_mask.tif`` are all of slide ``x``; a DICOM Segmentation of no
+slide's name to the DICOM slide whose series it was made of. Of several kinds for one slide GeoJSON goes before a mask,
+and both before ``.xml`` and ``.json``, which also hold other things.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.backends.segmentation_head import is_segmentation, series_of, source_series
 from pipelines.catalog.catalog import MASK_ENDINGS, SlideNames, SlideSpec, slide_stem
 from pipelines.catalog.table import listed
 
 XML_SUFFIX = ".xml"
 DRAWING_SUFFIXES = (".geojson", ".json", XML_SUFFIX)
 MASK_SUFFIXES = (".tif", ".tiff", ".png")
-RANK = {".geojson": 0} | dict.fromkeys(MASK_SUFFIXES, 1) | {XML_SUFFIX: 2, ".json": 3}
+SEG_SUFFIX = ".dcm"
+"""Of DICOM Segmentations, masks that name their classes; of slides, too."""
+
+RASTER_SUFFIXES = (*MASK_SUFFIXES, SEG_SUFFIX)
+RANK = {".geojson": 0} | dict.fromkeys(RASTER_SUFFIXES, 1) | {XML_SUFFIX: 2, ".json": 3}
 
 CLASSES_FILE = "classes.txt"
 """Names the class ids of the masks in its folder."""
@@ -54,9 +60,10 @@ def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
     if not files.path:
         raise ValueError(
             f"--annotations {folder} holds nothing for the slides: looked, sub-folders included, for <slide>.geojson, "
-            f"<slide>.xml, <slide>.json, <slide>.tif and <slide>.png, for example {specs[0].slide_id}.geojson. "
+            f"<slide>.xml, <slide>.json, <slide>.tif, <slide>.png and DICOM SEG <slide>.dcm, "
+            f"for example {specs[0].slide_id}.geojson. "
             + (f"Found annotations for {listed([f.stem for f in files.unknown])}. " if files.unknown else "")
-            + ("DICOM SEG is not read: write it as a mask TIFF or as GeoJSON. " if any(folder.rglob("*.dcm")) else "")
+            + ("Other .dcm files are no segmentations (SEG): not read. " if _other_dicom(folder) else "")
             + "Name the files after the slides"
         )
     return files
@@ -73,7 +80,9 @@ def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFile
     for folder in folders:
         # A picture beside a slide is a slide itself unless its name says mask.
         files += [
-            f for f in _files_in(folder) if f not in slides and (f.suffix.lower() in DRAWING_SUFFIXES or _is_mask(f))
+            f
+            for f in _files_in(folder)
+            if f not in slides and (f.suffix.lower() in (*DRAWING_SUFFIXES, SEG_SUFFIX) or _is_mask(f))
         ]
         for name in BESIDE_FOLDERS:
             files += files_below(folder / name)
@@ -82,10 +91,22 @@ def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFile
 
 
 def slides_of(files: Iterable[Path], specs: Sequence[SlideSpec]) -> dict[Path, SlideSpec]:
-    """Return the slide of each file that has one, by its name."""
-    names, by_id = SlideNames(spec.slide_id for spec in specs), {spec.slide_id: spec for spec in specs}
-    slides = {file: _slide_of(file, names) for file in files}
-    return {file: by_id[slide] for file, slide in slides.items() if slide is not None}
+    """Return the slide of each file that has one: by its name, of a DICOM Segmentation else by its source."""
+    names = SlideNames(spec.slide_id for spec in specs)
+    by_id = {spec.slide_id: spec for spec in specs}
+    slides: dict[Path, SlideSpec] = {}
+    by_series: dict[str, SlideSpec] | None = None
+    for file in files:
+        slide = _slide_of(file, names)
+        if slide is not None:
+            slides[file] = by_id[slide]
+        elif file.suffix.lower() == SEG_SUFFIX:
+            if by_series is None:
+                by_series = {series_of(spec.path): spec for spec in specs if spec.path.suffix.lower() == SEG_SUFFIX}
+            sources = [by_series[series] for series in sorted(source_series(file)) if series in by_series]
+            if len(sources) == 1:
+                slides[file] = sources[0]
+    return slides
 
 
 def classes_files(files: AnnotationFiles) -> list[Path]:
@@ -95,13 +116,13 @@ def classes_files(files: AnnotationFiles) -> list[Path]:
 
 
 def _assign(files: Iterable[Path], specs: Sequence[SlideSpec], source: str) -> AnnotationFiles:
-    slides = SlideNames(spec.slide_id for spec in specs)
+    files = sorted(set(files))
+    slides = slides_of(files, specs)
     by_slide: defaultdict[str, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
-    for file in sorted(set(files)):
-        slide = _slide_of(file, slides)
-        if slide is not None:
-            by_slide[slide].append(file)
+    for file in files:
+        if file in slides:
+            by_slide[slides[file].slide_id].append(file)
         elif file.suffix.lower() not in (XML_SUFFIX, ".json"):
             unknown.append(file)
     path: dict[str, Path] = {}
@@ -123,7 +144,7 @@ def _slide_of(file: Path, slides: SlideNames) -> str | None:
 
 def _names(file: Path) -> Iterator[str]:
     """What the file may call its slide, the closest first: ``x.svs_mask.tif`` gives x.svs_mask, then x.svs."""
-    stem = slide_stem(file.name) if file.suffix.lower() in MASK_SUFFIXES else file.stem
+    stem = slide_stem(file.name) if file.suffix.lower() in RASTER_SUFFIXES else file.stem
     yield stem
     for ending in MASK_ENDINGS:
         if stem.lower().endswith(ending):
@@ -136,9 +157,20 @@ def _is_mask(file: Path) -> bool:
 
 def _files_in(folder: Path) -> list[Path]:
     try:
-        return [f for f in folder.iterdir() if f.suffix.lower() in RANK and not f.name.startswith(".") and f.is_file()]
+        return [f for f in folder.iterdir() if _is_annotation(f)]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _other_dicom(folder: Path) -> bool:
+    return any(not is_segmentation(file) for file in folder.rglob("*.dcm"))
+
+
+def _is_annotation(file: Path) -> bool:
+    suffix = file.suffix.lower()
+    if suffix not in RANK or file.name.startswith(".") or not file.is_file():
+        return False
+    return suffix != SEG_SUFFIX or is_segmentation(file)
 
 
 def files_below(folder: Path) -> list[Path]:

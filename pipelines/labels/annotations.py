@@ -1,6 +1,6 @@
 """Class ids of the pixels of a tile, from what was drawn on its slide.
 
-Takes annotation files (GeoJSON, ASAP and ImageScope XML, mask TIFF and PNG), one per slide; gives
+Takes annotation files (GeoJSON, ASAP and ImageScope XML, mask TIFF and PNG, DICOM Segmentations), one per slide; gives
 ``SlideAnnotations``, whose ``read_mask`` fills a uint8 array for any region: 0 background, then the classes, 255 where
 the loss must not look.
 """
@@ -24,9 +24,10 @@ from pipelines.catalog.table import listed
 from pipelines.labels.annotation_cache import AnnotationCache, damaged_is_slide_error
 from pipelines.labels.annotation_files import AnnotationFiles, classes_files
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
-from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin
+from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin, printable_name
+from pipelines.labels.mask_placement import mask_pixels
 from pipelines.labels.rasterize import PixelGrid, paint
-from pipelines.slides.geometry import Bounds, Region
+from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.slides.tile_box import TileBox
 
@@ -97,12 +98,17 @@ class SlideAnnotations:
                 corner = (bounds.l0_x, bounds.l0_y) if annotation.origin is Origin.BOUNDS else (0, 0)
                 paint(annotation, ids, grid, corner, out)
                 return
-            columns, rows = _mask_pixels(annotation, slide, grid)
+            columns, rows = mask_pixels(annotation, slide, grid)
             annotation.sample(columns, rows, out)
         table = np.arange(256, dtype=np.uint8)
-        for value, class_of_value in self.mask_ids.items():
+        for value, class_of_value in (self._segment_ids(annotation) if annotation.names else self.mask_ids).items():
             table[value] = class_of_value
         np.take(table, out, out=out, mode="clip")
+
+    def _segment_ids(self, mask: Mask) -> dict[int, int]:
+        """Class ids by value of a mask that names its classes; those without a pixel may be none of ``classes``."""
+        names = {value: self.class_map.learned(printable_name(name)) for value, name in mask.names.items()}
+        return {v: class_id(n, self.classes) for v, n in names.items() if n in self.classes or not is_learned(n)}
 
 
 def read_annotations(
@@ -129,7 +135,8 @@ def read_annotations(
     values: dict[str, set[int]] = {}
     without_area = 0
 
-    def contents(slide: str) -> tuple[Drawing, None] | tuple[None, set[int]] | SlideError:
+    def contents(slide: str) -> tuple[set[str], int, set[int] | None] | SlideError:
+        """Names that are drawn, how much without area, and the values of a mask that does not name them."""
         path = files.path[slide]
         try:
             with damaged_is_slide_error(path):
@@ -139,11 +146,13 @@ def read_annotations(
                         raise SlideError(
                             f"annotation {path} draws {len(annotation.classes)} classes, above {IGNORE - 2}"
                         )
-                    return annotation, None
+                    return set(annotation.classes), annotation.without_area, None
                 values = annotation.values()
+                if annotation.names:
+                    return {printable_name(annotation.names[value]) for value in values - {0}}, 0, None
                 if odd := [value for value in sorted(values) if not 0 <= value <= IGNORE]:
                     raise SlideError(f"mask {path} has the value {odd[0]}; class ids are 0 to {IGNORE}. Is it a mask?")
-                return None, values
+                return set(), 0, values
         except SlideError as fault:
             return fault
 
@@ -151,11 +160,12 @@ def read_annotations(
         for slide, content in zip(slides, pool.map(contents, slides), strict=True):
             if isinstance(content, SlideError):
                 failed[slide] = str(content)
-            elif content[0] is not None:
-                names.update(content[0].classes)
-                without_area += content[0].without_area
-            else:
-                values[slide] = content[1]
+                continue
+            drawn_names, of_no_area, mask_values = content
+            names |= drawn_names
+            without_area += of_no_area
+            if mask_values is not None:
+                values[slide] = mask_values
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
     mask_names = mask_classes(values, files)
@@ -240,32 +250,6 @@ def named_ids(paths: Sequence[Path]) -> dict[int, str]:
                     f"{path} line {number}: id {value} is {name!r} here and {named[value]!r} before; keep one"
                 )
     return named
-
-
-def mask_box(mask: Mask, slide: Slide) -> Bounds:
-    """Return the part of level 0 that a mask covers: all of it, or the bounds where only these have its proportions.
-
-    Raises:
-        SlideError: neither has.
-    """
-    level, bounds = slide.levels[0], slide.bounds
-    for box in (Bounds(0, 0, level.width, level.height), bounds):
-        # a reduced mask is rounded to whole pixels, up or down
-        proportion = box.width / box.height
-        if abs(proportion * mask.height - mask.width) <= 1 + proportion + 0.005 * mask.width:
-            return box
-    raise SlideError(
-        f"mask {mask.path} must have the proportions of its slide; it is {mask.width} x {mask.height} px, "
-        f"{slide.path.name} is {level.width} x {level.height} px. Is it the mask of another slide, or of a part of it?"
-    )
-
-
-def _mask_pixels(mask: Mask, slide: Slide, grid: PixelGrid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Column and row of the mask under each column and row of the grid; may lie outside the mask."""
-    box = mask_box(mask, slide)
-    columns = np.floor((grid.centres_x() - box.l0_x) * (mask.width / box.width))
-    rows = np.floor((grid.centres_y() - box.l0_y) * (mask.height / box.height))
-    return columns.astype(np.int64), rows.astype(np.int64)
 
 
 def _log(files: AnnotationFiles, failed: Mapping[str, str], unlabelled: Sequence[str], without_area: int) -> None:

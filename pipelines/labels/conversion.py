@@ -16,12 +16,13 @@ from pipelines.backends.mask import Mask
 from pipelines.backends.mask_writer import BAND_ROWS, write_mask
 from pipelines.labels.annotation_cache import damaged_is_slide_error, read_annotation
 from pipelines.labels.annotation_files import CLASSES_FILE, AnnotationFiles
-from pipelines.labels.annotations import mask_box, mask_classes, named_ids
+from pipelines.labels.annotations import mask_classes, named_ids
 from pipelines.labels.asap import write_asap
 from pipelines.labels.class_names import IGNORE, class_id, is_learned
-from pipelines.labels.drawing import BACKGROUND, Drawing, Origin, make_drawing
+from pipelines.labels.drawing import BACKGROUND, Drawing, Origin, make_drawing, printable_name
 from pipelines.labels.geojson import write_geojson
 from pipelines.labels.imagescope import write_imagescope
+from pipelines.labels.mask_placement import mask_box
 from pipelines.labels.outlines import outlines
 from pipelines.labels.rasterize import PixelGrid, paint
 from pipelines.slides.geometry import Size, l_from_l0
@@ -57,7 +58,9 @@ def _mask_areas(mask: Mask, slide: Slide) -> Drawing:
     with damaged_is_slide_error(mask.path):
         polygons_by_value = outlines(mask)
     files = AnnotationFiles({mask.path.stem: mask.path}, (), str(mask.path))
-    names = {IGNORE: IGNORED} | mask_classes({mask.path.stem: set(polygons_by_value)}, files)
+    names = {value: printable_name(name) for value, name in mask.names.items()}
+    if not names:
+        names = {IGNORE: IGNORED} | mask_classes({mask.path.stem: set(polygons_by_value)}, files)
     scale = np.array([box.width / mask.width, box.height / mask.height])
     corner = np.array([box.l0_x, box.l0_y])
     polygons = [[ring * scale + corner for ring in rings] for p in polygons_by_value.values() for rings in p]

@@ -62,7 +62,8 @@ def find_labels(
     """Return the labels of ``specs``, from the first of these that is there.
 
     1. ``labels``: a table with columns slide and label, and as it likes patient, site and mpp.
-    2. ``annotations``: a folder of ``<slide>.geojson``, ``.xml`` of ASAP or ImageScope, or mask ``.tif`` or ``.png``.
+    2. ``annotations``: a folder of ``<slide>.geojson``, ``.xml`` of ASAP or ImageScope, mask ``.tif`` or ``.png``, or
+       DICOM Segmentation ``.dcm``.
     3. beside the slides: ``labels.csv``, or such annotation files, also in ``annotations/`` and ``masks/``.
     4. class sub-folders of ``root``: ``root/CLASS/slide.svs``, or ``root/SPLIT/CLASS/slide.svs`` where the folders are
        called like splits (``train``, ``val``, ``test``).
@@ -88,8 +89,8 @@ def find_labels(
     raise ValueError(
         f"the slides of {root} have no labels. Give them in one of four ways:\n"
         "  1. --labels FILE.csv with a line per slide and columns slide,label (patient and mpp are read too)\n"
-        "  2. --annotations DIR with <slide>.geojson from QuPath, <slide>.xml from ASAP or ImageScope, or masks "
-        "<slide>.tif or <slide>.png\n"
+        "  2. --annotations DIR with <slide>.geojson from QuPath, <slide>.xml from ASAP or ImageScope, masks "
+        "<slide>.tif or <slide>.png, or DICOM SEG <slide>.dcm\n"
         f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson or .xml, <slide>_mask.tif or .png, "
         "or folders annotations/ or masks/\n"
         f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one"

@@ -11,13 +11,14 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.stage_groups import StageGroups
 from parallel.schedule.placement import Placement
+from parallel.schedule.seating import Seating
 
 
 def sums(placement: Placement, pairs: bool = True) -> list[dict[str, dict[int, float]]]:
     """Of each rank: the sum of 2 ** rank over those it shares a stage with, in all and as a pair."""
 
     def rank(communicator: Communicator, _: Any) -> dict[str, dict[int, float]]:
-        holders = StageGroups(communicator, placement, pairs=pairs)
+        holders = StageGroups(communicator, Seating(placement), pairs=pairs)
         found: dict[str, dict[int, float]] = {"of_stage": {}, "pairs": {}}
         for kind, communicators in (("of_stage", holders.of_stage), ("pairs", holders.pairs)):
             for stage, ranks in sorted(communicators.items()):
@@ -67,7 +68,7 @@ def test_the_same_ranks_share_one_communicator() -> None:
 
     def rank(communicator: Communicator, _: Any) -> tuple[int, int]:
         counting: Any = Counting(communicator)
-        holders = StageGroups(counting, Placement(1, 4, 4, 2), pairs=True)
+        holders = StageGroups(counting, Seating(Placement(1, 4, 4, 2)), pairs=True)
         return counting.made, len({id(each) for each in (*holders.of_stage.values(), *holders.pairs.values())})
 
     assert run_on_threads(4, rank, timeout_s=20) == [(2, 1)] * 4

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from parallel.stage.rng import drawing, get_random_state, set_random_state, state_size
+from parallel.offload.rng import drawing, get_random_state, set_random_state, state_size
 
 CPU = torch.device("cpu")
 

@@ -216,7 +216,7 @@ def test_folders_that_do_not_help(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)nothing for the slides.*a\.geojson.*for other\."):
         annotations(tmp_path, specs("a"))
     (tmp_path / "a.dcm").write_bytes(b"")
-    with pytest.raises(ValueError, match="DICOM SEG is not read: write it as a mask TIFF"):
+    with pytest.raises(ValueError, match=r"Other \.dcm files are no segmentations \(SEG\)"):
         annotations(tmp_path, specs("a"))
 
 

@@ -1,0 +1,262 @@
+"""Values and gradients between stages that teams compute: each member sends and receives its part of what travels.
+
+What goes from which member to which is on paper (``team.routes``); a message holds all that goes between two of them.
+Gradients of a part come back to whoever sent it; those of what every member of the second team was given add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from parallel.engine.messages import Form, Incoming, Messenger
+from parallel.engine.transfers import Routes, StageTransfers
+from parallel.graph.layers import RANDOM_STATE
+from parallel.schedule.action import Action
+from parallel.schedule.seating import Seating
+from parallel.space.team import Box
+from parallel.stage.stage import Gradients
+from parallel.team.link import cut
+from parallel.team.routes import Parcel, parcels
+from parallel.team.team_plan import TeamPlan
+
+Key = tuple[int, int, int]
+"""(source stage, target stage, microbatch)"""
+
+
+class TeamTransfers(StageTransfers):
+    """What lies between two actions of a member of a team.
+
+    Args:
+        links: routes that gradients come back along.
+        plan_of: (stage, shape of the tiles, in training) -> plan of the team that computes it.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        links: Mapping[tuple[int, int], bool],
+        seating: Seating,
+        messenger: Messenger,
+        rank: int,
+        plan_of: Callable[[int, tuple[int, ...], bool], TeamPlan],
+    ) -> None:
+        self._seating, self._member = seating, seating.member_of(rank)
+        self._plan_of = plan_of
+        self._known: dict[Any, list[Parcel]] = {}
+        super().__init__(routes, links, seating.placement, messenger, seating.seat_of(rank))
+
+    def clear(self) -> None:
+        super().clear()
+        self._pieces: dict[Key, list[tuple[int, list[Parcel], Incoming]]] = {}
+        self._sent: dict[Key, list[tuple[int, list[Parcel], Form]]] = {}
+        self._had: dict[Key, list[tuple[int, list[Parcel], Form]]] = {}
+        self._back: dict[Key, list[tuple[list[Parcel], Incoming]]] = {}
+        self._gradients: dict[Key, dict[str, list[Tensor]]] = {}
+        self._made: dict[Key, dict[str, list[Tensor]]] = {}
+        """Tensors without data, in the shapes of what was made here."""
+
+    def give(self, action: Action, outputs: Mapping[str, Any]) -> None:
+        super().give(action, outputs)
+        for target in self.targets[action.stage]:
+            if self._links[action.stage, target]:
+                names = self._routes[action.stage, target]
+                self._made[action.stage, target, action.i] = {name: _like(outputs[name]) for name in names}
+
+    def send(self, action: Action, shape: tuple[int, ...]) -> None:
+        assert action.peer is not None
+        key = (action.stage, action.peer, action.i)
+        values, sent = self._leaving.pop(key), []
+        for q, own in self._by_target(key[:2], shape, True).items():
+            contents = pieces_of(values, own)
+            kind = ("training", *key[:2], action.replica, shape, self._member, q)
+            form = self._messenger.send(self._rank_of(action.peer, action, q), kind, contents)
+            sent.append((q, own, form.gradient()))
+        self._sent[key] = sent
+
+    def post(self, action: Action, shape: tuple[int, ...]) -> None:
+        assert action.peer is not None
+        key = (action.peer, action.stage, action.i)
+        self._pieces[key] = []
+        for p, own in self._by_source(key[:2], shape, True).items():
+            kind = ("training", *key[:2], action.replica, shape, p, self._member)
+            incoming = self._messenger.post(self._rank_of(action.peer, action, p), kind)
+            self._pieces[key].append((p, own, incoming))
+
+    def take(self, action: Action) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for source in self.sources[action.stage]:
+            key = (source, action.stage, action.i)
+            if self._peer(source, action) == self._rank:
+                values |= self._leaving.pop(key)
+                continue
+            arrived: list[tuple[list[Parcel], dict[str, Any]]] = []
+            self._had[key] = []
+            for p, own, incoming in self._pieces.pop(key):
+                form, tensors = incoming.wait()
+                for tensor, told in zip(tensors, form.tensors, strict=True):
+                    tensor.requires_grad_(told.needs_grad)
+                self._had[key].append((p, own, form.gradient()))
+                arrived.append((own, form.build(tensors)))
+            values |= dict.fromkeys(self._routes[source, action.stage])
+            values |= put_together(arrived)
+        return values
+
+    def give_back(self, action: Action, gradients: Gradients) -> None:
+        for source in self.sources[action.stage]:
+            if self._links[source, action.stage]:
+                names = self._routes[source, action.stage]
+                own = {name: list(gradients.get(name, ())) for name in names}
+                self._gradients[source, action.stage, action.i] = own
+
+    def send_back(self, action: Action) -> None:
+        assert action.peer is not None
+        key = (action.peer, action.stage, action.i)
+        gradients = self._gradients.pop(key)
+        for p, own, form in self._had.pop(key):
+            tensors = [
+                gradient if parcel.box is None else _cut(gradient, parcel.box, parcel.held_at)
+                for parcel in own
+                for gradient in gradients[parcel.name]
+            ]
+            if form.tensors:
+                self._messenger.send_tensors(self._rank_of(action.peer, action, p), tensors, form.tensors)
+
+    def post_back(self, action: Action) -> None:
+        assert action.peer is not None
+        key = (action.stage, action.peer, action.i)
+        self._back[key] = [
+            (own, self._messenger.post_tensors(self._rank_of(action.peer, action, q), form))
+            for q, own, form in self._sent.pop(key)
+            if form.tensors
+        ]
+
+    def take_back(self, action: Action) -> Gradients:
+        sums: Gradients = {}
+        for target in self.targets[action.stage]:
+            if not self._links[action.stage, target]:
+                continue
+            key = (action.stage, target, action.i)
+            self._counts.pop(key)
+            own = self._made.pop(key)
+            if self._peer(target, action) == self._rank:
+                arrived = self._gradients.pop(key)
+                own = {name: arrived[name] for name in own}
+            else:
+                device = self._messenger.device
+                own = {name: [torch.zeros_like(each, device=device) for each in made] for name, made in own.items()}
+                for among, incoming in self._back.pop(key):
+                    add_pieces(own, among, incoming.wait()[1])
+            for name, gradients in own.items():
+                if name not in sums:
+                    sums[name] = gradients
+                    continue
+                for total, more in zip(sums[name], gradients, strict=True):
+                    total += more
+        return sums
+
+    def parcels(self, way: tuple[int, int], shape: tuple[int, ...], training: bool) -> list[Parcel]:
+        """Return all that goes between two stages."""
+        key = (way, shape, training)
+        if key not in self._known:
+            before, after = (self._plan_of(stage, shape, training) for stage in way)
+            names = [name for name in self._routes[way] if training or name != RANDOM_STATE]
+            self._known[key] = parcels(names, before, after)
+        return self._known[key]
+
+    def to_members(
+        self, way: tuple[int, int], shape: tuple[int, ...], value: Mapping[str, Any]
+    ) -> dict[int, dict[str, Any]]:
+        """Return what this member sends along ``way`` in prediction, by member of the team that takes it."""
+        return {q: pieces_of(value, own) for q, own in self._by_target(way, shape, False).items()}
+
+    def post_members(
+        self, way: tuple[int, int], shape: tuple[int, ...], ranks: Sequence[int]
+    ) -> list[tuple[list[Parcel], Incoming]]:
+        """Begin to receive what comes along ``way`` in prediction from the team of ``ranks``."""
+        by_source = self._by_source(way, shape, False)
+        return [
+            (own, self._messenger.post(ranks[p], ("prediction", *way, shape, p, self._member)))
+            for p, own in by_source.items()
+        ]
+
+    def from_members(self, way: tuple[int, int], posted: Sequence[tuple[list[Parcel], Incoming]]) -> dict[str, Any]:
+        """Return what came."""
+        arrived = []
+        for own, incoming in posted:
+            form, tensors = incoming.wait()
+            arrived.append((own, form.build(tensors)))
+        return {**dict.fromkeys(self._routes[way]), **put_together(arrived)}
+
+    def _by_target(self, way: tuple[int, int], shape: tuple[int, ...], training: bool) -> dict[int, list[Parcel]]:
+        return _grouped([p for p in self.parcels(way, shape, training) if p.source == self._member], "target")
+
+    def _by_source(self, way: tuple[int, int], shape: tuple[int, ...], training: bool) -> dict[int, list[Parcel]]:
+        return _grouped([p for p in self.parcels(way, shape, training) if p.target == self._member], "source")
+
+    def _rank_of(self, stage: int, action: Action, member: int) -> int:
+        return self._seating.ranks_on(self._peer(stage, action))[member]
+
+
+def pieces_of(values: Mapping[str, Any], own: Sequence[Parcel]) -> dict[str, Any]:
+    """Return what a message holds: the parcels of ``own``, cut out of this member's ``values``."""
+    contents: dict[str, Any] = {}
+    for parcel in own:
+        value = values[parcel.name]
+        if parcel.box is not None and isinstance(value, Tensor):
+            piece = _cut(value.detach(), parcel.box, parcel.sent_from)
+            value = piece.requires_grad_(value.requires_grad) if piece.is_leaf else piece
+        contents[parcel.name] = value
+    return contents
+
+
+def put_together(arrived: Sequence[tuple[list[Parcel], Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return values by name, maps put together of their pieces; their tensors are leaves."""
+    values: dict[str, Any] = {}
+    for own, contents in arrived:
+        for parcel in own:
+            piece = contents[parcel.name]
+            if parcel.box is None or parcel.box == parcel.held_at or not isinstance(piece, Tensor):
+                values[parcel.name] = piece
+                continue
+            assert parcel.held_at is not None
+            if parcel.name not in values:
+                sides = [span.size for span in parcel.held_at]
+                values[parcel.name] = piece.new_empty((*piece.shape[:-2], *sides))
+            whole = values[parcel.name]
+            with torch.no_grad():
+                _cut(whole.detach(), parcel.box, parcel.held_at).copy_(piece)
+            whole.requires_grad_(piece.requires_grad)
+    return values
+
+
+def add_pieces(own: Mapping[str, list[Tensor]], among: Sequence[Parcel], tensors: Sequence[Tensor]) -> None:
+    """Add gradients that came back for what was sent to one member to those of this member's values."""
+    left = iter(tensors)
+    for parcel in among:
+        for total in own[parcel.name]:
+            target = total if parcel.box is None else _cut(total, parcel.box, parcel.sent_from)
+            target += next(left)
+
+
+def _cut(value: Tensor, box: Box | None, at: Box | None) -> Tensor:
+    assert box is not None
+    assert at is not None
+    return cut(value, (value.dim() - 2, value.dim() - 1), box, at)
+
+
+def _grouped(own: Sequence[Parcel], end: str) -> dict[int, list[Parcel]]:
+    found: dict[int, list[Parcel]] = {}
+    for parcel in own:
+        found.setdefault(getattr(parcel, end), []).append(parcel)
+    return found
+
+
+def _like(value: Any) -> list[Tensor]:
+    """Those tensors of ``value`` that a gradient comes back for, without their data."""
+    leaves = tree_leaves(value)
+    return [torch.empty_like(leaf, device="meta") for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

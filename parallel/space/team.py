@@ -1,0 +1,156 @@
+"""A tile divided among the ranks of a team: which member owns which box of a map, and what of it others need.
+
+Takes a grid and the sides of a tile; gives boxes and exchanges. A member owns one box of every map: the same relative
+cuts for all maps (``grid``), so that maps that are added or joined agree. What it needs beyond its box, of neighbours,
+corners or further off, follows from the rule of the operation alone. After Dryden et al. 2019 (Improving strong-scaling
+of CNN training by exploiting finer-grained parallelism), with boxes in place of halo widths.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallel.space.grid import ALIGNED, cell
+from parallel.space.rule import Rule
+from parallel.space.span import Span
+
+Box = tuple[Span, Span]
+"""(rows, columns)"""
+Sides = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Members of a team, ``rows`` x ``columns`` of them: member r * columns + c has row r and column c of boxes."""
+
+    rows: int = 1
+    columns: int = 1
+
+    @property
+    def members(self) -> int:
+        return self.rows * self.columns
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}"
+
+    @classmethod
+    def parse(cls, text: str) -> Grid:
+        """Return the grid that ``2x4`` says: two rows of four boxes.
+
+        Raises:
+            ValueError: other text, or a side of 0.
+        """
+        found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+        if found is None or "0" in found.groups():
+            raise ValueError(f"a grid is ROWSxCOLUMNS of members, as 2x1 or 2x2; got {text!r}")
+        return cls(int(found[1]), int(found[2]))
+
+
+@functools.lru_cache(1024)
+def team_cuts(side: int, boxes: int) -> tuple[int, ...]:
+    """Return where ``side`` px are cut into ``boxes`` of about equal size, both ends included."""
+    step = ALIGNED if side >= 2 * ALIGNED * boxes else 1
+    return (0, *(round(j * side / boxes / step) * step for j in range(1, boxes)), side)
+
+
+class Piece(NamedTuple):
+    """Part of a map that a member has."""
+
+    owner: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Who hands what of one map to whom before an operation.
+
+    Attributes:
+        needs: by member: what it needs, rows and columns outside the map among them.
+        boxes: by member: what of that the map has.
+        pieces: by member: what ``boxes`` is put together of, row by row of owners.
+        owned: by member: its own box.
+    """
+
+    needs: tuple[Box, ...]
+    boxes: tuple[Box, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    owned: tuple[Box, ...]
+
+    @functools.cached_property
+    def quiet(self) -> bool:
+        """Nobody needs what another has."""
+        return all(piece.owner == member for member, pieces in enumerate(self.pieces) for piece in pieces)
+
+    def leaving(self, member: int) -> list[tuple[int, Box]]:
+        """Return (target, box) of what ``member`` sends, in order of targets."""
+        return [(t, p.box) for t, pieces in enumerate(self.pieces) for p in pieces if p.owner == member != t]
+
+    def arriving(self, member: int) -> list[Piece]:
+        """Return what ``member`` is sent."""
+        return [piece for piece in self.pieces[member] if piece.owner != member]
+
+    @property
+    def px(self) -> int:
+        """Of all that is sent, by all members."""
+        return sum(p.box[0].size * p.box[1].size for m in range(len(self.pieces)) for p in self.arriving(m))
+
+
+@dataclass(frozen=True)
+class Territory:
+    """A tile of ``side`` px (rows, columns), divided among a team."""
+
+    grid: Grid
+    side: Sides
+
+    @functools.cached_property
+    def cuts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of rows and of columns, in px of the tile."""
+        return team_cuts(self.side[0], self.grid.rows), team_cuts(self.side[1], self.grid.columns)
+
+    def owned(self, member: int, sides: Sides) -> Box:
+        """Return the box of ``member`` in a map of ``sides``."""
+        row, column = divmod(member, self.grid.columns)
+        return cell(self.cuts[0], sides[0], row), cell(self.cuts[1], sides[1], column)
+
+    def all_owned(self, sides: Sides) -> tuple[Box, ...]:
+        """Return the box of every member in a map of ``sides``."""
+        return tuple(self.owned(member, sides) for member in range(self.grid.members))
+
+    def fits(self, sides: Sides) -> bool:
+        """Return whether every member has a part of a map of ``sides``."""
+        return all(rows.size and columns.size for rows, columns in self.all_owned(sides))
+
+    def exchange(self, rules: tuple[Rule, Rule], made: Sides, taken: Sides) -> Exchange:
+        """Return what an operation exchanges, of the map of sides ``taken`` for one of sides ``made``."""
+        needs = []
+        for rows, columns in self.all_owned(made):
+            needs.append((rules[0].need(rows, taken[0]), rules[1].need(columns, taken[1])))
+        return self._of(needs, taken)
+
+    def gathered(self, sides: Sides) -> Exchange:
+        """Return the exchange that gives member 0 all of a map, and the others nothing."""
+        nothing = (Span(0, 0), Span(0, 0))
+        return self._of([(Span(0, sides[0]), Span(0, sides[1])), *[nothing] * (self.grid.members - 1)], sides)
+
+    def _of(self, needs: Sequence[Box], sides: Sides) -> Exchange:
+        owned = self.all_owned(sides)
+        boxes: list[Box] = [(rows.within(sides[0]), columns.within(sides[1])) for rows, columns in needs]
+        pieces = []
+        for rows, columns in boxes:
+            common = [(k, (_both(rows, own[0]), _both(columns, own[1]))) for k, own in enumerate(owned)]
+            pieces.append(tuple(Piece(k, box) for k, box in common if box[0].size and box[1].size))
+        return Exchange(tuple(needs), tuple(boxes), tuple(pieces), owned)
+
+
+def overlap(source: Box, target: Box) -> Box | None:
+    """Return what two boxes of one map have in common; None where they are apart."""
+    rows, columns = _both(source[0], target[0]), _both(source[1], target[1])
+    return (rows, columns) if rows.size and columns.size else None
+
+
+def _both(one: Span, other: Span) -> Span:
+    return Span(max(one.start, other.start), min(one.stop, other.stop))

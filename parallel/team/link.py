@@ -1,0 +1,173 @@
+"""What the members of a team say to each other within a forward or backward pass: pieces of maps, and sums.
+
+Every member comes to the same exchanges and sums in the same order. A pass that is computed again finds on a ``Tape``
+what the first one was told, and says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.comm.communicator import Communicator, Work
+from parallel.space.team import Box, Exchange
+from parallel.streaming.narrowing import narrowed
+
+TAGS = 32767
+
+
+class Tape:
+    """What a pass was told by others, and drew, in order."""
+
+    def __init__(self) -> None:
+        self.words: list[Any] = []
+        self._next: int | None = None
+
+    def word(self, find: Callable[[], Any]) -> Any:
+        """Return the next word: what ``find`` gives, or what it gave when the tape was recorded."""
+        if self._next is None:
+            self.words.append(find())
+            return self.words[-1]
+        word, self.words[self._next] = self.words[self._next], None
+        self._next += 1
+        return word
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Within the block words come from the tape."""
+        self._next = 0
+        yield
+        assert self._next == len(self.words), f"{self._next} of {len(self.words)} words were asked for again"
+        self.words, self._next = [], None
+
+
+class Halos:
+    """Pieces of a map on their way to this member.
+
+    Args:
+        tensors: that arrive, in the order of ``Exchange.arriving``.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], works: Sequence[Work]) -> None:
+        self._tensors, self._works = list(tensors), works
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        return self._tensors
+
+
+class TeamLink:
+    """One member's way to the others.
+
+    Args:
+        communicator: of the team alone; members in order.
+
+    Attributes:
+        sent_bytes: of pieces of maps and their gradients, since it was made.
+        tape: of the pass under way.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.member, self.members = communicator.rank, communicator.world
+        self.sent_bytes = 0
+        self.tape: Tape | None = None
+        self._communicator = communicator
+        self._count = 0
+        self._leaving: list[Work] = []
+
+    @contextmanager
+    def on(self, tape: Tape) -> Iterator[None]:
+        """Record the block on ``tape``, or have it replayed from there."""
+        before, self.tape = self.tape, tape
+        try:
+            yield
+        finally:
+            self.tape = before
+
+    def fetch(self, exchange: Exchange, own: Tensor, dims: tuple[int, int]) -> Halos:
+        """Begin to fetch what this member needs of the map of which it has ``own``, and to send what others need."""
+        if self.tape is not None:
+            halos: Halos = self.tape.word(lambda: self._fetch(exchange, own, dims))
+            return halos
+        return self._fetch(exchange, own, dims)
+
+    def _fetch(self, exchange: Exchange, own: Tensor, dims: tuple[int, int]) -> Halos:
+        tag = self._tag()
+        at, pieces = exchange.owned[self.member], exchange.arriving(self.member)
+        tensors = [_like(own, dims, piece.box) for piece in pieces]
+        works = [
+            self._communicator.irecv(tensor, piece.owner, tag) for tensor, piece in zip(tensors, pieces, strict=True)
+        ]
+        for target, box in exchange.leaving(self.member):
+            self._send(dense(cut(own, dims, box, at)), target, tag)
+        return Halos(tensors, works)
+
+    def give_back(self, exchange: Exchange, gradients: Sequence[Tensor], like: Tensor, dims: tuple[int, int]) -> Halos:
+        """Begin to send the gradients of what was fetched to their owners; those of what this member had sent arrive in
+        the order of ``Exchange.leaving``.
+
+        Args:
+            like: gradient or map of this member's own, in the type and layout of what arrives.
+        """
+        tag = self._tag()
+        sent = exchange.leaving(self.member)
+        tensors = [_like(like, dims, box) for _, box in sent]
+        works = [
+            self._communicator.irecv(tensor, target, tag) for tensor, (target, _) in zip(tensors, sent, strict=True)
+        ]
+        for piece, gradient in zip(exchange.arriving(self.member), gradients, strict=True):
+            self._send(dense(gradient), piece.owner, tag)
+        return Halos(tensors, works)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum over the members, the same bits on each; of a forward pass."""
+        if self.tape is not None:
+            summed: Tensor = self.tape.word(lambda: self.sum_back(value))
+            return summed
+        return self.sum_back(value)
+
+    def sum_back(self, value: Tensor) -> Tensor:
+        """The same of a backward pass, which is never computed again."""
+        summed = value.detach().clone(memory_format=torch.contiguous_format)
+        if self.members > 1:
+            self._communicator.all_reduce(summed)
+        return summed
+
+    def finish(self) -> None:
+        """Wait until all that this member sent has left."""
+        for work in self._leaving:
+            work.wait()
+        self._leaving = []
+
+    def _send(self, tensor: Tensor, target: int, tag: int) -> None:
+        self._leaving = [work for work in self._leaving if not work.done()]
+        self._leaving.append(self._communicator.isend(tensor, target, tag))
+        self.sent_bytes += tensor.nbytes
+
+    def _tag(self) -> int:
+        self._count += 1
+        return self._count % TAGS
+
+
+def cut(value: Tensor, dims: tuple[int, int], box: Box, at: Box) -> Tensor:
+    """Return a view of ``box`` of a map of which ``value`` is the part ``at``."""
+    (rows, columns), (top, left) = box, at
+    return narrowed(value, dims, ((rows.start - top.start, rows.size), (columns.start - left.start, columns.size)))
+
+
+def dense(value: Tensor) -> Tensor:
+    """Return a copy as it is sent: contiguous whatever the layout, which may differ between two members' parts."""
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _like(own: Tensor, dims: tuple[int, int], box: Box) -> Tensor:
+    shape = list(own.shape)
+    for dim, span in zip(dims, box, strict=True):
+        shape[dim] = span.size
+    return torch.empty(shape, dtype=own.dtype, device=own.device)

@@ -1,0 +1,128 @@
+"""What of a model a team computes side by side, for tiles of one shape: the region that has rows, and what follows.
+
+Takes a traced model in one of its two modes; gives for every value whether it lies in parts with the members, whole
+with each, or with member 0 alone. No parameter is read, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from parallel.space.rule import SAME, Rule
+from parallel.space.team import Box, Exchange, Grid, Territory
+from parallel.streaming.operation import Operation
+from parallel.streaming.read_region import NothingInBoxes, read_region
+from parallel.streaming.region import Region
+from parallel.trace.trace import Traced, left_as_it_was
+
+Lies = Literal["parts", "all", "first"]
+"""In parts with the members; whole with each of them; with member 0 alone."""
+
+
+@dataclass(frozen=True)
+class TeamPlan:
+    """A model in one mode, for tiles of one shape and a team of one grid.
+
+    Attributes:
+        region: what the members compute side by side; None where nothing can be.
+        ends_at: (layer, reason) that ended it; None where all that has rows is in it.
+    """
+
+    territory: Territory
+    region: Region | None
+    ends_at: tuple[str, str] | None
+
+    @functools.cached_property
+    def steps(self) -> frozenset[str]:
+        """Names of values of the region, and of their sums."""
+        return frozenset(step.name for step in self.region.steps) if self.region else frozenset()
+
+    def lies(self, name: str) -> Lies:
+        """Return where a value is."""
+        if self.region is None:
+            return "first"
+        if name in self.region.dims:
+            return "parts"
+        return "all" if name in self.steps or name in self.region.constants else "first"
+
+    def sides(self, name: str) -> tuple[int, int]:
+        """Return rows and columns of a map that lies in parts."""
+        assert self.region is not None
+        return self.region.sides[name]
+
+    def dims(self, name: str) -> tuple[int, int]:
+        """Return the dims of its rows and columns."""
+        assert self.region is not None
+        return self.region.dims[name]
+
+    def owned(self, name: str, member: int) -> Box:
+        """Return the box of a map that ``member`` has."""
+        return self.territory.owned(member, self.sides(name))
+
+    def exchange(self, node: str, operation: Operation, source: str) -> Exchange:
+        """Return what the step of ``node`` exchanges of the map ``source``."""
+        taken = self.sides(source)
+        made = taken if operation.sums or operation.of_sums else self.sides(node)
+        rules = (SAME, SAME) if operation.sums else operation.rules
+        return _exchange(self.territory, rules, made, taken)
+
+    def gathered(self, name: str) -> Exchange:
+        """Return the exchange that gives member 0 all of a map."""
+        return _gathered(self.territory, self.sides(name))
+
+
+@functools.lru_cache(4096)
+def _exchange(territory: Territory, rules: tuple[Rule, Rule], made: Any, taken: Any) -> Exchange:
+    return territory.exchange(rules, made, taken)
+
+
+@functools.lru_cache(256)
+def _gathered(territory: Territory, sides: Any) -> Exchange:
+    return territory.gathered(sides)
+
+
+def plan_team(model: nn.Module, nodes: Sequence[fx.Node], shape: Sequence[int], grid: Grid) -> TeamPlan:
+    """Return the plan for tiles of ``shape`` (n, 3, h, w), of a model in the mode that ``nodes`` are of."""
+    territory = Territory(grid, (shape[2], shape[3]))
+    parameter = next(model.parameters())
+    images = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(tuple(shape))
+    (entering,) = (node.name for node in nodes if node.op == "placeholder")
+
+    def refuse(sides: tuple[int, int]) -> str | None:
+        if territory.fits(sides):
+            return None
+        return f"gives maps of {sides[0]} x {sides[1]} px, of which not every member of a {grid} team has a part"
+
+    if not territory.fits(territory.side):
+        reason = refuse(territory.side)
+        return TeamPlan(territory, None, ("the tile", reason or ""))
+    try:
+        region = read_region(model, nodes, {entering: images}, refuse=refuse, once=True)
+    except NothingInBoxes as reason:
+        return TeamPlan(territory, None, ("the model", str(reason)))
+    return TeamPlan(territory, region, region.ends_at)
+
+
+class TeamPlans:
+    """Plans of a model for tiles and grids of all kinds, each made when it is first asked for."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._traced = traced
+        self._made: dict[tuple[Grid, tuple[int, ...], bool], TeamPlan] = {}
+
+    def plan(self, grid: Grid, shape: Sequence[int], training: bool) -> TeamPlan:
+        """Return the plan for tiles of ``shape`` (n, 3, h, w)."""
+        key = (grid, tuple(shape), training)
+        if key not in self._made:
+            traced = self._traced
+            nodes = list((traced.training if training else traced.evaluation).graph.nodes)
+            with left_as_it_was(traced.model):
+                traced.model.train(training)
+                self._made[key] = plan_team(traced.model, nodes, shape, grid)
+        return self._made[key]

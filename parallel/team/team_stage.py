@@ -1,0 +1,214 @@
+"""A stage of a model computed by a team, side by side: the module that each member holds, with all of its parameters.
+
+Takes and gives, of values that lie in parts, this member's box. Every member comes to the same exchanges and sums in
+both passes; what follows the region that has rows is computed by member 0, and stood in for on the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from parallel.graph.partition import Partition
+from parallel.memory.policy import Segment
+from parallel.space.span import Span
+from parallel.space.team import Box, Grid
+from parallel.streaming.box_sums import BoxSums
+from parallel.streaming.images import Boxes, whole
+from parallel.team.link import Tape, TeamLink, cut
+from parallel.team.nodes import NodeRun, Pass
+from parallel.team.team_plan import TeamPlan, TeamPlans
+from parallel.trace.cut import cut_stage
+from parallel.trace.stage_module import SegmentRun, StageModule
+from parallel.trace.trace import Traced
+
+Plans = Callable[[tuple[int, ...], bool], TeamPlan]
+"""(shape of the tiles, in training) -> plan."""
+
+
+class TeamStage(StageModule):
+    """One member's part of a stage.
+
+    Attributes:
+        link: to the other members.
+        plans: for tiles of any shape.
+    """
+
+    link: TeamLink
+    plans: Plans
+    device: torch.device
+    _pass: Pass
+    _asked: BoxSums | None = None
+
+    @contextlib.contextmanager
+    def microbatch(self, shape: tuple[int, ...], random: int | Tensor = 0, tape: Tape | None = None) -> Iterator[Pass]:
+        """Around a forward pass on tiles of ``shape`` (n, 3, h, w).
+
+        Args:
+            random: seed, or state, that the stage draws from.
+            tape: of the pass, where it will be computed a second time, or is.
+        """
+        self._pass = Pass(self.plans(shape, self.training), self.link, self.device, random)
+        with contextlib.ExitStack() as scopes:
+            if tape is not None:
+                scopes.enter_context(tape.replayed() if tape.words else contextlib.nullcontext())
+                scopes.enter_context(self.link.on(tape))
+            yield self._pass
+
+    def forward(self, *values: Any) -> Any:
+        """Return the values named in ``outputs``."""
+        passing = self._pass
+        if self.training and self.through is not None and self.segments:
+            return self._in_segments(passing, values)
+        run = self._run_training if self.training else self._run_evaluation
+        assert isinstance(run, TeamRun)
+        return run.nodes.run(self, passing, values, self._asked)
+
+    @property
+    def counted(self) -> int:
+        """1 on the member whose loss, tiles and statistics count, 0 on the others."""
+        return int(self.link.member == 0)
+
+    def sums_in_parts(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
+        """Return the sums that are asked of the model's output, over all members' parts of it; None where the output is
+        with member 0 alone."""
+        run = self._run_training if self.training else self._run_evaluation
+        assert isinstance(run, TeamRun)
+        if not run.nodes.gives_parts(self._pass.plan, asked.targets.shape):
+            return None
+        self._asked = asked
+        try:
+            (sums,) = self(*values)
+        finally:
+            self._asked = None
+        assert isinstance(sums, Tensor)
+        return sums
+
+    def sums(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
+        """Return the sums that are asked of the model's output; None on members that do not have it."""
+        found = self.sums_in_parts(values, asked)
+        if found is None:
+            (output,) = self(*values)
+            found = asked.of_whole(output) if self.counted else None
+        return found if self.counted else None
+
+    def part_of_tiles(self, shape: tuple[int, ...]) -> Box | None:
+        """Return the rows and columns that this member computes of tiles of ``shape``; None: it may want all."""
+        plans = [self.plans(shape, training) for training in (True, False)]
+        if any(plan.region is None for plan in plans):
+            return None
+        return plans[0].territory.owned(self.link.member, plans[0].territory.side)
+
+    def part_of_masks(self, shape: tuple[int, ...]) -> Box | None:
+        """Return the rows and columns whose targets this member holds against the model's output; None: it may want
+        all."""
+        for run, training in ((self._run_training, True), (self._run_evaluation, False)):
+            assert isinstance(run, TeamRun)
+            if not run.nodes.gives_parts(self.plans(shape, training), (shape[0], *shape[2:])):
+                return None
+        return self.part_of_tiles(shape)
+
+    def own_tiles(self, tiles: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor:
+        """Return this member's part of tiles of ``shape``, which come whole or box by box."""
+        plan = self.plans(shape, self.training)
+        if plan.region is None:
+            return whole(tiles)
+        box = plan.territory.owned(self.link.member, plan.territory.side)
+        if isinstance(tiles, Tensor):
+            return own_part(tiles, plan.territory.side, box)
+        return tiles.box(*box)
+
+    def _in_segments(self, passing: Pass, values: Sequence[Any]) -> tuple[Any, ...]:
+        assert self.through is not None
+        known = dict(zip(self.inputs, values, strict=True))
+        for segment in self.segments:
+            entering = tuple(known[name] for name in segment.inputs)
+            for name in segment.finished:
+                del known[name]
+            made = self.through(segment, self._computed(segment, passing), entering)
+            known.update(zip(segment.outputs, made, strict=True))
+            del entering, made
+        return tuple(known[name] for name in self.outputs)
+
+    def _computed(self, segment: SegmentRun, passing: Pass) -> Callable[..., tuple[Any, ...]]:
+        """The segment's pass; a second one finds on tape what the first was told."""
+        run = segment.run
+        assert isinstance(run, TeamRun)
+        asked = self._asked if segment is self.segments[-1] else None
+        if not segment.recompute:
+            return lambda *values: run.nodes.run(self, passing, values, asked)
+        tape, passes = Tape(), iter((False, True))
+
+        def compute(*values: Any) -> tuple[Any, ...]:
+            again = next(passes)
+            with tape.replayed() if again else contextlib.nullcontext(), self.link.on(tape):
+                own = Pass(passing.plan, self.link, self.device) if again else passing
+                return run.nodes.run(self, own, values, asked)
+
+        return compute
+
+
+def own_part(value: Tensor, whole: tuple[int, int], box: Box) -> Tensor:
+    """Return the rows and columns ``box`` of tiles or targets (..., h, w), in memory of their own."""
+    dims = (value.dim() - 2, value.dim() - 1)
+    assert tuple(value.shape[-2:]) == whole, (tuple(value.shape), whole)
+    part = cut(value, dims, box, (Span(0, whole[0]), Span(0, whole[1])))
+    layout = torch.channels_last if value.dim() == 4 and value.stride(1) == 1 else torch.contiguous_format
+    return part.contiguous(memory_format=layout)
+
+
+class TeamRun:
+    """Nodes of a stage, or of a segment of it, in the place of their code."""
+
+    def __init__(self, nodes: NodeRun) -> None:
+        self.nodes = nodes
+
+    def __call__(self, stage: Any, *values: Any) -> tuple[Any, ...]:
+        assert isinstance(stage, TeamStage)
+        return self.nodes.run(stage, stage._pass, values)
+
+
+def team_stages(
+    traced: Traced,
+    partition: Partition,
+    grids: Mapping[int, Grid],
+    link: TeamLink,
+    plans: TeamPlans,
+    device: torch.device,
+    segments: Mapping[int, Sequence[Segment]] = MappingProxyType({}),
+) -> dict[int, TeamStage]:
+    """Return this member's modules of the stages that ``grids`` has.
+
+    Args:
+        grids: of the team, by number of the stage.
+        segments: that a stage is run in, where any are computed again.
+
+    Raises:
+        ValueError: evaluation sends values between stages in the place of others.
+    """
+    random = {layer.name for layer in traced.graph.layers if layer.random}
+
+    def run(
+        nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], _: str
+    ) -> TeamRun:
+        if slots:
+            raise ValueError(
+                f"evaluation sends {next(iter(slots))} where training sends {next(iter(slots.values()))}, and a team "
+                "could not tell which rows of it are whose: cut the model elsewhere (--developer cuts)"
+            )
+        return TeamRun(NodeRun(nodes, inputs, outputs, random))
+
+    made: dict[int, TeamStage] = {}
+    for number, grid in grids.items():
+        stage = cut_stage(traced, partition, number, segments.get(number, ()), TeamStage, run)
+        assert isinstance(stage, TeamStage)
+        stage.link, stage.device = link, device
+        stage.plans = functools.partial(plans.plan, grid)
+        made[number] = stage
+    return made

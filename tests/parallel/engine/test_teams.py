@@ -1,0 +1,84 @@
+"""Teams on the seats of schedules: loss, gradients, running statistics, updates and predictions of the plain step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.memory.policy import ActivationPolicy
+from parallel.schedule.placement import Placement
+from parallel.schedule.seating import Seating
+from parallel.space.team import Grid
+from parallel.strategy import Strategy
+from tests.helpers.engine_runs import LR, SEED, SGD, assert_equal, net, on_threads, plain, steps_of
+from tests.helpers.plain_step import plain_run
+from tests.helpers.small_nets import ALL_NETS, batch_of
+
+STRIPS, COLUMNS, QUARTERS = Grid(2, 1), Grid(1, 2), Grid(2, 2)
+
+
+def of_teams(
+    schedule: str, *grids: Grid, groups: int = 1, m: int = 4, policy: ActivationPolicy | None = None
+) -> Strategy:
+    ranks = groups * sum(grid.members for grid in grids)
+    chunks = 2 if schedule == "interleaved" else 1
+    return Strategy(schedule, ranks, len(grids), m, chunks, grids=grids, policy=policy or ActivationPolicy())
+
+
+CASES = [
+    ("skips", of_teams("spatial", STRIPS)),
+    ("skips", of_teams("spatial", QUARTERS)),
+    ("skips", of_teams("spatial", COLUMNS, groups=2)),
+    ("skips", of_teams("1f1b", STRIPS, STRIPS)),
+    ("skips", of_teams("gpipe", QUARTERS, Grid(1, 1))),
+    ("skips", of_teams("interleaved", STRIPS, STRIPS)),
+    ("skips", of_teams("master", COLUMNS, COLUMNS)),
+    ("skips", of_teams("bidirectional", STRIPS, Grid(1, 1), STRIPS)),
+    ("skips", of_teams("spatial", STRIPS, policy=ActivationPolicy("block"))),
+    ("skips", of_teams("1f1b", STRIPS, COLUMNS, policy=ActivationPolicy("stage"))),
+    ("skips", of_teams("1f1b", STRIPS, STRIPS, policy=ActivationPolicy("block", offload="overlap", smallest=0))),
+    ("two-outputs", of_teams("spatial", STRIPS)),
+    ("two-outputs", of_teams("mp-basic", STRIPS, STRIPS)),
+    ("two-outputs", of_teams("mast", QUARTERS, QUARTERS, m=2)),
+]
+
+
+@pytest.mark.parametrize(("net", "strategy"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+def test_every_schedule_of_teams_gives_the_plain_step(net: str, strategy: Strategy) -> None:
+    assert_equal(on_threads(net, strategy, steps_of(strategy.m)), plain(net, strategy.m), torch.float64)
+
+
+def test_tiles_of_another_size_in_a_later_step() -> None:
+    strategy, sizes = of_teams("1f1b", STRIPS, COLUMNS), (12, 16)
+    steps = [batch_of([2] * 4, px, px, torch.float64) for px in sizes]
+    model, loss = net("skips", torch.float64), ALL_NETS["skips"][1]
+    expected = plain_run(model, loss, SGD, steps, seed=SEED, lr=LR)
+    assert_equal(on_threads("skips", strategy, steps), expected, torch.float64)
+
+
+def test_members_are_neighbours_and_hold_what_their_seat_holds() -> None:
+    seating = Seating(Placement(2, 2, 2, teams=(4, 1)))
+    assert (seating.world, seating.together) == (10, True)
+    assert [list(seating.ranks_on(seat)) for seat in range(4)] == [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]
+    assert [seating.seat_of(rank) for rank in range(10)] == [0, 0, 0, 0, 1, 2, 2, 2, 2, 3]
+    assert seating.member_of(7) == 2
+    assert seating.holders(0) == (0, 1, 2, 3, 5, 6, 7, 8)
+    assert seating.rank_of(1, group=1) == 9
+    pairs = seating.pairs({(0, 1): True})
+    assert {(0, 4), (4, 3), (1, 2), (8, 9)} <= set(pairs)
+    assert (0, 9) not in pairs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        (of_teams("spatial", STRIPS, STRIPS), "one stage"),
+        (of_teams("zero-bubble", STRIPS, STRIPS), "splits the backward pass"),
+        (of_teams("master", STRIPS, COLUMNS), "read the same backwards"),
+        (Strategy("spatial", 2, 1, 2), "say how"),
+        (Strategy("1f1b", 4, 2, 2, grids=(STRIPS,)), "give one for each"),
+    ],
+)
+def test_what_teams_cannot_do_is_refused_by_name(strategy: Strategy, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        _ = strategy.placement

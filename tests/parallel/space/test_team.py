@@ -1,0 +1,145 @@
+"""Who hands what of a map to whom: what each member needs is put together without gaps, and both ends know the same."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from parallel.space.rule import SAME, Cells, Mirrored, Resample, Rule, Transposed, Window
+from parallel.space.span import Span
+from parallel.space.team import Exchange, Grid, Territory, overlap, team_cuts
+
+Px = tuple[int, int]
+
+
+def random_rule(draw: random.Random, side: int) -> Rule:
+    """Of any kind; of windows those that give rows of a map of ``side``."""
+    pads = draw.randint(0, 4), draw.randint(0, 4)
+    kernel, stride, dilation = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 3)
+    window = Window(kernel, stride, dilation, *pads)
+    others: list[Rule] = [
+        SAME,
+        Transposed(kernel, stride, dilation),
+        Resample(draw.randint(1, 3 * side), None, draw.choice(["linear", "corners", "nearest"])),
+        Mirrored(*pads, "reflect"),
+        Cells(draw.randint(1, side)),
+    ]
+    return draw.choice([window if window.out(side) > 0 else SAME, *others])
+
+
+def random_territory(draw: random.Random) -> Territory:
+    """A grid with parts of any size, some of which have no rows."""
+    territory = Territory(Grid(draw.randint(1, 4), draw.randint(1, 3)), (draw.randint(5, 40), draw.randint(5, 40)))
+    cuts = [
+        (0, *sorted(draw.randint(0, side) for _ in range(parts - 1)), side)
+        for side, parts in zip(territory.side, (territory.grid.rows, territory.grid.columns), strict=True)
+    ]
+    territory.__dict__["cuts"] = (cuts[0], cuts[1])
+    return territory
+
+
+def px_of(box: tuple[Span, Span]) -> set[Px]:
+    return {(row, column) for row in range(*box[0]) for column in range(*box[1])}
+
+
+def faults(exchange: Exchange, sides: Px) -> list[str]:
+    """What of the rules of an exchange does not hold."""
+    found = []
+    whole = px_of((Span(0, sides[0]), Span(0, sides[1])))
+    members = range(len(exchange.owned))
+    if Counter(px for box in exchange.owned for px in px_of(box)) != Counter(whole):
+        found.append("parts do not partition the map")
+    for member in members:
+        given = Counter(px for piece in exchange.pieces[member] for px in px_of(piece.box))
+        if given != Counter(px_of(exchange.needs[member]) & whole):
+            found.append(f"pieces of {member} are not what it needs of the map")
+        for owner, box in exchange.pieces[member]:
+            if not px_of(box) or not px_of(box) <= px_of(exchange.owned[owner]):
+                found.append(f"{member} is to get of {owner} what that has not")
+        for other in members:
+            sent = [box for target, box in exchange.leaving(other) if target == member]
+            if sent != [piece.box for piece in exchange.arriving(member) if piece.owner == other]:
+                found.append(f"{other} sends {member} other than it expects, or in another order")
+    if exchange.px != sum(len(px_of(box)) for member in members for _, box in exchange.leaving(member)):
+        found.append("the px on paper are not those sent")
+    return found
+
+
+def test_pieces_partition_what_each_member_needs() -> None:
+    draw = random.Random(17)
+    beyond_neighbours = 0
+    for _ in range(120):
+        territory = random_territory(draw)
+        taken = draw.randint(4, 18), draw.randint(4, 12)
+        rules = random_rule(draw, taken[0]), random_rule(draw, taken[1])
+        exchange = territory.exchange(rules, (rules[0].out(taken[0]), rules[1].out(taken[1])), taken)
+        assert not faults(exchange, taken), (territory, rules, taken)
+        assert exchange.quiet == (exchange.px == 0)
+        columns = territory.grid.columns
+        beyond_neighbours += any(
+            abs(piece.owner // columns - member // columns) > 1
+            for member, pieces in enumerate(exchange.pieces)
+            for piece in pieces
+        )
+        assert not faults(territory.gathered(taken), taken)
+    assert beyond_neighbours > 10
+
+
+def test_what_a_member_needs_comes_from_corners_too() -> None:
+    exchange = Territory(Grid(3, 3), (30, 30)).exchange((Window(3, 1, 1, 1, 1),) * 2, (30, 30), (30, 30))
+    sizes = {piece.owner: len(px_of(piece.box)) for piece in exchange.arriving(4)}
+    assert sizes == {0: 1, 1: 10, 2: 1, 3: 10, 5: 10, 6: 1, 7: 10, 8: 1}
+    assert [piece.owner for piece in exchange.arriving(0)] == [1, 3, 4]
+
+
+def test_a_halo_wider_than_a_part_comes_from_several_members() -> None:
+    """Dilation 12 in parts of 8 rows: the second of five needs rows of the first, and of the two behind it."""
+    rule = Window(3, 1, 12, 12, 12)
+    exchange = Territory(Grid(5, 1), (40, 6)).exchange((rule, SAME), (40, 6), (40, 6))
+    assert exchange.needs[1][0] == Span(-4, 28)
+    assert [(piece.owner, piece.box[0]) for piece in exchange.pieces[1]] == [
+        (0, Span(0, 8)), (1, Span(8, 16)), (2, Span(16, 24)), (3, Span(24, 28)),
+    ]  # fmt: skip
+
+
+def test_the_first_needed_row_follows_the_stride() -> None:
+    """The study's example: 61 rows, 7 x 7 with stride 2 and 3 rows of pad; not the part's begin less a halo."""
+    territory = Territory(Grid(2, 1), (61, 61))
+    exchange = territory.exchange((Window(7, 2, 1, 3, 3), SAME), (31, 61), (61, 61))
+    assert territory.owned(0, (31, 61))[0] == Span(0, 15)
+    assert [need[0] for need in exchange.needs] == [Span(-3, 32), Span(27, 64)]
+    assert [piece.box[0] for piece in exchange.arriving(1)] == [Span(27, 30)]
+
+
+def test_gathered_gives_all_to_member_0_and_nothing_to_the_others() -> None:
+    exchange = Territory(Grid(2, 2), (11, 9)).gathered((7, 5))
+    assert len(px_of(exchange.boxes[0])) == 35
+    assert not any(exchange.arriving(member) for member in (1, 2, 3))
+    assert exchange.leaving(0) == []
+
+
+def test_cuts_fall_where_strides_do_and_every_member_has_a_part() -> None:
+    assert team_cuts(2048, 3) == (0, 672, 1376, 2048)
+    assert team_cuts(61, 2) == (0, 30, 61)
+    territory = Territory(Grid(4, 1), (64, 64))
+    assert territory.fits((4, 1))
+    assert not territory.fits((3, 64))
+
+
+def test_boxes_that_only_touch_have_nothing_in_common() -> None:
+    box = Span(2, 5), Span(0, 4)
+    assert overlap(box, (Span(4, 9), Span(1, 2))) == (Span(4, 5), Span(1, 2))
+    assert overlap(box, (Span(5, 9), Span(1, 2))) is None
+
+
+@pytest.mark.parametrize("text", ["2", "0x2", "2x", "2 x 2", "-1x2", "2x2x2", ""])
+def test_grids_of_other_forms_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="ROWSxCOLUMNS"):
+        Grid.parse(text)
+
+
+def test_a_grid_is_written_as_it_is_read() -> None:
+    assert str(Grid.parse("10x3")) == "10x3"
+    assert Grid.parse("10x3").members == 30

@@ -1,0 +1,55 @@
+"""Every kind of operation by a team, on parts of any size, gives what one device gives: outputs, and all gradients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from benchmarks.exactness.spatial_ops import OPERATIONS
+from benchmarks.exactness.team_error import team_error
+from parallel.space.team import Grid
+from parallel.team import team_plan
+
+EXACT = 1e-12
+SHAPE = (2, 2, 37, 29)
+
+
+@pytest.fixture
+def uneven(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Cuts drawn at random, so that a part may be much smaller than another."""
+
+    def cuts_from(seed: str) -> None:
+        def cuts(side: int, parts: int) -> tuple[int, ...]:
+            draw = random.Random(f"{seed} {side} {parts}")  # every member asks for them
+            return (0, *sorted(draw.sample(range(8, side - 8, 3), parts - 1)), side)
+
+        monkeypatch.setattr("parallel.space.team.team_cuts", cuts)
+
+    caches = team_plan._exchange, team_plan._gathered
+    for cache in caches:
+        cache.cache_clear()
+    yield cuts_from
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_one_operation_on_uneven_parts(name: str, uneven: Callable[[str], None]) -> None:
+    uneven(name)
+    grid = random.Random(name).choice([Grid(2, 1), Grid(1, 2), Grid(3, 1), Grid(2, 2)])
+    torch.manual_seed(0)
+    errors = team_error(OPERATIONS[name].network().double(), SHAPE, grid)
+    assert errors.largest <= EXACT, errors
+    assert errors.ends_at is None
+    assert sum(errors.sent_bytes) > 0
+
+
+@pytest.mark.parametrize("name", ["convolution, batch norm, ReLU", "dropout", "squeeze and excitation"])
+def test_evaluation(name: str) -> None:
+    torch.manual_seed(0)
+    errors = team_error(OPERATIONS[name].network().double(), SHAPE, Grid(2, 2), training=False)
+    assert errors.largest <= EXACT, errors
