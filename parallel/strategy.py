@@ -73,6 +73,11 @@ class Strategy:
         return sum(grid.members for grid in self.grids) if self.grids else self.depth
 
     @property
+    def members(self) -> int:
+        """Ranks of the largest team on a seat; 1 without teams."""
+        return max((grid.members for grid in self.grids), default=1)
+
+    @property
     def groups(self) -> int:
         """Data-parallel groups, d."""
         return self.ranks // self.group_ranks

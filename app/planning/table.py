@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from app.settings.console import print_table
 from parallel.plan.largest_tile import LargestTile
 from parallel.plan.plan import PlanRow, best_of
+from parallel.strategy import Strategy
 from parallel.units import bytes_text
 
 
@@ -52,7 +53,7 @@ def _line(row: PlanRow, mark: str) -> Sequence[str]:
         return (candidate.name, "", "", "no", "", "", "", row.refused)
     return (
         f"{candidate.name} {candidate.savings}".rstrip(),
-        f"{candidate.groups} x {candidate.depth}" if candidate.splits else str(candidate.ranks),
+        _mesh(candidate),
         str(candidate.m),
         "yes" if row.fits else f"{bytes_text(row.over_bytes)} over",
         "" if row.images_per_second is None else f"{row.images_per_second:.3g}",
@@ -60,6 +61,14 @@ def _line(row: PlanRow, mark: str) -> Sequence[str]:
         " ".join(_runs([bytes_text(size) for size in row.peak_bytes])),
         mark,
     )
+
+
+def _mesh(candidate: Strategy) -> str:
+    """Groups and seats, and the grid of the teams on them."""
+    if not candidate.splits:
+        return str(candidate.ranks)
+    teams = f" of {candidate.grids[0]}" if candidate.grids else ""
+    return f"{candidate.groups} x {candidate.depth}{teams}"
 
 
 def _runs(texts: Sequence[str]) -> list[str]:

@@ -24,11 +24,13 @@ from parallel.cost.layer_cost import Costs
 from parallel.engine.sharding_units import sharding_units
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.graph.sides import GraphsBySide
+from parallel.plan.side_by_side import Divisible
 from parallel.plan.streamed import Streamed
 from parallel.plan.task import Task
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import with_sums
 from parallel.streaming.read_region import read_region
+from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.trace import Traced, left_as_it_was, run_again, trace
 from parallel.trace.updated_faults import copies_fault
@@ -69,6 +71,7 @@ class Workload:
     _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
     _sides: dict[torch.dtype | None, GraphsBySide] = field(default_factory=dict, init=False, repr=False, compare=False)
     _recorded: list[Recorded] = field(default_factory=list, init=False, repr=False, compare=False)
+    _regions: list[Region] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def at(self, tile: int) -> Workload:
         """The same on tiles of another side. The model is followed once for all of them, where its path is the same,
@@ -149,21 +152,41 @@ class Workload:
             except ValueError as fault:
                 refused[name] = str(fault)
         one_copy = copies_fault(traced.updated)
+        slots = SLOTS[self.optimizer] + self.averages
         in_boxes = functools.partial(self._streamed, traced, estimate)
-        return Task(kept, estimate(plain), batch, SLOTS[self.optimizer] + self.averages, refused, one_copy, in_boxes)
+        in_teams = functools.partial(self._divisible, traced, plain, estimate)
+        return Task(kept, estimate(plain), batch, slots, refused, one_copy, in_boxes, in_teams)
+
+    def _divisible(
+        self, traced: Traced, plain: LayerGraph, estimate: Callable[[LayerGraph], Callable[[int], Costs]]
+    ) -> tuple[Divisible | None, str]:
+        """The model as teams see it; or None, and why no tile can be divided."""
+        try:
+            return Divisible(self._region(traced).on_paper(), plain, estimate), ""
+        except (ValueError, RuntimeError, NotImplementedError) as fault:
+            return None, str(fault)
+
+    def _region(self, traced: Traced) -> Region:
+        """What has rows of the model, in training."""
+        model, nodes = traced.model, list(traced.training.graph.nodes)
+        if not self._regions:
+            device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
+            image = torch.empty((), device=device).expand(self._shape)
+            entering = {node.name: image for node in nodes if node.op == "placeholder"}
+            with left_as_it_was(model):
+                model.train()
+                self._regions.append(read_region(model, nodes, entering))
+        return self._regions[0]
 
     def _streamed(
         self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     ) -> tuple[Streamed | None, str]:
         """The model as streaming sees it; or None, and why it cannot be computed box by box."""
         model, nodes = traced.model, list(traced.training.graph.nodes)
-        device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
-        image = torch.empty((), device=device).expand(self._shape)
-        entering = {node.name: image for node in nodes if node.op == "placeholder"}
         with left_as_it_was(model):
             model.train()
             try:
-                region = read_region(model, nodes, entering)
+                region = self._region(traced)
                 known = self._recorded[0] if self._recorded else None
                 if known is None or not all(step.plain or step.name in known.records for step in region.steps):
                     known = Recorded(record(model, region), self.tile)

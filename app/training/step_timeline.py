@@ -70,7 +70,9 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
         for rank, actions in engine.schedule.items()
     }
     (folder / "schedule.csv").write_text(to_csv(computed))
-    picture = schedule_svg(simulated, title=f"{name}: simulated from its stage times, and measured", compare=measured)
+    teams = [engine.seating.ranks_on(seat) for seat in range(engine.placement.world)]
+    title = f"{name}: simulated from its stage times, and measured"
+    picture = schedule_svg(simulated, title=title, compare=measured, teams=teams)
     (folder / "schedule.svg").write_text(picture)
     (folder / "trace.json").write_text(json.dumps(chrome_trace({"simulated": simulated, "measured": measured})))
     return StepRecord(measured, simulated)

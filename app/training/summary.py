@@ -150,6 +150,7 @@ class RunSummary:
             "strategy": strategy.name,
             "ranks": self._communicator.world,
             "stages": strategy.depth,
+            "grids": [str(grid) for grid in strategy.grids] or None,
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.offload,
             "offload_state": strategy.policy.state,

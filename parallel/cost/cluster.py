@@ -39,6 +39,7 @@ class Cluster:
         gathering: times half a sum that gathering or scattering parts of parameters takes.
         copy_bandwidth: bytes per second between a rank's device and the host, each way, while all ranks copy.
         host_bytes: of the host's memory that each rank may fill with what it moves there.
+        hidden: part of the time of pieces of maps between members of a team that computation hides.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Cluster:
     gathering: float = 1.0
     copy_bandwidth: float = math.inf
     host_bytes: float = math.inf
+    hidden: float = 0.0
 
     @property
     def usable_bytes(self) -> int:
@@ -74,19 +76,18 @@ class Cluster:
         """Return by how much ranks that all compute at once slow each other."""
         return max(1.0, min(ranks, self.per_node) / self.lanes)
 
-    def devices(self, ranks: int, groups: int = 1) -> list[Device]:
+    def devices(self, ranks: int, groups: int = 1, members: int = 1) -> list[Device]:
         """What the first ``ranks`` ranks share; empty where each has a device of its own.
 
         Args:
             groups: of as many ranks that do the same at the same time; those on one node share its lanes.
+            members: of a team, in place of each rank, that do the same at the same time, too.
         """
-        lanes = self.lanes / max(1, min(groups, self.per_node // ranks))
-        if lanes >= min(ranks, self.per_node):
+        seats = max(1, self.per_node // members)
+        lanes = self.lanes / min(members, self.per_node) / max(1, min(groups, seats // ranks))
+        if lanes >= min(ranks, seats):
             return []
-        return [
-            Device(tuple(range(begin, min(begin + self.per_node, ranks))), lanes)
-            for begin in range(0, ranks, self.per_node)
-        ]
+        return [Device(tuple(range(begin, min(begin + seats, ranks))), lanes) for begin in range(0, ranks, seats)]
 
     def sum_s(self, size: int, holders: Sequence[int], *, at_once: int = 1) -> float:
         """Time to sum ``size`` bytes over ``holders`` by a ring: everybody sends 2 (n - 1) / n of them (Patarasuk and

@@ -8,7 +8,7 @@ forward and dark for backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -58,12 +58,15 @@ NAMES = {
 }
 
 
-def schedule_svg(timeline: Timeline, *, title: str, compare: Timeline | None = None) -> str:
+def schedule_svg(
+    timeline: Timeline, *, title: str, compare: Timeline | None = None, teams: Sequence[range] = ()
+) -> str:
     """The text of an SVG file.
 
     Args:
         timeline: alone, or the simulated one when there is another to compare.
         compare: measured; drawn below on the same time scale.
+        teams: ranks that compute each tile together; a line beside their rows joins them.
     """
     charts = [("", timeline)] if compare is None else [("simulated", timeline), ("measured", compare)]
     whole_s = max(chart.makespan_s for _, chart in charts) or 1.0
@@ -77,6 +80,7 @@ def schedule_svg(timeline: Timeline, *, title: str, compare: Timeline | None = N
         facts = f"{_number(chart.makespan_s * per_s)} {unit}, bubble {chart.bubble:.1%}"
         parts.append(_text(MARGIN, top - 6, f"{name}: {facts}" if name else facts, size=14, fill=PALE))
         parts += _rows(chart, top + 4, scale)
+        parts += [_joined(team, top + 4) for team in teams if len(team) > 1]
         top += 4 + len(chart.spans) * (ROW + GAP)
     parts += _axis(top, whole_s, unit, per_s)
     parts += _legend([chart for _, chart in charts], top + 52)
@@ -93,6 +97,16 @@ def schedule_svg(timeline: Timeline, *, title: str, compare: Timeline | None = N
             *parts,
             "</svg>\n",
         ]
+    )
+
+
+def _joined(team: range, top: float) -> str:
+    """A line beside the rows of a team."""
+    first, last = top + team.start * (ROW + GAP), top + (team.stop - 1) * (ROW + GAP) + ROW
+    told = f"ranks {team.start} to {team.stop - 1} compute each tile together"
+    return (
+        f'<path d="M{MARGIN - 5:g} {first:g}H{MARGIN - 10:g}V{last:g}H{MARGIN - 5:g}" fill="none" stroke="{PALE}" '
+        f'stroke-width="2"><title>{told}</title></path>'
     )
 
 

@@ -42,6 +42,7 @@ class Layer:
         ops: what its forward pass computes.
         output_storages: (number, bytes) of each storage that its value lies in, numbered as in ``saved``; with none,
             the value is taken to lie in memory of its own.
+        forward_work, backward_work: bytes that live besides only while the layer itself runs, forward and backward.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Layer:
     saved: tuple[tuple[int, int], ...] = ()
     ops: tuple[Op, ...] = ()
     output_storages: tuple[tuple[int, int], ...] = ()
+    forward_work: int = 0
+    backward_work: int = 0
 
 
 @dataclass(frozen=True)

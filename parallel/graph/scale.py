@@ -13,7 +13,7 @@ import functools
 import math
 
 from parallel.graph.layers import Layer, LayerGraph
-from parallel.graph.op import Op
+from parallel.graph.op import Convolution, Op
 
 CAST = "_to_copy"
 """The operation by which autocast copies a tensor into another type."""
@@ -37,7 +37,7 @@ def with_tiles(graph: LayerGraph, tiles: int) -> LayerGraph:
 
 
 def _scaled(layer: Layer, tiles: int) -> Layer:
-    casts = [op.written_bytes for op in layer.ops if _casts_parameter(op)]
+    casts = cast_parameters(layer)
     saved = []
     for number, size in layer.saved:
         if size in casts:
@@ -52,6 +52,8 @@ def _scaled(layer: Layer, tiles: int) -> Layer:
         saved=tuple(saved),
         ops=tuple(_scaled_op(op, _parameter_bytes(op, layer), tiles) for op in layer.ops),
         output_storages=tuple((number, size * tiles) for number, size in layer.output_storages),
+        forward_work=layer.forward_work * tiles,
+        backward_work=layer.backward_work * tiles,
     )
 
 
@@ -68,6 +70,29 @@ def _scaled_op(op: Op, fixed: int, tiles: int) -> Op:
         written_bytes=op.written_bytes * tiles,
         convolution=shape and dataclasses.replace(shape, batch=shape.batch * tiles),
     )
+
+
+def on_part(op: Op, layer: Layer, share: float, shape: Convolution | None) -> Op:
+    """Return ``op`` of ``layer`` on a part of its maps.
+
+    Args:
+        shape: of the convolution there.
+    """
+    if _casts_parameter(op):
+        return op
+    fixed = _parameter_bytes(op, layer)
+    return dataclasses.replace(
+        op,
+        flops=round(op.flops * share),
+        read_bytes=fixed + round((op.read_bytes - fixed) * share),
+        written_bytes=round(op.written_bytes * share),
+        convolution=shape,
+    )
+
+
+def cast_parameters(layer: Layer) -> list[int]:
+    """Return the bytes of the copies of parameters in lower precision that ``layer`` makes."""
+    return [op.written_bytes for op in layer.ops if _casts_parameter(op)]
 
 
 def _casts_parameter(op: Op) -> bool:

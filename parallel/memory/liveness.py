@@ -57,7 +57,8 @@ def pieces(graph: LayerGraph) -> list[Piece]:
             source = graph.position[name]
             for key, _ in held[source]:
                 by_key[key].used.append((maker(graph, source), position))
-    return list(by_key.values())
+    at_work = ((layer.forward_work, position) for position, layer in enumerate(graph.layers))
+    return [*by_key.values(), *(Piece(size, made=[position]) for size, position in at_work if size)]
 
 
 def maker(graph: LayerGraph, position: int) -> int:
@@ -75,7 +76,7 @@ def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -
     """Memory of gradients of values in the backward pass of the layers from ``start`` to ``stop``, not included.
 
     Gradients of what later layers use are there from the beginning to the end, those of what earlier layers made stay
-    until the end: both are messages.
+    until the end: both are messages. What lives only while a layer runs is counted with its gradients.
     """
     stop = len(graph.layers) if stop is None else stop
     spans: tuple[LiveRange, ...] | None = graph.remembered.get(("gradients", start, stop))
@@ -132,6 +133,9 @@ class _Gradients:
                 yield from self._let_go(position, layer.name)
         for name in tuple(self._roots):
             yield from self._let_go(self._start, name)
+        for position in range(self._start, self._end + 1):
+            if work := self._graph.layers[position].backward_work:
+                yield LiveRange(position, position, work)
 
     def _contribute(self, position: int, layer: Layer, name: str) -> Iterator[LiveRange]:
         """The gradient that ``layer`` gives for its input ``name``."""

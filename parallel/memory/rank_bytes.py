@@ -91,6 +91,7 @@ def rank_bytes(
     weights: Sequence[float] | None = None,
     device: str = "cpu",
     stages: Sequence[StageBytes] | Mapping[int, StageBytes] | None = None,
+    summed: bool = False,
 ) -> list[RankBytes]:
     """Return the bytes of every rank in ``schedule``.
 
@@ -104,10 +105,11 @@ def rank_bytes(
         device: kind of device, "cpu" or "cuda", which the optimizer's own memory depends on.
         stages: what ``stage_bytes`` gives for the partition, where it is known, or ``kept_bytes`` under another rule;
             those that the ranks of ``schedule`` hold are enough.
+        summed: gradients of every stage are summed over ranks, those that ``placement`` does not tell of among them.
     """
     stages = stage_bytes(partition) if stages is None else stages
     return [
-        _Walk(rank, actions, placement, stages, slots, shard_optimizer, weights, device).fullest()
+        _Walk(rank, actions, placement, stages, slots, shard_optimizer, weights, device, summed).fullest()
         for rank, actions in sorted(schedule.items())
     ]
 
@@ -183,12 +185,13 @@ class _Walk:
         shard_optimizer: bool,
         weights: Sequence[float] | None,
         device: str,
+        summed: bool,
     ) -> None:
         self._actions = [action for action in actions if action.kind in COMPUTE]
         self._stages, self._weights, self._device = stages, weights, device
         held = sorted({stage for stage, _ in placement.held_by(rank)})
         self._parameters = sum(stages[stage].parameters for stage in held)
-        shared = {stage for stage in held if len(placement.holders(stage)) > 1}
+        shared = {stage for stage in held if summed or len(placement.holders(stage)) > 1}
         owned = [s for s in held if not shard_optimizer or placement.rank_of(s, 0, placement.group_of(rank)) == rank]
         self._optimizer = slots * sum(stages[stage].parameters for stage in owned)
         # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.

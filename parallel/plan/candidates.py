@@ -6,11 +6,16 @@ for others to say. No torch here.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from parallel.schedule.registry import SCHEDULES
+from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
 
+MAX_TEAM = 8
+"""Members of a team at most in a search; of more, each has little to compute between two exchanges."""
 MAX_DEPTH = 32
 """Ranks that a model is spread over at most in a search; deeper pipelines have stages of a layer or two."""
 
@@ -34,6 +39,8 @@ def candidates(
         depth, m: given by the user; None leaves them free.
     """
     for name in names:
+        if name == "spatial":  # of teams alone
+            continue
         if name in WHOLE:
             if depth is None and (ranks == 1) == (name == "single"):
                 yield from (Strategy(name, ranks, 1, n) for n in _microbatches(name, ranks, batch, m))
@@ -47,6 +54,41 @@ def candidates(
                 if n // (ranks // ranks_of_group) < least:
                     continue  # too few for all chunks or replicas to be at work: slower than without them
                 yield Strategy(name, ranks, ranks_of_group, n, chunks)
+
+
+def in_teams(
+    ranks: int,
+    batch: int,
+    *,
+    names: Sequence[str],
+    most_stages: int,
+    most_members: int,
+    depth: int | None = None,
+    m: int | None = None,
+) -> Iterator[Strategy]:
+    """Yield those of ``candidates`` with teams in place of ranks, which divide each tile among them.
+
+    Args:
+        most_members: of a team.
+    """
+    for members in range(2, min(ranks, most_members, MAX_TEAM) + 1):
+        if ranks % members:
+            continue
+        seats = ranks // members
+        for grid in grids_of(members):
+            if "spatial" in names and depth in (None, 1):
+                for n in _microbatches("spatial", seats, batch, m):
+                    yield Strategy("spatial", ranks, 1, n, grids=(grid,))
+            split = [name for name in names if name not in (*WHOLE, "spatial", "zero-bubble")]
+            for each in candidates(seats, batch, names=split, most_stages=most_stages, depth=depth, m=m):
+                yield dataclasses.replace(each, ranks=ranks, grids=(grid,) * each.depth)
+
+
+def grids_of(members: int) -> list[Grid]:
+    """Return the grids worth trying: rows alone, whose pieces lie in memory as they are sent, and about as many columns
+    as rows, which have the shortest borders."""
+    columns = max(c for c in range(1, math.isqrt(members) + 1) if members % c == 0)
+    return [Grid(members, 1)] + [Grid(members // columns, columns)] * (columns > 1)
 
 
 def leanest(strategies: Iterable[Strategy]) -> list[Strategy]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.memory.policy import ActivationPolicy
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
 VERSION = 2
@@ -66,6 +67,7 @@ class PlanRow:
             "depth": strategy.depth,
             "m": strategy.m,
             "chunks": strategy.chunks,
+            "grids": list(map(str, strategy.grids)),
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.moves,
             "shard_optimizer": strategy.shard_optimizer,
@@ -90,8 +92,10 @@ class PlanRow:
             stream=row.get("stream_px"),
         )
         ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
+        grids = tuple(map(Grid.parse, row.get("grids", ())))
+        cuts, shared = tuple(row["cuts"]), row["shard_optimizer"]
         return cls(
-            Strategy(row["strategy"], ranks, depth, m, chunks, tuple(row["cuts"]), policy, row["shard_optimizer"]),
+            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, shared, grids=grids),
             row["images_per_second"],
             row["step_s"],
             row["bubble"],

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import link_costs, stage_costs
 from parallel.graph.partition import Partition
-from parallel.plan.candidates import candidates, leanest
+from parallel.plan.candidates import candidates, in_teams, leanest
 from parallel.plan.limit import Limit, limit_of
-from parallel.plan.plan import PlanRow, best_of
+from parallel.plan.plan import SIMPLER, PlanRow, best_of
 from parallel.plan.savings import ANY, Savings
 from parallel.plan.stages import StageCache, slower_link
 from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
@@ -63,6 +63,16 @@ class Planner:
                 yield PlanRow(Strategy(name, ranks, 1, 1), refused=reason)
             else:
                 free.append(name)
+        rows: list[PlanRow] = []
+        for row in self._of_ranks(free, ranks, depth, m, savings):
+            rows.append(row)
+            yield row
+        yield from self._of_teams(free, ranks, depth, m, savings, best_of(rows))
+
+    def _of_ranks(
+        self, free: Sequence[str], ranks: int, depth: int | None, m: int | None, savings: Savings
+    ) -> Iterator[PlanRow]:
+        """Yield the rows of candidates whose every rank has a seat of its own."""
         most = self.cutting.most_stages
         allowed = list(candidates(ranks, self.task.batch, names=free, most_stages=most, depth=depth, m=m))
         if self.task.one_copy:
@@ -75,6 +85,53 @@ class Planner:
             return
         for name in free:
             yield from self._promising([candidate for candidate in allowed if candidate.name == name], savings)
+
+    def _of_teams(
+        self,
+        free: Sequence[str],
+        ranks: int,
+        depth: int | None,
+        m: int | None,
+        savings: Savings,
+        best: PlanRow | None,
+    ) -> Iterator[PlanRow]:
+        """Yield the rows of candidates with teams on their seats: of spatial alone always, of pipelines of teams as far
+        as one could be faster than ``best``, and than what was found meanwhile."""
+        own: dict[str, list[Strategy]] = {name: [] for name in free}
+        for candidate in self._teams(free, ranks, depth, m):
+            own[candidate.name].append(candidate)
+        if "spatial" in own and not own["spatial"]:
+            yield PlanRow(Strategy("spatial", ranks, 1, 1), refused=self._no_teams(ranks))
+        for name in sorted(own, key=lambda name: name != "spatial"):
+            speed = 0.0 if name == "spatial" or best is None else best.images_per_second or 0.0
+            tried = own[name] if speed or name == "spatial" else leanest(own[name])
+            for bound, candidate in sorted(((self._bound(each), each) for each in tried), key=lambda pair: -pair[0]):
+                if bound <= (1 + SIMPLER) * speed:
+                    break
+                row = self.row(candidate, savings)
+                if row.fits:
+                    speed = max(speed, row.images_per_second or 0.0)
+                    best = best_of([each for each in (best, row) if each])
+                yield row
+
+    def _teams(
+        self, names: Sequence[str], ranks: int, depth: int | None = None, m: int | None = None
+    ) -> list[Strategy]:
+        """Return the candidates with teams that the model's tiles can be divided among."""
+        parts = self.cutting.teams if not self.task.one_copy else None
+        if ranks < 2 or parts is None:
+            return []
+        most, members = self.cutting.most_stages, self.cluster.per_node
+        batch = self.task.batch
+        made = in_teams(ranks, batch, names=names, most_stages=most, most_members=members, depth=depth, m=m)
+        return [candidate for candidate in made if parts.side(candidate.grids[0]).steps]
+
+    def _no_teams(self, ranks: int) -> str:
+        if ranks < 2:
+            return "one rank has nobody to divide a tile with"
+        if self.task.one_copy or self.cutting.teams is None:
+            return self.task.one_copy or self.task.not_divisible
+        return "no team of a node's ranks can divide such tiles, or the batch among its groups"
 
     def _promising(self, own: Iterable[Strategy], savings: Savings) -> Iterator[PlanRow]:
         """Yield rows of one strategy, those with the highest bound of images/s first, as long as it is above the
@@ -91,10 +148,10 @@ class Planner:
     def _bound(self, candidate: Strategy) -> float:
         """Return images per second that no partition and no memory could raise: nobody waits but for the slowest
         rank."""
-        _, costs = self.cutting.microbatch(self.cutting.tiles(candidate))
+        _, costs = self.cutting.of(candidate)
         microbatches = sum(weights_of(candidate, self.task.batch))
-        slowest = sum(costs.seconds)
-        if candidate.splits:
+        slowest = sum(costs.seconds) / candidate.depth
+        if candidate.splits and not candidate.grids:
             partition = self.cutting.partition(candidate, within=False)
             assert partition is not None
             loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
@@ -165,7 +222,7 @@ class Planner:
         share = candidate.m // candidate.groups
         if candidate.policy.recompute != "none" or not row.images_per_second or share >= LONG * candidate.depth:
             return True
-        costs, moved_s = self.cutting.microbatch(self.cutting.tiles(candidate))[1], self.cutting.moved_s(candidate)
+        costs, moved_s = self.cutting.of(candidate)[1], self.cutting.moved_s(candidate)
         join = max if self.cluster.kind == "cuda" else sum
         passes_s = (sum(cost.forward_s for cost in costs.layers), sum(cost.backward_s for cost in costs.layers))
         least_s = sum(weights_of(candidate, self.task.batch)) * sum(join((s, moved_s)) for s in passes_s)
@@ -204,9 +261,14 @@ class Planner:
         """Return, of strategy ``name``, the first candidate that fits, from microbatches of one tile on, or the one
         that misses by least; None where the strategy cannot run. ``timed`` tells the seconds of those in boxes."""
         nearest: PlanRow | None = None
-        given = candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages)
         if name in self.task.refused:
             return None
+        if name == "spatial":
+            of_teams = self._teams([name], ranks)
+            most = max((each.members for each in of_teams), default=0)
+            given = [each for each in of_teams if each.members == most and each.grids[0].columns == 1]
+        else:
+            given = list(candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages))
         for candidate in leanest(each for each in given if each.copies == 1 or not self.task.one_copy):
             row = self.row(candidate, savings, seconds=False)
             if row.fits:
@@ -260,7 +322,7 @@ class Planner:
     def partition_of(self, row: PlanRow) -> Partition:
         """Return the stages of a row, for microbatches of the row's size; one where each rank computes the whole
         model."""
-        graph, _ = self.cutting.microbatch(self.cutting.tiles(row.strategy))
+        graph, _ = self.cutting.of(row.strategy)
         return Partition(graph, (0, *(graph.position[cut] for cut in row.strategy.cuts)))
 
     def limit(self, row: PlanRow) -> Limit:
@@ -307,7 +369,9 @@ class _Fitting:
 
     @functools.cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        return tuple(map(self._peak, range(self.strategy.depth)))
+        """Of every rank of a group; of a team's ranks what its largest member takes."""
+        members = self.strategy.members
+        return tuple(self._peak(seat) for seat in range(self.strategy.depth) for _ in range(members))
 
     @functools.cached_property
     def over_bytes(self) -> int:

@@ -31,11 +31,13 @@ from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
 from parallel.plan.limit import Limit
 from parallel.plan.policy_cost import policy_costs
+from parallel.plan.side_by_side import TeamParts
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.streamed import StreamedStages
 from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.step_cost import StageCost
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
 MANY = 400
@@ -48,6 +50,9 @@ ROUNDED = 2
 """Bytes that ``rank_bytes`` may round away at most, of smaller microbatches."""
 LEAST_S = 1e-12
 """Of a layer's forward pass."""
+
+_Size = tuple[int, Grid | None]
+"""Tiles of a microbatch, and the grid of the teams that divide each of them."""
 
 
 class StageCache:
@@ -63,17 +68,23 @@ class StageCache:
         places = cut_positions(task.graph)
         blocks = block_cuts(task.graph) if len(places) > MANY else ()
         self._places = list(blocks) or places
-        self._microbatches: dict[int, tuple[LayerGraph, Costs]] = {}
+        self._microbatches: dict[_Size, tuple[LayerGraph, Costs]] = {}
         self._partitions: dict[object, Partition | None] = {}
-        self._windows: dict[int, Windows] = {}
-        self._memories: dict[int, StageMemory] = {}
+        self._windows: dict[_Size, Windows] = {}
+        self._memories: dict[_Size, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
-        self._moved_s: dict[int, float] = {}
+        self._moved_s: dict[_Size, float] = {}
 
     @functools.cached_property
     def _streamed(self) -> StreamedStages | None:
         streamed = self.task.streamed
         return None if streamed is None else StreamedStages(streamed, self.cluster, self.task.slots)
+
+    @functools.cached_property
+    def teams(self) -> TeamParts | None:
+        """Parts of the model by the grid of its teams; None where no tile of it can be divided."""
+        divisible = self.task.divisible
+        return None if divisible is None else TeamParts(divisible, self.task.graph, self.cluster)
 
     @property
     def box_sides(self) -> list[int]:
@@ -104,11 +115,28 @@ class StageCache:
         """Return the tiles of the largest microbatch."""
         return -(-self.task.batch // candidate.m)
 
-    def microbatch(self, tiles: int) -> tuple[LayerGraph, Costs]:
-        """Return the graph for microbatches of ``tiles`` tiles, and what its layers cost."""
-        if tiles not in self._microbatches:
-            self._microbatches[tiles] = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
-        return self._microbatches[tiles]
+    def microbatch(self, tiles: int, grid: Grid | None = None) -> tuple[LayerGraph, Costs]:
+        """Return the graph for microbatches of ``tiles`` tiles, and what its layers cost.
+
+        Args:
+            grid: of the teams that divide each tile: graph and costs are of the largest member's part.
+        """
+        if (tiles, grid) not in self._microbatches:
+            if grid is None:
+                made = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
+            else:
+                assert self.teams is not None, self.task.not_divisible
+                made = self.teams.microbatch(grid, tiles)
+            self._microbatches[tiles, grid] = made
+        return self._microbatches[tiles, grid]
+
+    def of(self, candidate: Strategy) -> tuple[LayerGraph, Costs]:
+        """Return the graph of a candidate's largest microbatch, and what its layers cost."""
+        return self.microbatch(*self._size(candidate))
+
+    def _size(self, candidate: Strategy) -> _Size:
+        """Tiles of the largest microbatch, and the grid of the teams that compute them."""
+        return self.tiles(candidate), candidate.grids[0] if candidate.grids else None
 
     def partition(self, candidate: Strategy, *, within: bool) -> Partition | None:
         """Return the best stages for a candidate.
@@ -116,16 +144,17 @@ class StageCache:
         Args:
             within: that keep every rank within the memory; None where there are none.
         """
-        tiles = self.tiles(candidate)
-        graph, costs = self.microbatch(tiles)
-        if not candidate.splits:
+        size = self._size(candidate)
+        graph, costs = self.microbatch(*size)
+        if not candidate.splits or candidate.stages == 1:
             return None if within else Partition(graph, (0,))
         paired = candidate.paired and candidate.depth <= DEEP
         # Of what is left on the device in the end, what enters a stage is the part that its cuts decide.
         candidate = candidate.under(recompute="stage" if candidate.policy.saves else "none", offload="none")
-        key: object = candidate if within else (tiles, candidate.stages, candidate.depth, paired)
+        key: object = candidate if within else (size, candidate.stages, candidate.depth, paired)
         if key not in self._partitions:
-            links = [self.cluster.link(rank, rank + 1) for rank in range(candidate.depth - 1)]
+            members = candidate.members
+            links = [self.cluster.link(seat * members, (seat + 1) * members) for seat in range(candidate.depth - 1)]
             try:
                 self._partitions[key] = partition_optimal(
                     graph,
@@ -136,7 +165,7 @@ class StageCache:
                     memory=self._rule(candidate) if within else None,
                     paired=paired,
                     positions=self._places,
-                    windows=functools.partial(self._windows_of, tiles),
+                    windows=functools.partial(self._windows_of, size),
                     explain=False,
                 )
             except ValueError:
@@ -181,7 +210,7 @@ class StageCache:
                 return True
 
             return runs_beside_offload(partition, fits)
-        graph, costs = self.microbatch(self.tiles(candidate))
+        graph, costs = self.of(candidate)
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
         memory, limit = self._memory_of(candidate), float(self.cluster.usable_bytes)
@@ -241,6 +270,7 @@ class StageCache:
             weights=weights_of(candidate, self.task.batch),
             device=self.cluster.kind,
             stages={stage: memory.of_stage(partition, stage, policy) for stage, _ in placement.held_by(rank)},
+            summed=bool(candidate.grids),
         )
         return of_rank
 
@@ -257,10 +287,9 @@ class StageCache:
 
     def stage_costs(self, candidate: Strategy, partition: Partition) -> list[StageCost]:
         """Return the costs of the stages for the largest microbatch, with what the candidate's policy takes."""
-        tiles = self.tiles(candidate)
-        graph, costs = self.microbatch(tiles)
+        graph, costs = self.of(candidate)
         if candidate.policy.stream is not None and self._streamed is not None:
-            return [self._streamed.stage_cost(candidate, tiles, graph, costs)]
+            return [self._streamed.stage_cost(candidate, self.tiles(candidate), graph, costs)]
         return policy_costs(
             partition,
             stage_costs(partition, costs),
@@ -274,25 +303,25 @@ class StageCache:
     def moved_s(self, candidate: Strategy) -> float:
         """Return the seconds that copies of all that a microbatch keeps take at least, each way, with nothing computed
         again."""
-        tiles = self.tiles(candidate)
-        if tiles not in self._moved_s:
+        size = self._size(candidate)
+        if size not in self._moved_s:
             pieces = self._memory_of(candidate).pieces
             moved = sum(piece.bytes for piece in pieces if piece.saved and piece.bytes >= SMALLEST)
-            self._moved_s[tiles] = moved / self.cluster.copy_bandwidth
-        return self._moved_s[tiles]
+            self._moved_s[size] = moved / self.cluster.copy_bandwidth
+        return self._moved_s[size]
 
     def _memory_of(self, candidate: Strategy) -> StageMemory:
-        tiles = self.tiles(candidate)
-        if tiles not in self._memories:
-            self._memories[tiles] = StageMemory(self.microbatch(tiles)[0])
-        return self._memories[tiles]
+        size = self._size(candidate)
+        if size not in self._memories:
+            self._memories[size] = StageMemory(self.microbatch(*size)[0])
+        return self._memories[size]
 
-    def _windows_of(self, tiles: int, positions: Sequence[int] | None) -> Windows:
+    def _windows_of(self, size: _Size, positions: Sequence[int] | None) -> Windows:
         assert positions is not None  # of all places that ``partition_optimal`` is given
-        if tiles not in self._windows:
-            graph, costs = self.microbatch(tiles)
-            self._windows[tiles] = Windows(graph, costs.seconds, [0, *self._places, len(graph.layers)])
-        return self._windows[tiles].among(positions)
+        if size not in self._windows:
+            graph, costs = self.microbatch(*size)
+            self._windows[size] = Windows(graph, costs.seconds, [0, *self._places, len(graph.layers)])
+        return self._windows[size].among(positions)
 
     def _rule(self, candidate: Strategy) -> MemoryRule:
         schedule, placement = schedule_of(candidate)
@@ -309,5 +338,5 @@ def slower_link(candidate: Strategy, cluster: Cluster, source: int, target: int)
     """Return the link between two stages; of both replicas' the slower."""
     ends = [stage % candidate.depth for stage in (source, target)]
     ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
-    links = [link for way in ways if (link := cluster.link(*way)) is not None]
+    links = [link for way in ways if (link := cluster.link(*(seat * candidate.members for seat in way))) is not None]
     return min(links, key=lambda link: link.bandwidth, default=None)

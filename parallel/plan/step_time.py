@@ -106,7 +106,7 @@ def forecast_split(
     held = [{stage for stage, _ in placement.held_by(rank)} for rank in range(placement.world)]
     most = max(sum(gradient_bytes[stage] for stage in stages) for stages in held)
     update_s = _update_s(most / (2 if candidate.shard_optimizer else 1), slots, cluster, candidate.ranks)
-    if candidate.shard_optimizer and (link := cluster.link(0, candidate.depth - 1)):
+    if candidate.shard_optimizer and (link := cluster.link(0, candidate.group_ranks - candidate.members)):
         update_s += most / link.bandwidth  # each rank of a pair gives the other what it has updated
     end = max(computed, summed)
     work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / placement.world
@@ -150,10 +150,10 @@ def _step(
     """Return the compute actions of the first group's step. In a long one every microbatch beyond those that fill the
     pipeline takes as long as the one before it, so only the first are simulated."""
     share, weights = len(share_of(0, candidate.groups, candidate.m)), weights_of(candidate, batch)
-    devices = cluster.devices(candidate.depth, candidate.groups)
+    devices = cluster.devices(candidate.depth, candidate.groups, candidate.members)
 
     def run(microbatches: int) -> tuple[Timeline, Placement]:
-        schedule, placement = schedule_of(dataclasses.replace(candidate, ranks=candidate.depth, m=microbatches))
+        schedule, placement = schedule_of(dataclasses.replace(candidate, ranks=candidate.group_ranks, m=microbatches))
         own = weights[:microbatches]
         if devices:
             return simulate_shared(schedule, placement, costs, links, devices, weights=own), placement
@@ -183,13 +183,14 @@ def _summed_s(
             if span.action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 held = (rank, span.action.stage)
                 last[held] = max(last.get(held, 0.0), span.end_s)
-    free = dict.fromkeys(timeline.spans, 0.0)
+    free, members = dict.fromkeys(timeline.spans, 0.0), candidate.members
     stages = sorted(range(placement.stages), key=lambda s: max(last[rank, s] for rank in placement.holders(s)))
     for stage in stages:
         own = placement.holders(stage)
-        everybody = [group * candidate.depth + rank for group in range(candidate.groups) for rank in own]
+        seats = [group * candidate.depth + seat for group in range(candidate.groups) for seat in own]
+        everybody = [seat * members + member for seat in seats for member in range(members)]
         begin = max(*(last[rank, stage] for rank in own), *(free[rank] for rank in own))
-        at_once = min(cluster.per_node, candidate.depth)
+        at_once = min(max(1, cluster.per_node // members), candidate.depth)
         end = begin + cluster.sum_s(gradient_bytes[stage], everybody, at_once=at_once)
         for rank in own:
             free[rank] = end

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from parallel.cost.layer_cost import Costs
 from parallel.graph.layers import LayerGraph
+from parallel.plan.side_by_side import Divisible
 from parallel.plan.streamed import Streamed
 
 
@@ -23,6 +24,7 @@ class Task:
         refused: strategy -> why the model cannot be trained with it.
         one_copy: why no two ranks may hold a copy of a stage; empty where they may.
         in_boxes: gives the model as streaming sees it, or None and why it cannot be computed box by box.
+        in_teams: gives the model as teams see it, or None and why no tile of it can be divided.
     """
 
     graph: LayerGraph
@@ -32,6 +34,7 @@ class Task:
     refused: Mapping[str, str] = field(default_factory=dict)
     one_copy: str = ""
     in_boxes: Callable[[], tuple[Streamed | None, str]] = lambda: (None, "")
+    in_teams: Callable[[], tuple[Divisible | None, str]] = lambda: (None, "")
 
     @property
     def streamed(self) -> Streamed | None:
@@ -46,3 +49,17 @@ class Task:
     @functools.cached_property
     def _boxes(self) -> tuple[Streamed | None, str]:
         return self.in_boxes()
+
+    @property
+    def divisible(self) -> Divisible | None:
+        """The model as teams see it; None where no tile of it can be divided."""
+        return self._teams[0]
+
+    @property
+    def not_divisible(self) -> str:
+        """Why none can."""
+        return self._teams[1]
+
+    @functools.cached_property
+    def _teams(self) -> tuple[Divisible | None, str]:
+        return self.in_teams()

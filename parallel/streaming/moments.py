@@ -11,13 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CHUNK_PX = 1024
+CHANNELS_LAST = torch.channels_last
+
 
 def moments(x: Tensor, over: tuple[int, ...]) -> Tensor:
     """Return (3, ...) float64: count, mean and M2 over the dims ``over`` of a box, which stay as dims of 1."""
+    if over == (0, 2, 3) and x.device.type == "cpu" and x.shape[1] > 1 and x.is_contiguous(memory_format=CHANNELS_LAST):
+        return _of_channels(x.detach().permute(0, 2, 3, 1).reshape(-1, x.shape[1])).reshape(3, 1, -1, 1, 1)
     variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
     count = float(x.numel() // mean.numel())
     mean, variance = mean.double(), variance.double()
     return torch.stack([torch.full_like(mean, count), mean, variance * count])
+
+
+def _of_channels(x: Tensor) -> Tensor:
+    """Return (3, c) moments of the columns of ``x`` (px, c), by batch norm's own sums, which take a twentieth of the
+    time of ``var_mean`` in this layout; in chunks, as they add up float32 numbers one by one."""
+    count = len(x)
+    parts = [
+        torch.batch_norm_update_stats(chunk.t()[None, :, :, None], None, None, 0.0)
+        for chunk in torch.split(x, CHUNK_PX)
+    ]
+    means, variances = (torch.stack(each).double() for each in zip(*parts, strict=True))
+    counts = torch.full((len(parts), 1), float(CHUNK_PX), dtype=torch.float64)
+    counts[-1] = count - CHUNK_PX * (len(parts) - 1)
+    mean = (means * counts).sum(0) / count
+    squares = ((variances + (means - mean).square()) * counts).sum(0)
+    return torch.stack([torch.full_like(mean, float(count)), mean, squares])
 
 
 def merged(before: Tensor, box: Tensor) -> Tensor:

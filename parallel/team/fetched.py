@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.space.team import Box, Exchange
+from parallel.space.team import Box, Exchange, overlap
 from parallel.streaming.patch import Patch, had
 from parallel.team.link import TeamLink, cut
 
@@ -34,7 +34,7 @@ class _Fetched(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, link: TeamLink, exchange: Exchange, dims: Dims) -> Tensor:
         ctx.link, ctx.exchange, ctx.dims, ctx.form = link, exchange, dims, (own.shape, own.dtype, own.device)
         halos = link.fetch(exchange, own, dims).wait()
-        return assembled(exchange, link.member, own, halos, dims)
+        return put_together(exchange, link.member, own, halos, dims, exchange.boxes[link.member])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -44,17 +44,18 @@ class _Fetched(torch.autograd.Function):
         return finish(), None, None, None
 
 
-def assembled(exchange: Exchange, member: int, own: Tensor, halos: Sequence[Tensor], dims: Dims) -> Tensor:
-    """Return the needed box in one tensor, in the layout of ``own``."""
-    box, at = exchange.boxes[member], exchange.owned[member]
+def put_together(exchange: Exchange, member: int, own: Tensor, halos: Sequence[Tensor], dims: Dims, box: Box) -> Tensor:
+    """Return ``box`` of what is needed in one tensor, in the layout of ``own``."""
+    at = exchange.owned[member]
     shape = list(own.shape)
     for dim, span in zip(dims, box, strict=True):
         shape[dim] = span.size
     value = torch.empty(shape, dtype=own.dtype, device=own.device, memory_format=layout(own))
     arrived = iter(halos)
     for piece in exchange.pieces[member]:
-        source = cut(own, dims, piece.box, at) if piece.owner == member else next(arrived)
-        cut(value, dims, piece.box, box).copy_(source)
+        source, lies = (own, at) if piece.owner == member else (next(arrived), piece.box)
+        if (common := overlap(piece.box, box)) is not None:
+            cut(value, dims, common, box).copy_(cut(source, dims, common, lies))
     return value
 
 

@@ -93,7 +93,8 @@ class TeamLink:
     def fetch(self, exchange: Exchange, own: Tensor, dims: tuple[int, int]) -> Halos:
         """Begin to fetch what this member needs of the map of which it has ``own``, and to send what others need."""
         if self.tape is not None:
-            return Halos(self.tape.word(lambda: self._fetch(exchange, own, dims).wait()), ())
+            halos: Halos = self.tape.word(lambda: self._fetch(exchange, own, dims))
+            return halos
         return self._fetch(exchange, own, dims)
 
     def _fetch(self, exchange: Exchange, own: Tensor, dims: tuple[int, int]) -> Halos:

@@ -68,7 +68,7 @@ def test_the_same_ranks_share_one_communicator() -> None:
 
     def rank(communicator: Communicator, _: Any) -> tuple[int, int]:
         counting: Any = Counting(communicator)
-        holders = StageGroups(counting, Placement(1, 4, 4, 2), pairs=True)
+        holders = StageGroups(counting, Seating(Placement(1, 4, 4, 2)), pairs=True)
         return counting.made, len({id(each) for each in (*holders.of_stage.values(), *holders.pairs.values())})
 
     assert run_on_threads(4, rank, timeout_s=20) == [(2, 1)] * 4

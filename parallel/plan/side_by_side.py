@@ -1,0 +1,94 @@
+"""What a step takes whose tiles are divided among teams: the part of a member, and the seconds of its exchanges.
+
+Takes the region of a model (``StreamedModel``), the graph that costs are estimated of, and a cluster; gives by grid the
+graph of the largest member, and what its layers cost with all that they exchange, so that balancing, bytes and
+simulation follow as of whole tiles. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallel.cost.cluster import Cluster
+from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.graph.layers import LayerGraph
+from parallel.graph.scale import with_tiles
+from parallel.plan.part_graph import PartGraph, Talk, part_graph
+from parallel.space.boxes import StreamedModel
+from parallel.space.side_by_side import SideBySide, divide_among
+from parallel.space.team import Grid
+
+
+@dataclass(frozen=True)
+class Divisible:
+    """A model as teams see it.
+
+    Attributes:
+        model: the region that has rows, for one tile.
+        timed: the whole model with its loss, for one tile, as costs are estimated of it.
+        estimate: gives what the layers of a graph cost, by tiles of a microbatch.
+    """
+
+    model: StreamedModel
+    timed: LayerGraph
+    estimate: Callable[[LayerGraph], Callable[[int], Costs]]
+
+
+class TeamParts:
+    """Parts of a model by the grid of its teams.
+
+    Args:
+        divisible: the model.
+        graph: of the whole model and its loss, for one tile, as bytes are counted of it.
+        cluster: where.
+    """
+
+    def __init__(self, divisible: Divisible, graph: LayerGraph, cluster: Cluster) -> None:
+        self._divisible, self._graph, self._cluster = divisible, graph, cluster
+        self._sides: dict[Grid, SideBySide] = {}
+        self._parts: dict[Grid, PartGraph] = {}
+        self._estimates: dict[Grid, Callable[[int], Costs]] = {}
+
+    def side(self, grid: Grid) -> SideBySide:
+        """Return the region that a team computes side by side."""
+        if grid not in self._sides:
+            self._sides[grid] = divide_among(self._divisible.model, grid)
+        return self._sides[grid]
+
+    def part(self, grid: Grid) -> PartGraph:
+        """Return the part of the largest member, for one tile."""
+        if grid not in self._parts:
+            self._parts[grid] = part_graph(self._graph, self.side(grid))
+        return self._parts[grid]
+
+    def microbatch(self, grid: Grid, tiles: int) -> tuple[LayerGraph, Costs]:
+        """Return the graph of the largest member for microbatches of ``tiles``, and what its layers cost."""
+        part = self.part(grid)
+        if grid not in self._estimates:
+            same = self._divisible.timed is self._graph
+            timed = part.graph if same else part_graph(self._divisible.timed, self.side(grid)).graph
+            self._estimates[grid] = self._divisible.estimate(timed)
+        costs = self._estimates[grid](tiles)
+        pairs = zip(costs.layers, part.talks, strict=True)
+        told = tuple(with_talk(cost, talk, tiles, grid.members, self._cluster) for cost, talk in pairs)
+        return with_tiles(part.graph, tiles), dataclasses.replace(costs, layers=told)
+
+
+def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cluster) -> LayerCost:
+    """Return ``cost`` with what its layer exchanges in a team of the cluster's first ``members`` ranks."""
+    if talk.silent:
+        return cost
+    team = range(members)
+    link = cluster.link(0, members - 1)
+    assert link is not None
+    forward = tiles * talk.forward_copied / cluster.update_bandwidth
+    backward = tiles * talk.backward_copied / cluster.update_bandwidth
+    for halo in talk.halos:
+        seconds = halo.messages * link.latency_s + tiles * halo.bytes / link.bandwidth
+        forward += seconds * (1 - cluster.hidden)
+        backward += seconds * (1 - cluster.hidden) * halo.back
+    forward += sum(cluster.sum_s(size, team) for size in talk.forward_sums)
+    backward += sum(cluster.sum_s(size, team) for size in talk.backward_sums)
+    return LayerCost(cost.forward_s + forward, cost.backward_s + backward, cost.backward_input_s + backward)

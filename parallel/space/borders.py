@@ -1,0 +1,127 @@
+"""What of a convolution a member can compute of its own part alone, and which rims of it need what others have.
+
+Takes the boxes of one exchange; gives the pads with which its own part alone has all of its output, right but in the
+rims, and the rims: computed again once the rows of others are here. Backward the input is taken apart: its own part
+and, beside it, halos; a convolution is linear in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from parallel.space.rule import Window
+from parallel.space.span import Span
+from parallel.space.team import Box
+
+MOST = 0.5
+"""Of its output, in rims: beyond, one convolution of all that is needed is less work."""
+
+
+@dataclass(frozen=True)
+class Rim:
+    """Output that needs what others have.
+
+    Attributes:
+        made: its rows and columns.
+        need: of the input, outside the map included.
+        have: those that the map has.
+    """
+
+    made: Box
+    need: Box
+    have: Box
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Rows or columns of others, next to a member's own.
+
+    Attributes:
+        box: of the input.
+        made: output that it is part of.
+        pads: zeros (before, after) of rows and of columns with which it alone is an input for ``made``.
+    """
+
+    box: Box
+    made: Box
+    pads: tuple[tuple[int, int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Borders:
+    """A convolution of a member's own part, and of what is around it.
+
+    Attributes:
+        base: of the input: what is needed of its own part.
+        pads: rows, columns padded on both sides of ``base``.
+        rims: apart from each other.
+        halos: apart from each other and from ``base``; with it all that is needed.
+    """
+
+    base: Box
+    pads: tuple[int, int]
+    rims: tuple[Rim, ...]
+    halos: tuple[Halo, ...]
+
+
+@functools.lru_cache(4096)
+def borders(rules: tuple[Window, Window], made: Box, have: Box, own: Box, sides: tuple[int, int]) -> Borders | None:
+    """Return how a convolution is taken apart; None where its own part is not padded alike on both sides, or is so
+    small that it is mostly rims.
+
+    Args:
+        made: output of this member.
+        have: input that it needs and the map has.
+        own: input that it has.
+        sides: of the whole input.
+    """
+    rows, columns = (_axis(rules[k], made[k], have[k], own[k], sides[k]) for k in (0, 1))
+    if rows is None or columns is None:
+        return None
+    (base, top, bottom, pad), (base_columns, left, right, pad_columns) = rows, columns
+    of_rims = (top.size + bottom.size) / made[0].size + (left.size + right.size) / made[1].size
+    if of_rims > MOST:
+        return None
+    middle = Span(top.stop, bottom.start)
+    rims = [(top, made[1]), (bottom, made[1]), (middle, left), (middle, right)]
+    halos = [
+        ((Span(have[0].start, base.start), have[1]), (top, made[1])),
+        ((Span(base.stop, have[0].stop), have[1]), (bottom, made[1])),
+        ((base, Span(have[1].start, base_columns.start)), (made[0], left)),
+        ((base, Span(base_columns.stop, have[1].stop)), (made[0], right)),
+    ]
+    return Borders(
+        (base, base_columns),
+        (pad, pad_columns),
+        tuple(_rim(rules, rim, sides) for rim in rims if rim[0].size and rim[1].size),
+        tuple(_halo(rules, *halo, sides) for halo in halos if halo[0][0].size and halo[0][1].size),
+    )
+
+
+def _axis(rule: Window, made: Span, have: Span, own: Span, side: int) -> tuple[Span, Span, Span, int] | None:
+    """(own part, rim before, rim after, pad) along one axis."""
+    base = Span(max(have.start, own.start), min(have.stop, own.stop))
+    if not base.size or rule.reach < rule.stride:
+        return None
+    pad = base.start - rule.need(made, side).start
+    if (base.size + 2 * pad - rule.reach) // rule.stride + 1 != made.size:
+        return None
+    first = -(-(base.start + rule.before) // rule.stride) if have.start < base.start else made.start
+    last = (base.stop + rule.before - rule.reach) // rule.stride + 1 if have.stop > base.stop else made.stop
+    if not made.start <= first <= last <= made.stop:
+        return None
+    return base, Span(made.start, first), Span(last, made.stop), pad
+
+
+def _rim(rules: tuple[Window, Window], made: Box, sides: tuple[int, int]) -> Rim:
+    need = rules[0].need(made[0], sides[0]), rules[1].need(made[1], sides[1])
+    return Rim(made, need, (need[0].within(sides[0]), need[1].within(sides[1])))
+
+
+def _halo(rules: tuple[Window, Window], box: Box, made: Box, sides: tuple[int, int]) -> Halo:
+    pads = []
+    for k in (0, 1):
+        need = rules[k].need(made[k], sides[k])
+        pads.append((box[k].start - need.start, need.stop - box[k].stop))
+    return Halo(box, made, (pads[0], pads[1]))
