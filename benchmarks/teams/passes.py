@@ -51,11 +51,11 @@ class Problem:
         output = self.model(self.images)
         (_sums(output, self.targets).sum() / self.targets.numel()).backward()
 
-    def member(self, communicator: Communicator, grid: Grid) -> Member:
-        """Return this rank's part of the work of a team; every rank calls it."""
+    def member(self, communicator: Communicator, grid: Grid, link: TeamLink | None = None) -> Member:
+        """Return this rank's part of the work of a team, whose members talk over ``link``; every rank calls it."""
         model = copy.deepcopy(self.model)
         traced = trace_alone(model, self.shape, communicator)
-        link = TeamLink(communicator)
+        link = link or TeamLink(communicator)
         partition, plans = Partition(traced.graph, (0,)), TeamPlans(traced)
         stage = team_stages(traced, partition, {0: grid}, link, plans, torch.device("cpu"))[0]
         return Member(self, stage.train(), link)
