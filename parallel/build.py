@@ -44,8 +44,9 @@ from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
 from parallel.streaming.streamed_stages import streamed_stages
 from parallel.team.link import TeamLink
-from parallel.team.team_plan import TeamPlan, TeamPlans
-from parallel.team.team_stage import TeamStage, team_stages
+from parallel.team.seat import modules_of_seat, plan_of_stage
+from parallel.team.team_plan import TeamPlans
+from parallel.team.team_stage import TeamStage
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -136,7 +137,7 @@ def put_to_work(
     link, plans = None, None
     if seating.together:
         link, plans = TeamLink(holders.team), TeamPlans(traced)
-        cuts: Mapping[int, StageModule] = _team_modules(
+        cuts: Mapping[int, StageModule] = modules_of_seat(
             traced, partition, numbers, strategy, link, plans, shape, device
         )
     else:
@@ -171,7 +172,7 @@ def put_to_work(
     }
     inputs = partition.inputs_of(0)[0]
     if plans is not None:
-        plan_of = functools.partial(_plan_of, strategy, plans)
+        plan_of = functools.partial(plan_of_stage, strategy, plans)
         transfers: StageTransfers = TeamTransfers(routes, partition.links, seating, messenger, rank, plan_of)
     else:
         transfers = StageTransfers(routes, partition.links, placement, messenger, rank)
@@ -192,40 +193,6 @@ def put_to_work(
         m=strategy.m,
         link=link,
     )
-
-
-def _plan_of(strategy: Strategy, plans: TeamPlans, stage: int, shape: tuple[int, ...], training: bool) -> TeamPlan:
-    return plans.plan(strategy.grid_of(stage), shape, training)
-
-
-def _team_modules(
-    traced: Traced,
-    partition: Partition,
-    numbers: Sequence[int],
-    strategy: Strategy,
-    link: TeamLink,
-    plans: TeamPlans,
-    shape: tuple[int, ...],
-    device: torch.device,
-) -> Mapping[int, TeamStage]:
-    """Return the stages ``numbers``, which this rank computes with the others on its seat.
-
-    Raises:
-        ValueError: the model updates buffers of its own in forward passes, or nothing of it has rows to divide.
-    """
-    if traced.updated:
-        raise ValueError(
-            f"--grid: {next(iter(traced.updated))} is updated by forward passes, each member of a team by its own part "
-            "of the tile: leave --grid out for this model"
-        )
-    if strategy.name == "spatial":
-        plan = plans.plan(strategy.grid_of(0), shape, True)
-        if plan.region is None:
-            layer, reason = plan.ends_at or ("the model", "")
-            raise ValueError(f"--parallel spatial finds nothing to divide: {layer} {reason}; use --parallel ddp")
-    segments = {number: segments_of(partition, number, strategy.policy) for number in numbers}
-    grids = {number: strategy.grid_of(number) for number in numbers}
-    return team_stages(traced, partition, grids, link, plans, device, segments)
 
 
 def _stage_modules(

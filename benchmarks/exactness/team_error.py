@@ -101,15 +101,12 @@ def team_error(model: nn.Module, shape: Sequence[int], grid: Grid, training: boo
     ours = {name: _total([each["parameters"].get(name) for each in members]) for name in gradients}
     errors = _errors(gradients, ours)
     worst = max(errors, key=lambda name: errors[name], default="")
-    statistics = [
-        _errors(dict(plain.named_buffers()), {n: each["buffers"].get(n) for n, _ in plain.named_buffers()})
-        for each in members
-    ]
+    statistics = _errors(dict(plain.named_buffers()), {n: first["buffers"].get(n) for n, _ in plain.named_buffers()})
     return TeamErrors(
         max(_errors({"": expected.detach()}, {"": found.detach()})[""] for expected, found in pairs),
         _errors({"": entering.grad}, {"": _total([each["image"] for each in members])})[""],
         errors.get(worst, 0.0),
-        max((error for each in statistics for error in each.values()), default=0.0),
+        max(statistics.values(), default=0.0),
         worst,
         first["ends_at"],
         tuple(each["sent"] for each in members),
@@ -132,7 +129,10 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 def _errors(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Largest relative error of each tensor; a gradient that is missing on one side is infinitely wrong."""
-    sizes = {name: float(value.abs().max()) if value is not None and value.numel() else 0.0 for name, value in expected.items()}
+    sizes = {
+        name: float(value.abs().max()) if value is not None and value.numel() else 0.0
+        for name, value in expected.items()
+    }
     largest = max(sizes.values(), default=0.0)
     errors = {}
     for name, value in expected.items():

@@ -113,6 +113,7 @@ class Operation:
         flops_each: of each number it gives.
         convolution: of one padded by zeros, (weight, bias, groups).
         norm: of a batch norm by the statistics of the whole image, what it is made of.
+        drawn: what the map is multiplied by, drawn for the whole of it.
     """
 
     compute: Compute
@@ -128,6 +129,7 @@ class Operation:
     flops_each: float = 40.0
     convolution: Callable[[Arguments], tuple[Tensor, Tensor | None, int]] | None = None
     norm: ChannelNorm | None = None
+    drawn: Compute | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class Reading:
 
     Args:
         model: has the modules that nodes call.
+        once: every node is computed once, and may draw for the whole map.
 
     Attributes:
         dims: of rows and columns, by name of each map.
@@ -166,8 +169,8 @@ class Reading:
         values: of nodes, run on tensors without data.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, once: bool = False) -> None:
+        self.model, self.once = model, once
         self.dims: dict[str, tuple[int, int]] = {}
         self.sides: dict[str, tuple[int, int]] = {}
         self.lies_in: dict[str, fx.Node] = {}

@@ -236,6 +236,7 @@ CALLS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
     torch.stack: stacked,
     torch.softmax: lambda reading, node: along(reading, node, ("input", "dim"), 0),
     F.softmax: lambda reading, node: along(reading, node, ("input", "dim"), 0),
+    "softmax": lambda reading, node: along(reading, node, ("input", "dim"), 0),
     torch.chunk: lambda reading, node: along(reading, node, ("input", "chunks", "dim"), 0, shares=True),
     "chunk": lambda reading, node: along(reading, node, ("input", "chunks", "dim"), 0, shares=True),
     torch.split: lambda reading, node: along(reading, node, ("input", "split_size", "dim"), 0, shares=True),

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
-from parallel.streaming.read_node import has_tensors, module_of, read_node
+from parallel.streaming.read_node import changes_in_place, has_tensors, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
 from parallel.streaming.region import Region
 
@@ -56,6 +56,7 @@ def read_region(
     entering: Mapping[str, Tensor | Boxes],
     given: Mapping[str, Any] = NOTHING,
     refuse: Callable[[tuple[int, int]], str | None] = lambda sides: None,
+    once: bool = False,
 ) -> Region:
     """Return the region of ``nodes``.
 
@@ -65,16 +66,23 @@ def read_region(
         entering: what enters, images or maps (n, c, h, w), by name; only shapes and types matter.
         given: what else enters, by name.
         refuse: why maps of such (rows, columns) cannot be divided, which ends the region before the first of them.
+        once: every node is computed once, in one pass over the model, as the members of a team do: it may count and
+            draw, and a branch that ends leaves the others in the region.
 
     Raises:
         NothingInBoxes: it would be empty.
-        ValueError: it would end at a norm, which is told with what to do.
+        ValueError: it would end at a norm, which is told with what to do; not with ``once``.
     """
-    reading, found = Reading(model), _Found()
+    reading, found = Reading(model, once), _Found()
     with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
         for name, value in entering.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not once:
                 reading.values[name] = fake.from_tensor(value.detach())
+            elif once:
+                layout = torch.channels_last if _channels_last(model) else torch.contiguous_format
+                reading.values[name] = torch.empty(
+                    value.shape, dtype=value.dtype, device=value.device, memory_format=layout
+                )
             else:
                 reading.values[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             reading.dims[name], reading.sides[name] = DIMS, tuple(value.shape[2:])  # type: ignore[assignment]
@@ -94,9 +102,35 @@ def read_region(
             try:
                 _read(node, reading, found, refuse)
             except SpansImage as reason:
-                found.ends_at = (_where(node), str(reason))
-                break
+                found.ends_at = found.ends_at or (_where(node), str(reason))
+                if not once:
+                    break
+                _bar(node, reading, found)
     return _finished(model, nodes, entering, given, reading, found)
+
+
+def _bar(node: fx.Node, reading: Reading, found: _Found) -> None:
+    """Leave ``node``, and whatever takes it, to what follows."""
+    found.barred.add(node.name)
+    for known in (reading.dims, reading.sides, found.constants):
+        known.pop(node.name, None)
+    maps = reading.maps(node)
+    if maps and changes_in_place(reading, node):  # whoever takes it later takes what was written
+        found.barred.add(maps[0].name)
+        same_memory = reading.lies_in.get(maps[0].name)
+        while same_memory is not None:
+            if any(node < user for user in same_memory.users):
+                raise ValueError(
+                    f"{_where(node)} changes {maps[0].name} in place, and with it {same_memory.name}, which is used "
+                    "later: a team cannot do that outside what it computes side by side. Write it without in-place"
+                )
+            same_memory = reading.lies_in.get(same_memory.name)
+
+
+def _channels_last(model: nn.Module) -> bool:
+    """Whether the weights of convolutions are, as the tiles are then."""
+    weights = (parameter for parameter in model.parameters() if parameter.dim() == 4)
+    return any(w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights)
 
 
 def _where(node: fx.Node) -> str:
@@ -107,8 +141,8 @@ def _where(node: fx.Node) -> str:
 def _read(node: fx.Node, reading: Reading, found: _Found, refuse: Callable[[tuple[int, int]], str | None]) -> None:
     """Add what is known of ``node``."""
     maps = reading.maps(node)
-    if found.barred.intersection(argument.name for argument in node.all_input_nodes):
-        raise SpansImage("takes one of several maps that came together")
+    if barred := found.barred.intersection(argument.name for argument in node.all_input_nodes):
+        raise SpansImage(_barred(reading, barred))
     if maps and node.op == "call_module":
         operation = read_node(reading, node)  # before it runs: a norm in training would count
         reading.of(node)
@@ -131,6 +165,12 @@ def _read(node: fx.Node, reading: Reading, found: _Found, refuse: Callable[[tupl
     _local(node, operation, reading, found)
 
 
+def _barred(reading: Reading, names: set[str]) -> str:
+    if reading.once:
+        return f"takes {min(names)}, which is made of what has ended"
+    return "takes one of several maps that came together"
+
+
 def _plain(node: fx.Node, reading: Reading, found: _Found) -> None:
     """What is computed once, of sums and parameters."""
     others = tuple(argument.name for argument in node.all_input_nodes if argument.name in found.plain)
@@ -138,7 +178,7 @@ def _plain(node: fx.Node, reading: Reading, found: _Found) -> None:
         found.fixed.add(node.name)
     else:
         module = module_of(reading.model, node)
-        for part in module.modules() if module is not None else ():
+        for part in module.modules() if module is not None and not reading.once else ():
             counts = isinstance(part, _BatchNorm) and part.track_running_stats
             draws = isinstance(part, _DropoutNd) and part.p > 0
             if part.training and (counts or draws):  # computed again in the backward pass
@@ -207,6 +247,17 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
     )
 
 
+def _asked_for(steps: Sequence[Step]) -> list[Step]:
+    """Without what no map is made of, which one member computes."""
+    kept: list[Step] = []
+    asked: set[str] = set()
+    for step in reversed(steps):
+        if not step.plain or step.name in asked:
+            kept.append(step)
+            asked.update(step.others)
+    return kept[::-1]
+
+
 def _finished(
     model: nn.Module,
     nodes: Sequence[fx.Node],
@@ -217,9 +268,11 @@ def _finished(
 ) -> Region:
     """Without what is made of the last sums, which what follows computes."""
     last = max((k for k, step in enumerate(found.steps) if not step.plain), default=-1)
-    if found.ends_at is not None and found.ends_at[1] == ADVICE:
+    if found.ends_at is not None and found.ends_at[1] == ADVICE and not reading.once:
         raise ValueError(f"--stream computes a tile box by box, and cannot pass {found.ends_at[0]}: {ADVICE}")
     steps = found.steps[: last + 1]
+    if reading.once:
+        steps = _asked_for(steps)
     if not any(step.flops and not step.sums for step in steps):
         layer, reason = found.ends_at or ("the model", "has no layer that takes maps")
         raise NothingInBoxes(f"--stream finds nothing to compute box by box: {layer} {reason}. Leave --stream out")
@@ -233,7 +286,7 @@ def _finished(
     )
     values = {name: value for name, value in reading.values.items() if name in reading.dims}
     whole = [name for name in leaving if isinstance(values.get(name), (tuple, list))]
-    if whole:
+    if whole and not reading.once:
         raise ValueError(f"--stream: {whole[0]} is several maps, which leave what is computed box by box together")
     nodes_of = by_name | found.nodes
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}

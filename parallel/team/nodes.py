@@ -11,13 +11,15 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from parallel.offload.rng import drawing
+from parallel.space.span import Span
 from parallel.streaming.box_sums import BoxSums
-from parallel.streaming.operation import Arguments, Operation, attribute
+from parallel.streaming.operation import Arguments, Compute, Operation, attribute
 from parallel.streaming.patch import Patch
+from parallel.streaming.read_dropout import MASK
 from parallel.streaming.read_norm import MOMENTS
 from parallel.team.convolution import DIMS, convolve_side_by_side
 from parallel.team.fetched import fetched, patch_of
-from parallel.team.link import TeamLink
+from parallel.team.link import TeamLink, cut
 from parallel.team.norm import merged_moments, normalised_side_by_side
 from parallel.team.sums import echoed, silent, summed
 from parallel.team.team_plan import TeamPlan
@@ -53,6 +55,12 @@ class Pass:
             value = draw()
         self.random = draws.end
         return value
+
+    def hear_of_member_0(self) -> None:
+        """Go on from the state that member 0, which drew alone, is in."""
+        state = self.random_state().to(self.device, torch.int32)
+        said = self.link.sum(state if self.link.member == 0 else torch.zeros_like(state))
+        self.random = said.to("cpu", torch.uint8)
 
 
 class NodeRun:
@@ -133,6 +141,18 @@ class _Member:
             return region.constants[node.name]
         if node.name in self._plan.steps and node.op != "output":
             return self._side_by_side(node)
+        value = self._by_member_0(node)
+        if node.name in self._random and self._others_draw_later(node):
+            self._pass.hear_of_member_0()
+        return value
+
+    def _others_draw_later(self, node: fx.Node) -> bool:
+        region = self._plan.region
+        if region is None or not self._stage.training:
+            return False
+        return any(node < region.nodes[name] for name in self._plan.steps & self._random)
+
+    def _by_member_0(self, node: fx.Node) -> Any:
         if self._link.member:
             tensors = [
                 leaf
@@ -218,11 +238,21 @@ class _Member:
                 operands = operation.convolution(self._arguments(node, {source.name: patch}, known, False))
                 return convolve_side_by_side(self._link, exchange, own, patch, operation.rules, operands)
         patches = self._patches(node, operation)
+        if operation.drawn is not None:
+            known = {node.name + MASK: self._own_draw(node, operation.drawn, patches)}
         given = self._arguments(node, patches, known, self._may_change(node, sources, operation))
         if operation.norm is not None and self._as_norm(operation, given):
             of_all = known[node.name + MOMENTS]
             return normalised_side_by_side(self._link, given.patch.tensor, of_all, operation.norm, given)
         return operation.compute(given)
+
+    def _own_draw(self, node: fx.Node, draw: Compute, patches: Mapping[str, Patch]) -> Tensor:
+        """This member's box of numbers that each member draws for the whole map."""
+        given, plan = self._arguments(node, patches, {}, False), self._plan
+        drawn = self._pass.drawn(lambda: draw(given))
+        rows, columns = plan.sides(node.name)
+        box = plan.owned(node.name, self._link.member)
+        return cut(drawn, plan.dims(node.name), box, (Span(0, rows), Span(0, columns))).clone()
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if self._plan.lies(source.name) == "parts"]

@@ -103,7 +103,7 @@ def plan_team(model: nn.Module, nodes: Sequence[fx.Node], shape: Sequence[int], 
         reason = refuse(territory.side)
         return TeamPlan(territory, None, ("the tile", reason or ""))
     try:
-        region = read_region(model, nodes, {entering: images}, refuse=refuse)
+        region = read_region(model, nodes, {entering: images}, refuse=refuse, once=True)
     except NothingInBoxes as reason:
         return TeamPlan(territory, None, ("the model", str(reason)))
     return TeamPlan(territory, region, region.ends_at)

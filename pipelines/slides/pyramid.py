@@ -11,8 +11,9 @@ from typing import Self
 import cv2
 import numpy as np
 
-from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, plan_read
+from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, Size, plan_read
 from pipelines.slides.slide import UNEXPECTED, LevelReader, Pixels, SlideError, TileReadError
+from pipelines.slides.tile_box import TileBox
 
 BAND_BYTES = 64 << 20
 """Level pixels held at once while an area is reduced: this, or as much as the result if that is more. So an overview
@@ -28,15 +29,23 @@ class PyramidSlide:
         reader: gives the pixels of a level; closed with the slide.
         levels: finest first.
         bounds: where level 0 holds pixels; all of it by default.
+        drawn_levels: whose px ``reader`` draws between those that are stored, so that they depend on where a read
+            begins.
     """
 
     def __init__(
-        self, path: Path, reader: LevelReader, levels: tuple[Level, ...], bounds: Bounds | None = None
+        self,
+        path: Path,
+        reader: LevelReader,
+        levels: tuple[Level, ...],
+        bounds: Bounds | None = None,
+        drawn_levels: frozenset[int] = frozenset(),
     ) -> None:
         self.path = path
         self.levels = levels
         self.bounds = bounds or Bounds(0, 0, levels[0].width, levels[0].height)
         self._reader = reader
+        self._drawn_levels = drawn_levels
         self._closed = False
 
     @property
@@ -48,19 +57,30 @@ class PyramidSlide:
         return self.levels[0].mpp
 
     def read(self, region: Region, out: Pixels | None = None) -> Pixels:
+        if out is None:
+            out = np.empty((region.height, region.width, 3), np.uint8)
+        self.read_box(region, TileBox.whole(region.height, region.width), out)
+        return out
+
+    def read_box(self, region: Region, box: TileBox, out: Pixels) -> None:
         if self._closed:
             raise SlideError(f"{self.path}: the slide is closed; open it again to read {region}")
-        shape = (region.height, region.width, 3)
-        if out is None:
-            out = np.empty(shape, np.uint8)
-        elif out.shape != shape or out.dtype != np.uint8:
+        whole = TileBox.whole(region.height, region.width)
+        if not whole.holds(box):
+            raise ValueError(f"a box lies inside its region, {whole}; got {box}")
+        shape = (box.height, box.width, 3)
+        if out.shape != shape or out.dtype != np.uint8:
             raise ValueError(f"out must be uint8 {shape} for {region}; got {out.dtype} {out.shape}")
         plan = plan_read(self.levels, region)
-        if plan.is_native:
-            self._read_level(plan.level, plan.l_x, plan.l_y, out)
+        exact = _plan_of_box(plan, box) if box == whole or plan.level not in self._drawn_levels else None
+        if exact is None and plan.is_native:
+            out[...] = box.crop(self.read(region))
+        elif exact is None:
+            self._resample(plan, box, out)
+        elif exact.is_native:
+            self._read_level(exact.level, exact.l_x, exact.l_y, out)
         else:
-            self._resample(plan, out)
-        return out
+            self._resample(exact, TileBox.whole(*shape[:2]), out)
 
     def _read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
         """Read, and turn what a slide library raises on damaged bytes into an error of ours, its cause chained."""
@@ -74,28 +94,41 @@ class PyramidSlide:
                 f"{UNEXPECTED} {type(error).__name__}: {error}"
             ) from error
 
-    def _resample(self, plan: ReadPlan, out: Pixels) -> None:
-        """Fill ``out`` with the level's box averaged by area, in bands so that the box is never held whole.
+    def _resample(self, plan: ReadPlan, box: TileBox, out: Pixels) -> None:
+        """Fill ``out`` with ``box`` of the level's box averaged by area, in bands so that that is never held whole.
 
         A band begins at a whole row of the level, and ``_band_tops`` puts it where that is nearly exact. What is left,
-        some hundredths of a row, makes no seam: both bands at an edge are off there by the same amount.
+        some hundredths of a row, makes no seam: both bands at an edge are off there by the same amount. Where that is
+        follows from the whole plan, and a band is made as a whole, so a box has the px of the whole; bands beside it
+        are not read.
         """
         rows, columns = plan.l_height // plan.block, plan.l_width // plan.block
-        height, width = out.shape[:2]
+        height, width = plan.out.height, plan.out.width
         assert rows >= height, "the level is not coarser than asked"
-        bands = min(height, math.ceil(plan.l_height * plan.l_width * 3 / max(BAND_BYTES, out.nbytes)))
-        tops = _band_tops(height, rows, bands)
+        held = max(BAND_BYTES, height * width * 3)
+        tops = _band_tops(height, rows, min(height, math.ceil(plan.l_height * plan.l_width * 3 / held)))
         firsts = [(2 * rows * top + height) // (2 * height) for top in tops]  # nearest row to rows / height * top
-        buffer = np.empty((max(b - a for a, b in pairwise(firsts)) * plan.block, plan.l_width, 3), np.uint8)
-        for (top, bottom), (first, last) in zip(pairwise(tops), pairwise(firsts), strict=True):
+        bands = [
+            (top, bottom, first, last)
+            for (top, bottom), (first, last) in zip(pairwise(tops), pairwise(firsts), strict=True)
+            if top < box.row_stop and bottom > box.row_start
+        ]
+        tallest = max(last - first for _, _, first, last in bands)
+        buffer = np.empty((tallest * plan.block, plan.l_width, 3), np.uint8)
+        for top, bottom, first, last in bands:
             band = buffer[: (last - first) * plan.block]
             self._read_level(plan.level, plan.l_x, plan.l_y + first * plan.block, band)
             if plan.block > 1:
                 band = cv2.resize(band, (columns, last - first), interpolation=cv2.INTER_AREA)
-            if band.shape == out[top:bottom].shape:
-                out[top:bottom] = band
+            inner = TileBox(max(top, box.row_start), min(bottom, box.row_stop), box.column_start, box.column_stop)
+            target = out[inner.row_start - box.row_start : inner.row_stop - box.row_start]
+            if band.shape == (bottom - top, width, 3):
+                target[...] = inner.within(TileBox(top, bottom, 0, width)).crop(band)
+            elif target.shape == (bottom - top, width, 3):
+                cv2.resize(band, (width, bottom - top), dst=target, interpolation=cv2.INTER_AREA)
             else:
-                cv2.resize(band, (width, bottom - top), dst=out[top:bottom], interpolation=cv2.INTER_AREA)
+                resized = cv2.resize(band, (width, bottom - top), interpolation=cv2.INTER_AREA)
+                target[...] = inner.within(TileBox(top, bottom, 0, width)).crop(resized)
 
     def close(self) -> None:
         self._closed = True
@@ -108,6 +141,15 @@ class PyramidSlide:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _plan_of_box(plan: ReadPlan, box: TileBox) -> ReadPlan | None:
+    """Return how ``box`` is read alone, px for px as in the whole; None: its px depend on where the whole begins."""
+    block = plan.block
+    if (plan.l_width, plan.l_height) != (block * plan.out.width, block * plan.out.height):
+        return None
+    l_x, l_y = plan.l_x + block * box.column_start, plan.l_y + block * box.row_start
+    return ReadPlan(plan.level, l_x, l_y, block * box.width, block * box.height, block, Size(box.width, box.height))
 
 
 def _band_tops(height: int, rows: int, bands: int) -> list[int]:

@@ -10,7 +10,9 @@ from parallel.schedule.placement import Placement
 from parallel.schedule.seating import Seating
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from tests.helpers.engine_runs import assert_equal, on_threads, plain, steps_of
+from tests.helpers.engine_runs import LR, SEED, SGD, assert_equal, net, on_threads, plain, steps_of
+from tests.helpers.plain_step import plain_run
+from tests.helpers.small_nets import ALL_NETS, batch_of
 
 STRIPS, COLUMNS, QUARTERS = Grid(2, 1), Grid(1, 2), Grid(2, 2)
 
@@ -44,6 +46,14 @@ CASES = [
 @pytest.mark.parametrize(("net", "strategy"), CASES, ids=lambda value: str(value).replace(" ", "-"))
 def test_every_schedule_of_teams_gives_the_plain_step(net: str, strategy: Strategy) -> None:
     assert_equal(on_threads(net, strategy, steps_of(strategy.m)), plain(net, strategy.m), torch.float64)
+
+
+def test_tiles_of_another_size_in_a_later_step() -> None:
+    strategy, sizes = of_teams("1f1b", STRIPS, COLUMNS), (12, 16)
+    steps = [batch_of([2] * 4, px, px, torch.float64) for px in sizes]
+    model, loss = net("skips", torch.float64), ALL_NETS["skips"][1]
+    expected = plain_run(model, loss, SGD, steps, seed=SEED, lr=LR)
+    assert_equal(on_threads("skips", strategy, steps), expected, torch.float64)
 
 
 def test_members_are_neighbours_and_hold_what_their_seat_holds() -> None:

@@ -1,0 +1,66 @@
+"""The stages on one seat, as the rank of a team holds them, from a strategy.
+
+Takes a traced model and its partition; gives modules, or says why a team cannot compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from parallel.graph.partition import Partition
+from parallel.memory.segments import segments_of
+from parallel.strategy import Strategy
+from parallel.team.link import TeamLink
+from parallel.team.team_plan import TeamPlan, TeamPlans
+from parallel.team.team_stage import TeamStage, team_stages
+from parallel.trace.trace import Traced
+
+
+def plan_of_stage(strategy: Strategy, plans: TeamPlans, stage: int, shape: tuple[int, ...], training: bool) -> TeamPlan:
+    """Return the plan of the team that computes ``stage``."""
+    return plans.plan(strategy.grid_of(stage), shape, training)
+
+
+def modules_of_seat(
+    traced: Traced,
+    partition: Partition,
+    numbers: Sequence[int],
+    strategy: Strategy,
+    link: TeamLink,
+    plans: TeamPlans,
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> Mapping[int, TeamStage]:
+    """Return the stages ``numbers``, which this rank computes with the others on its seat.
+
+    Raises:
+        ValueError: the model updates buffers of its own in forward passes, or nothing of it has rows to divide.
+    """
+    if traced.updated:
+        raise ValueError(
+            f"--grid: {next(iter(traced.updated))} is updated by forward passes, each member of a team by its own part "
+            "of the tile: leave --grid out for this model"
+        )
+    if strategy.name == "spatial":
+        plan = plans.plan(strategy.grid_of(0), shape, True)
+        if plan.region is None:
+            layer, reason = plan.ends_at or ("the model", "")
+            raise ValueError(f"--parallel spatial finds nothing to divide: {layer} {reason}; use --parallel ddp")
+    segments = {number: segments_of(partition, number, strategy.policy) for number in numbers}
+    grids = {number: strategy.grid_of(number) for number in numbers}
+    stages = team_stages(traced, partition, grids, link, plans, device, segments)
+    _leave_shapes(traced.model, stages.values())
+    return stages
+
+
+def _leave_shapes(model: nn.Module, stages: Iterable[nn.Module]) -> None:
+    """Let go of parameters that other ranks hold: plans for tiles of other sizes ask for their shapes alone."""
+    held = {id(module) for stage in stages for module in stage.modules()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items() if id(module) not in held else ():
+            if parameter is not None:
+                shape = parameter.detach().new_zeros(()).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(shape, parameter.requires_grad)
