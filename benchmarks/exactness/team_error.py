@@ -132,7 +132,10 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 def _errors(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Largest relative error of each tensor; a gradient that is missing on one side is infinitely wrong."""
-    sizes = {name: float(value.abs().max()) if value is not None and value.numel() else 0.0 for name, value in expected.items()}
+    sizes = {
+        name: float(value.abs().max()) if value is not None and value.numel() else 0.0
+        for name, value in expected.items()
+    }
     largest = max(sizes.values(), default=0.0)
     errors = {}
     for name, value in expected.items():

@@ -29,9 +29,7 @@ def _of_channels(x: Tensor) -> Tensor:
     """Return (3, c) moments of the columns of ``x`` (px, c), by batch norm's own sums, which take a twentieth of the time
     of ``var_mean`` in this layout; in chunks, as they add up float32 numbers one by one."""
     count, channels = x.shape
-    parts = [
-        torch.batch_norm_update_stats(chunk.t()[None, :, :, None], None, None, 0.0) for chunk in x.split(CHUNK_PX)
-    ]
+    parts = [torch.batch_norm_update_stats(chunk.t()[None, :, :, None], None, None, 0.0) for chunk in x.split(CHUNK_PX)]
     means, variances = (torch.stack(each).double() for each in zip(*parts, strict=True))
     counts = torch.full((len(parts), 1), float(CHUNK_PX), dtype=torch.float64)
     counts[-1] = count - CHUNK_PX * (len(parts) - 1)

@@ -44,9 +44,7 @@ class _Fetched(torch.autograd.Function):
         return finish(), None, None, None
 
 
-def put_together(
-    exchange: Exchange, member: int, own: Tensor, halos: Sequence[Tensor], dims: Dims, box: Box
-) -> Tensor:
+def put_together(exchange: Exchange, member: int, own: Tensor, halos: Sequence[Tensor], dims: Dims, box: Box) -> Tensor:
     """Return ``box`` of what is needed in one tensor, in the layout of ``own``."""
     at = exchange.owned[member]
     shape = list(own.shape)
