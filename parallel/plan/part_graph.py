@@ -193,14 +193,15 @@ class _Parts:
         value = round(layer.output_bytes * self._share(layer))
         if plain:
             made.kept.append((self._number(), halo.bytes))
-        if plain and (apart := self._side.borders(step, fetch)) is not None:
-            self._taken_apart(layer, apart, each, back, made)
-            return
+            apart = self._side.borders(step, fetch)
+            self._taken_apart(layer, [borders for borders in apart if borders], each, back, made)
+            if all(apart):
+                return
         made.copied[0] += 2 * (box + padded)
         made.copied[1] += 2 * own * back
         if plain:
-            made.forward += max(wide, box + padded - value)
-            made.backward += wide * (1 + back)
+            made.forward = max(made.forward, wide, box + padded - value)
+            made.backward = max(made.backward, wide * (1 + back))
             made.copied[1] += 2 * (box + padded)
             return
         keeps = _storages(source).intersection(number for number, _ in layer.saved)
@@ -215,10 +216,11 @@ class _Parts:
     def _taken_apart(self, layer: Layer, apart: list[Borders], each: int, back: bool, made: _Made) -> None:
         """A convolution of a member's own part, whose rims are computed again: small copies, and in the backward pass a
         gradient of the weights for each halo beside its own."""
-        rims = max(sum(box_px(rim.have) for rim in borders.rims) for borders in apart)
-        halos = max(sum(box_px(halo.box) for halo in borders.halos) for borders in apart)
-        made.forward += rims * each
-        made.backward += halos * each * (1 + back) + max(len(borders.halos) for borders in apart) * layer.param_bytes
+        rims = max((sum(box_px(rim.have) for rim in borders.rims) for borders in apart), default=0)
+        halos = max((sum(box_px(halo.box) for halo in borders.halos) for borders in apart), default=0)
+        beside = max((len(borders.halos) for borders in apart), default=0)
+        made.forward = rims * each
+        made.backward = halos * each * (1 + back) + beside * layer.param_bytes
         made.copied[0] += 2 * rims * each
         made.copied[1] += 4 * halos * each
 

@@ -100,15 +100,11 @@ class SideBySide:
             if not fetch.exchange.quiet:
                 yield fetch
 
-    def borders(self, step: Step, fetch: Fetch) -> list[Borders] | None:
-        """Return, by member, how a convolution is taken apart into own part and halos; None where one is not."""
-        exchange, apart = fetch.exchange, []
-        for made, have, own in zip(self.territory.all_owned(step.sides), exchange.boxes, exchange.owned, strict=True):
-            found = borders(step.rules, made, have, own, self.sides[fetch.source])
-            if found is None:
-                return None
-            apart.append(found)
-        return apart
+    def borders(self, step: Step, fetch: Fetch) -> list[Borders | None]:
+        """Return, by member, how a convolution is taken apart into own part and halos; None where it is not."""
+        exchange, whole = fetch.exchange, self.sides[fetch.source]
+        boxes = zip(self.territory.all_owned(step.sides), exchange.boxes, exchange.owned, strict=True)
+        return [borders(step.rules, made, have, own, whole) for made, have, own in boxes]
 
     def gathered(self, name: str) -> Fetch:
         """Return what member 0 fetches to have all of a map."""
