@@ -66,7 +66,8 @@ def team_error(model: nn.Module, shape: Sequence[int], grid: Grid, training: boo
     parameters = list(model.parameters())
     dtype = parameters[0].dtype
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    layout = torch.channels_last if _channels_last(parameters) else torch.contiguous_format
+    images = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).contiguous(memory_format=layout)
     plain = copy.deepcopy(model).train(training)
     entering = images.clone().requires_grad_()
     torch.manual_seed(SEED)
@@ -111,6 +112,11 @@ def team_error(model: nn.Module, shape: Sequence[int], grid: Grid, training: boo
         first["ends_at"],
         tuple(each["sent"] for each in members),
     )
+
+
+def _channels_last(parameters: Sequence[Tensor]) -> bool:
+    weights = [parameter for parameter in parameters if parameter.dim() == 4]
+    return any(w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights)
 
 
 def _floats(value: Any) -> Iterator[Tensor]:

@@ -29,8 +29,10 @@ from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.microbatch import microbatch_seed
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
+from parallel.space.team import Box
 from parallel.stage.stage import LOSS
 from parallel.streaming.box_sums import Sums
+from parallel.team.team_stage import TeamStage
 
 
 class EngineFault(RuntimeError):
@@ -88,6 +90,12 @@ class Engine:
 
     def wants(self, i: int) -> Wants:
         return self._wants[i]
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
+        modules = [self._work.stages[n].module if n in self._work.stages else None for n in (0, self._last)]
+        first, last = (module if isinstance(module, TeamStage) else None for module in modules)
+        images = None if first is None else first.part_of_tiles(shape)
+        return images, None if last is None else last.part_of_masks(shape)
 
     @property
     def predict_wants(self) -> Wants:

@@ -47,10 +47,10 @@ class Tape:
 
 
 class Halos:
-    """Pieces of a map on their way to this member.
+    """What is on its way to this member: pieces of a map, or a sum.
 
     Args:
-        tensors: that arrive, in the order of ``Exchange.arriving``.
+        tensors: that arrive; pieces in the order of ``Exchange.arriving``.
     """
 
     def __init__(self, tensors: Sequence[Tensor], works: Sequence[Work]) -> None:
@@ -135,10 +135,12 @@ class TeamLink:
 
     def sum_back(self, value: Tensor) -> Tensor:
         """The same of a backward pass, which is never computed again."""
+        return self.begin_sum_back(value).wait()[0]
+
+    def begin_sum_back(self, value: Tensor) -> Halos:
+        """Begin to sum over the members, in a backward pass; the sum arrives."""
         summed = value.detach().clone(memory_format=torch.contiguous_format)
-        if self.members > 1:
-            self._communicator.all_reduce(summed)
-        return summed
+        return Halos([summed], [self._communicator.iall_reduce(summed)] if self.members > 1 else ())
 
     def finish(self) -> None:
         """Wait until all that this member sent has left."""

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 BAND_BYTES = 8 << 20
 """ARGB pixels held at once per thread: the second copy of a 16,384 px tile would be 1 GiB."""
 
+COMPOSED = ("mirax", "trestle", "ventana")
+"""Vendors whose tiles overlap, at places between px: OpenSlide draws every level of them, the finest too."""
+
 
 class OpenSlideReader:
     """A ``LevelReader`` over an OpenSlide handle that is replaced when it fails.
@@ -166,7 +169,9 @@ def open_openslide(path: Path, *, mpp: float | None) -> PyramidSlide:
         box = [_number(properties.get(f"openslide.bounds-{name}")) for name in ("x", "y", "width", "height")]
         x, y, width, height = (None if value is None or not math.isfinite(value) else int(value) for value in box)
         bounds = None if x is None or y is None or width is None or height is None else Bounds(x, y, width, height)
-        return PyramidSlide(path, OpenSlideReader(path, slide), levels, bounds)
+        composed = properties.get("openslide.vendor") in COMPOSED
+        drawn = frozenset(level.index for level in levels if composed or not level.downsample.is_integer())
+        return PyramidSlide(path, OpenSlideReader(path, slide), levels, bounds, drawn)
     except BaseException:
         slide.close()
         raise

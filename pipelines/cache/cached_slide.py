@@ -18,6 +18,7 @@ from pipelines.cache.tile_kind import slide_number
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Bounds, Level, Region
 from pipelines.slides.slide import Pixels, Slide, SlideError
+from pipelines.slides.tile_box import TileBox
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +100,12 @@ class CachedSlide:
         cache.missed(time.perf_counter() - begun)
         cache.add(place, out)
         return out
+
+    def read_box(self, region: Region, box: TileBox, out: Pixels) -> None:
+        if self._cache.kind.has(region):
+            out[...] = box.crop(self.read(region))  # tiles are kept whole: whoever reads one first, for all
+        else:
+            self._slide.read_box(region, box, out)
 
     def close(self) -> None:
         self._slide.close()

@@ -29,6 +29,7 @@ from pipelines.labels.mask_placement import mask_pixels
 from pipelines.labels.rasterize import PixelGrid, paint
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide, SlideError
+from pipelines.slides.tile_box import TileBox
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,9 @@ class SlideAnnotations:
     site: Mapping[str, str] = field(default_factory=dict)
     _cache: AnnotationCache = field(default_factory=AnnotationCache, repr=False, compare=False)
 
-    def read_mask(self, slide_id: str, slide: Slide, region: Region, out: NDArray[np.uint8]) -> None:
+    def read_mask(
+        self, slide_id: str, slide: Slide, region: Region, out: NDArray[np.uint8], box: TileBox | None = None
+    ) -> None:
         """Fill ``out`` with the class ids of ``region``: those of the pixels that ``slide.read(region)`` gives.
 
         A pixel has the class of its centre. GeoJSON counts from the corner of the slide's bounds, as QuPath does; a
@@ -74,15 +77,17 @@ class SlideAnnotations:
             slide_id: one of ``paths``.
             slide: that slide, open.
             region: as for ``slide.read``.
-            out: uint8 (region.height, region.width).
+            out: uint8 (region.height, region.width), or of the size of ``box``.
+            box: the part of the region whose class ids are asked for, as they are in all of it; None for all.
 
         Raises:
             SlideError: the annotation file is damaged, or a mask has not the slide's proportions.
             ValueError: ``out`` has another shape or type.
         """
-        if out.shape != (region.height, region.width) or out.dtype != np.uint8:
-            raise ValueError(f"out must be uint8 {(region.height, region.width)}; got {out.dtype} {out.shape}")
-        path, grid = self.paths[slide_id], PixelGrid.of(slide, region)
+        shape = (region.height, region.width) if box is None else (box.height, box.width)
+        if out.shape != shape or out.dtype != np.uint8:
+            raise ValueError(f"out must be uint8 {shape}; got {out.dtype} {out.shape}")
+        path, grid = self.paths[slide_id], PixelGrid.of(slide, region, box)
         with damaged_is_slide_error(path):
             annotation = self._cache.get(path)
             if isinstance(annotation, Drawing):

@@ -17,6 +17,7 @@ from pipelines.labels.drawing import Drawing
 from pipelines.labels.edge_index import ranges
 from pipelines.slides.geometry import Region, plan_read
 from pipelines.slides.slide import Slide
+from pipelines.slides.tile_box import TileBox
 
 NARROW_PX = 100
 """Below this many pixels per span, as in a tile full of nuclei, writing pixel by pixel beats a slice per span."""
@@ -35,6 +36,8 @@ class PixelGrid:
         l0_x, l0_y: top left corner of the first pixel. Not the region's own origin where the level's px are coarser.
         l0_step_x, l0_step_y: from one pixel to the next.
         width, height: number of pixels.
+        first_x, first_y: number of the first pixel, where l0_x and l0_y are the corner of a larger grid's: its own
+            pixels have the same centres as in that, bit for bit.
     """
 
     l0_x: float
@@ -43,28 +46,39 @@ class PixelGrid:
     l0_step_y: float
     width: int
     height: int
+    first_x: int = 0
+    first_y: int = 0
 
     @classmethod
-    def of(cls, slide: Slide, region: Region) -> PixelGrid:
-        """Raises ValueError where the slide has no level fine enough for ``region.mpp``."""
+    def of(cls, slide: Slide, region: Region, box: TileBox | None = None) -> PixelGrid:
+        """Return the grid of ``region``, or of ``box`` of it.
+
+        Raises:
+            ValueError: the slide has no level fine enough for ``region.mpp``.
+        """
         plan = plan_read(slide.levels, region)
         downsample = slide.levels[plan.level].downsample
+        box = box or TileBox.whole(plan.out.height, plan.out.width)
         return cls(
             plan.l_x * downsample,
             plan.l_y * downsample,
             plan.l_width / plan.out.width * downsample,
             plan.l_height / plan.out.height * downsample,
-            plan.out.width,
-            plan.out.height,
+            box.width,
+            box.height,
+            box.column_start,
+            box.row_start,
         )
 
     def centres_x(self) -> NDArray[np.float64]:
         """float64 (width,), level-0 px."""
-        return self.l0_x + (np.arange(self.width, dtype=np.float64) + 0.5) * self.l0_step_x
+        return self.l0_x + (np.arange(self.first_x, self.first_x + self.width, dtype=np.float64) + 0.5) * self.l0_step_x
 
     def centres_y(self) -> NDArray[np.float64]:
         """float64 (height,), level-0 px."""
-        return self.l0_y + (np.arange(self.height, dtype=np.float64) + 0.5) * self.l0_step_y
+        return (
+            self.l0_y + (np.arange(self.first_y, self.first_y + self.height, dtype=np.float64) + 0.5) * self.l0_step_y
+        )
 
 
 def paint(
@@ -83,17 +97,19 @@ def paint(
         ValueError: so many edges cross the tile that they would fill the memory.
     """
     height, width = out.shape
-    # t_: tile px, measured from the centre of the first pixel, so that centres are whole numbers
+    top, left = grid.first_y, grid.first_x
+    # t_: tile px, measured from the centre of its first pixel, so that centres are whole numbers
     t_scale = np.array([grid.l0_step_x, grid.l0_step_y])
     l0_origin = np.array([grid.l0_x - l0_shift[0], grid.l0_y - l0_shift[1]])
-    l0_end = l0_origin + np.array([width + 1, height + 1]) * t_scale
-    edges = drawing.index.within(*(l0_origin - t_scale).tolist(), *l0_end.tolist())
+    l0_start = l0_origin + np.array([left - 1, top - 1]) * t_scale
+    l0_end = l0_origin + np.array([left + width + 1, top + height + 1]) * t_scale
+    edges = drawing.index.within(*l0_start.tolist(), *l0_end.tolist())
     if not len(edges):
         return
     t_start_y = (drawing.start[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
     t_end_y = (drawing.end[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
-    row = np.ceil(np.clip(np.minimum(t_start_y, t_end_y), 0, height)).astype(np.int64)
-    rows = np.ceil(np.clip(np.maximum(t_start_y, t_end_y), 0, height)).astype(np.int64) - row
+    row = np.ceil(np.clip(np.minimum(t_start_y, t_end_y), top, top + height)).astype(np.int64)
+    rows = np.ceil(np.clip(np.maximum(t_start_y, t_end_y), top, top + height)).astype(np.int64) - row
     if rows.sum() > CROSSINGS:
         raise ValueError(f"{rows.sum()} crossings of edges with the rows of one tile, above {CROSSINGS}")
     crossing = np.flatnonzero(rows)
@@ -110,9 +126,9 @@ def paint(
     edge = np.repeat(np.arange(len(rows)), rows)
     t_row = ranges(row, rows)
     t_x = t_top_x[edge] + (t_row - t_top_y[edge]) * slope[edge]
-    column = np.ceil(np.clip(t_x, 0, width)).astype(np.int64)
+    column = np.ceil(np.clip(t_x, left, left + width)).astype(np.int64) - left
     # Rings are closed, so each row of a polygon has an even number of crossings: sorted, they pair up into spans.
-    order = np.sort((polygon[edge] * height + t_row) * (width + 1) + column).reshape(-1, 2)
+    order = np.sort((polygon[edge] * height + t_row - top) * (width + 1) + column).reshape(-1, 2)
     line, span = order[:, 0] // (width + 1), order % (width + 1)
     filled = span[:, 0] < span[:, 1]
     line = line[filled]

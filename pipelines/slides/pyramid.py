@@ -11,8 +11,9 @@ from typing import Self
 import cv2
 import numpy as np
 
-from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, plan_read
+from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, Size, plan_read
 from pipelines.slides.slide import UNEXPECTED, LevelReader, Pixels, SlideError, TileReadError
+from pipelines.slides.tile_box import TileBox
 
 BAND_BYTES = 64 << 20
 """Level pixels held at once while an area is reduced: this, or as much as the result if that is more. So an overview
@@ -28,15 +29,23 @@ class PyramidSlide:
         reader: gives the pixels of a level; closed with the slide.
         levels: finest first.
         bounds: where level 0 holds pixels; all of it by default.
+        drawn_levels: whose px ``reader`` draws between those that are stored, so that they depend on where a read
+            begins.
     """
 
     def __init__(
-        self, path: Path, reader: LevelReader, levels: tuple[Level, ...], bounds: Bounds | None = None
+        self,
+        path: Path,
+        reader: LevelReader,
+        levels: tuple[Level, ...],
+        bounds: Bounds | None = None,
+        drawn_levels: frozenset[int] = frozenset(),
     ) -> None:
         self.path = path
         self.levels = levels
         self.bounds = bounds or Bounds(0, 0, levels[0].width, levels[0].height)
         self._reader = reader
+        self._drawn_levels = drawn_levels
         self._closed = False
 
     @property
@@ -48,19 +57,30 @@ class PyramidSlide:
         return self.levels[0].mpp
 
     def read(self, region: Region, out: Pixels | None = None) -> Pixels:
+        if out is None:
+            out = np.empty((region.height, region.width, 3), np.uint8)
+        self.read_box(region, TileBox.whole(region.height, region.width), out)
+        return out
+
+    def read_box(self, region: Region, box: TileBox, out: Pixels) -> None:
         if self._closed:
             raise SlideError(f"{self.path}: the slide is closed; open it again to read {region}")
-        shape = (region.height, region.width, 3)
-        if out is None:
-            out = np.empty(shape, np.uint8)
-        elif out.shape != shape or out.dtype != np.uint8:
+        whole = TileBox.whole(region.height, region.width)
+        if not whole.holds(box):
+            raise ValueError(f"a box lies inside its region, {whole}; got {box}")
+        shape = (box.height, box.width, 3)
+        if out.shape != shape or out.dtype != np.uint8:
             raise ValueError(f"out must be uint8 {shape} for {region}; got {out.dtype} {out.shape}")
         plan = plan_read(self.levels, region)
-        if plan.is_native:
-            self._read_level(plan.level, plan.l_x, plan.l_y, out)
+        exact = _plan_of_box(plan, box) if box == whole or plan.level not in self._drawn_levels else None
+        if exact is None and plan.is_native:
+            out[...] = box.crop(self.read(region))
+        elif exact is None:
+            self._resample(plan, box, out)
+        elif exact.is_native:
+            self._read_level(exact.level, exact.l_x, exact.l_y, out)
         else:
-            self._resample(plan, out)
-        return out
+            self._resample(exact, TileBox.whole(*shape[:2]), out)
 
     def _read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
         """Read, and turn what a slide library raises on damaged bytes into an error of ours, its cause chained."""
@@ -74,28 +94,61 @@ class PyramidSlide:
                 f"{UNEXPECTED} {type(error).__name__}: {error}"
             ) from error
 
-    def _resample(self, plan: ReadPlan, out: Pixels) -> None:
-        """Fill ``out`` with the level's box averaged by area, in bands so that the box is never held whole.
+    def _resample(self, plan: ReadPlan, box: TileBox, out: Pixels) -> None:
+        """Fill ``out`` with ``box`` of the level's box averaged by area, in bands so that that is never held whole.
 
         A band begins at a whole row of the level, and ``_band_tops`` puts it where that is nearly exact. What is left,
-        some hundredths of a row, makes no seam: both bands at an edge are off there by the same amount.
+        some hundredths of a row, makes no seam: both bands at an edge are off there by the same amount. Of a box, bands
+        are those of the whole, and resized as a whole, with no more px in them than go into the box: so it has the px
+        of the whole, bit for bit.
         """
-        rows, columns = plan.l_height // plan.block, plan.l_width // plan.block
-        height, width = out.shape[:2]
+        rows = plan.l_height // plan.block
+        height, width = plan.out.height, plan.out.width
         assert rows >= height, "the level is not coarser than asked"
-        bands = min(height, math.ceil(plan.l_height * plan.l_width * 3 / max(BAND_BYTES, out.nbytes)))
-        tops = _band_tops(height, rows, bands)
+        held = max(BAND_BYTES, height * width * 3)
+        tops = _band_tops(height, rows, min(height, math.ceil(plan.l_height * plan.l_width * 3 / held)))
         firsts = [(2 * rows * top + height) // (2 * height) for top in tops]  # nearest row to rows / height * top
-        buffer = np.empty((max(b - a for a, b in pairwise(firsts)) * plan.block, plan.l_width, 3), np.uint8)
+        buffer = np.empty(max(b - a for a, b in pairwise(firsts)) * plan.block * plan.l_width * 3, np.uint8)
         for (top, bottom), (first, last) in zip(pairwise(tops), pairwise(firsts), strict=True):
-            band = buffer[: (last - first) * plan.block]
-            self._read_level(plan.level, plan.l_x, plan.l_y + first * plan.block, band)
-            if plan.block > 1:
-                band = cv2.resize(band, (columns, last - first), interpolation=cv2.INTER_AREA)
-            if band.shape == out[top:bottom].shape:
-                out[top:bottom] = band
+            if bottom <= box.row_start or box.row_stop <= top:
+                continue
+            inner = TileBox(
+                max(top, box.row_start) - top, min(bottom, box.row_stop) - top, box.column_start, box.column_stop
+            )
+            band = self._band(plan, (first, last), inner, bottom - top, buffer)
+            target = out[top + inner.row_start - box.row_start :][: inner.height]
+            if band.shape == (bottom - top, width, 3):
+                target[...] = inner.crop(band)
+            elif target.shape == (bottom - top, width, 3):
+                cv2.resize(band, (width, bottom - top), dst=target, interpolation=cv2.INTER_AREA)
             else:
-                cv2.resize(band, (width, bottom - top), dst=out[top:bottom], interpolation=cv2.INTER_AREA)
+                target[...] = inner.crop(cv2.resize(band, (width, bottom - top), interpolation=cv2.INTER_AREA))
+
+    def _band(self, plan: ReadPlan, rows: tuple[int, int], inner: TileBox, height: int, buffer: Pixels) -> Pixels:
+        """Return rows [first, last) of the plan's blocks, in ``buffer`` if they can be, and of their px those that go
+        into ``inner`` of the band they are resized to, ``height`` px high."""
+        (first, last), block = rows, plan.block
+        shape = (last - first, plan.l_width // block, 3)
+        needed = whole = TileBox.whole(*shape[:2])
+        if plan.level not in self._drawn_levels:
+            needed = TileBox(
+                *_finer(inner.row_start, inner.row_stop, whole.height, height),
+                *_finer(inner.column_start, inner.column_stop, whole.width, plan.out.width),
+            )
+        l_x, l_y = plan.l_x + needed.column_start * block, plan.l_y + (first + needed.row_start) * block
+        if block == 1:
+            band = buffer[: math.prod(shape)].reshape(shape)
+            self._read_level(plan.level, l_x, l_y, needed.crop(band))
+            return band
+        blocks = buffer[: needed.height * needed.width * block * block * 3]
+        blocks = blocks.reshape(needed.height * block, needed.width * block, 3)
+        self._read_level(plan.level, l_x, l_y, blocks)
+        reduced: Pixels = cv2.resize(blocks, (needed.width, needed.height), interpolation=cv2.INTER_AREA)
+        if needed == whole:
+            return reduced
+        band = np.empty(shape, np.uint8)
+        needed.crop(band)[...] = reduced
+        return band
 
     def close(self) -> None:
         self._closed = True
@@ -108,6 +161,23 @@ class PyramidSlide:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _plan_of_box(plan: ReadPlan, box: TileBox) -> ReadPlan | None:
+    """Return how ``box`` is read alone, px for px as in the whole; None: its px depend on where the whole begins."""
+    block = plan.block
+    if (plan.l_width, plan.l_height) != (block * plan.out.width, block * plan.out.height):
+        return None
+    l_x, l_y = plan.l_x + block * box.column_start, plan.l_y + block * box.row_start
+    return ReadPlan(plan.level, l_x, l_y, block * box.width, block * box.height, block, Size(box.width, box.height))
+
+
+def _finer(start: int, stop: int, finer: int, count: int) -> tuple[int, int]:
+    """Return the px out of ``finer`` that go into [start, stop) of the ``count`` they are averaged to, one more on
+    either side for what rounding adds."""
+    if finer == count:
+        return start, stop
+    return max(0, start * finer // count - 1), min(finer, -(-stop * finer // count) + 1)
 
 
 def _band_tops(height: int, rows: int, bands: int) -> list[int]:

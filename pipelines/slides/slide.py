@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.slides.geometry import Bounds, Level, Region
+from pipelines.slides.tile_box import TileBox
 
 Pixels = NDArray[np.uint8]
 """uint8 (height, width, 3), RGB, C-contiguous rows."""
@@ -61,6 +62,17 @@ class Slide(Protocol):
         Raises:
             ValueError: ``region.mpp`` is finer than level 0, or ``out`` has another shape or type.
             TileReadError: the file is damaged here.
+        """
+        ...
+
+    def read_box(self, region: Region, box: TileBox, out: Pixels) -> None:
+        """Fill ``out``, uint8 (box.height, box.width, 3), with ``box`` of what ``read(region)`` gives, px for px.
+
+        Reads the level's px that go into the box; those that a reader draws between stored ones, for all the rows of
+        the bands it meets, or for the whole region.
+
+        Raises:
+            ValueError, TileReadError: as ``read``; or the box is not inside the region.
         """
         ...
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pipelines.slides.slide import Pixels
 from pipelines.stream.order import Rows
 from pipelines.stream.target import Targets
+from pipelines.stream.tile_parts import TileParts
 
 Allocate = Callable[[tuple[int, ...], type[np.generic]], NDArray[Any]]
 """(shape, dtype) -> array; ``pipelines.stream.device.allocate_pinned`` is another one than numpy's."""
@@ -31,9 +32,10 @@ class Batch:
 
     Attributes:
         images: uint8 (a, h, w, 3), RGB: those of the tiles whose pixels are read here, in order; usually all n. Of
-            tiles that differ in size: uint8 (a, bytes of the largest), each a line that is ``shaped``.
+            tiles that differ in size: uint8 (a, bytes of the largest), each a line that is ``shaped``. Of parts of
+            tiles: uint8 (a, bytes of one), each a line, too, since turned ones lie where others stand.
         targets: int64 (b,), or uint8 (b, h, w) with 255 for "ignore": those that are read here, in order; masks of
-            tiles that differ in size are lines, too.
+            tiles that differ in size, and parts of masks, are lines, too.
         rows: int64 (n,), rows of the ``TileTable`` that were read, replacements included, ``UNREAD`` where there is
             none; where no pixels are read here, the rows that were to be read.
         samples: int64 (n,), global sample numbers; all randomness of a sample follows from its number.
@@ -42,6 +44,7 @@ class Batch:
         has_image, has_target: bool (n,), which tiles have a place in ``images`` and ``targets``.
         wanted: int64 (n,), rows of the table that were to be read.
         size_of: of the tiles, where they differ in size.
+        parts: what is read of each tile; None: all.
     """
 
     images: Pixels
@@ -54,6 +57,7 @@ class Batch:
     has_target: NDArray[np.bool_]
     wanted: Rows
     size_of: SizeOf | None = None
+    parts: TileParts | None = None
 
     @property
     def replaced(self) -> int:
@@ -71,7 +75,10 @@ class Batch:
         return np.where(self.rows >= 0, self.rows, self.wanted)
 
     def sides(self, position: int) -> tuple[int, int]:
-        """Return height and width of tile ``position``, of the one that was read in its place if it was replaced."""
+        """Return height and width of tile ``position``, of the one that was read in its place if it was replaced; of
+        the whole tile, also where a part of it is read."""
+        if self.parts is not None:
+            return self.parts.height, self.parts.width
         if self.size_of is None:
             height, width = self.images.shape[1:3]
             return height, width
@@ -110,6 +117,7 @@ class BufferPool:
         max_bytes: of all buffers together; one buffer is always allowed.
         allocate: makes the arrays.
         size_of: of the tiles, where they differ in size.
+        parts: what is read of each tile; None: all.
         made: buffers so far.
     """
 
@@ -119,6 +127,7 @@ class BufferPool:
     max_bytes: int
     allocate: Allocate
     size_of: SizeOf | None = None
+    parts: TileParts | None = None
     made: int = 0
     _free: list[Buffer] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)

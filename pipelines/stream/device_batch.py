@@ -15,14 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipelines.slides.tile_box import TileBox
 from pipelines.stream.batch import Batch
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.target import shaped
 from pipelines.stream.tile_boxes import BoxMaker, MaskBoxes, TileBoxes
+from pipelines.stream.tile_bytes import MadePart, TileBytes
+from pipelines.stream.tile_parts import TileParts
 
 Maker = PixelMaker | BoxMaker
 
-Part = tuple[torch.Tensor | TileBoxes | None, torch.Tensor | MaskBoxes | None]
+Part = tuple[torch.Tensor | TileBoxes | MadePart | None, torch.Tensor | MaskBoxes | MadePart | None]
 """Images and targets of a microbatch; None for what is stored of none of its tiles."""
 
 
@@ -113,15 +116,14 @@ class DeviceBatch:
         if made is not None:
             computing = torch.cuda.current_stream(self._lane.device)
             computing.wait_event(made)
-            for tensor in microbatch:
-                if isinstance(tensor, torch.Tensor):
-                    tensor.record_stream(computing)  # made on the other: not to be reused before this one is done
+            for tensor in _made(microbatch):
+                tensor.record_stream(computing)  # made on the other: not to be reused before this one is done
         return microbatch
 
     def held(self) -> Iterator[torch.Tensor]:
         """Yield images and targets made and not taken; those being made are waited for."""
         for future, _ in self._begun:
-            yield from (tensor for tensor in future.result() if isinstance(tensor, torch.Tensor))
+            yield from _made(future.result())
 
     def cancel(self) -> None:
         """Give up what is begun; nothing reads the batch for it any more."""
@@ -140,6 +142,9 @@ class DeviceBatch:
 
     def _begin(self, tiles: slice) -> tuple[Future[Part], torch.cuda.Event | None]:
         def make(pixels: Maker) -> Part:
+            if self.batch.parts is not None:
+                about = self.batch.samples[tiles], self.batch.known_rows[tiles]
+                return pixels.make_part(*self._parts(self.batch.parts, tiles), *about)
             if self.batch.size_of is not None:
                 stored = self._of_own_size(
                     tiles, torch.device("cpu") if isinstance(pixels, BoxMaker) else pixels.device
@@ -157,6 +162,22 @@ class DeviceBatch:
         self._wait_on(making)
         with torch.cuda.stream(making):
             return self._lane.submit(make), making.record_event()
+
+    def _parts(self, parts: TileParts, tiles: slice) -> tuple[TileBytes | None, TileBytes | torch.Tensor | None]:
+        """What is stored of the tiles of a microbatch, where that is a part of each."""
+
+        def stored(lines: torch.Tensor, box: TileBox, channels: tuple[int, ...]) -> TileBytes:
+            boxes = [parts.stored(box, int(sample)) for sample in self.batch.samples[tiles]]
+            pieces = [line.view(box.height, box.width, *channels) for line, box in zip(lines, boxes, strict=True)]
+            return TileBytes(pieces, parts.height, parts.width, box, boxes)
+
+        images = _of_part(self._images, self.batch.has_image, tiles)
+        targets = _of_part(self._targets, self.batch.has_target, tiles)
+        is_mask = targets is not None and targets.ndim == 2
+        return (
+            None if images is None else stored(images, parts.images, (3,)),
+            stored(targets, parts.targets, ()) if is_mask and targets is not None else targets,
+        )
 
     def _of_own_size(self, tiles: slice, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What is stored of the one tile of a microbatch, where tiles differ in size, on ``device``."""
@@ -176,6 +197,15 @@ class DeviceBatch:
         stream.wait_event(self._copied)
         for tensor in (self._images, self._targets):
             tensor.record_stream(stream)  # of the copying stream's memory: not to be reused before this one is done
+
+
+def _made(microbatch: Part) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a microbatch."""
+    for value in microbatch:
+        if isinstance(value, MadePart):
+            yield value.made
+        elif isinstance(value, torch.Tensor):
+            yield value
 
 
 def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], tiles: slice) -> torch.Tensor | None:

@@ -7,8 +7,8 @@ rank, thread or stream. Stain normalisation as ``stain_steps.py``, jitter as ``s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipelines.stream.augment import AugmentSettings, Draw, draw
 from pipelines.stream.stain_steps import StainSteps
+from pipelines.stream.tile_bytes import MadePart, TileBytes, orientation
 from pipelines.tiles.stain_fit import LEAST_DENSITY, LMS_FROM_RGB
 
 NORMALISATION = {
@@ -32,21 +33,7 @@ from ``LEAST_DENSITY`` on it is tissue, and changed as a whole."""
 CPU_BAND_PX, BAND_PX = 1 << 15, 1 << 24
 """Px whose colours are changed at a time: on a CPU as many as its cache holds."""
 
-Orientation = Sequence[tuple[int, bool]]
-"""Of each tile: quarter turns counter-clockwise, and whether it is flipped left to right after them."""
-
-
 _AS_THEY_ARE = AugmentSettings(augment="none")
-
-
-class Extent(Protocol):
-    """Rows or columns [start, stop)."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
 
 
 class PixelMaker:
@@ -100,11 +87,31 @@ class PixelMaker:
         drawn = self.drawn(samples, rows)
         if drawn is not None:
             orientations = orientation(drawn, len(samples))
-            images = None if images is None else _turned(images, orientations)
-            targets = targets if targets is None or targets.ndim == 1 else _turned(targets, orientations)
+            images = None if images is None else TileBytes.whole(images).all_turned(orientations)
+            if targets is not None and targets.ndim > 1:
+                targets = TileBytes.whole(targets).all_turned(orientations)
         if targets is not None and (drawn is None or targets.ndim == 1):
             targets = targets.clone()
         return None if images is None else self.floats(images, drawn), targets
+
+    def make_part(
+        self,
+        images: TileBytes | None,
+        targets: TileBytes | torch.Tensor | None,
+        samples: NDArray[np.int64],
+        rows: NDArray[np.int64] | None = None,
+    ) -> tuple[MadePart | None, MadePart | torch.Tensor | None]:
+        """Return the part of one microbatch that is stored, the rest as ``make``."""
+        drawn = self.drawn(samples, rows)
+        orientations = orientation(drawn, len(samples))
+        made = None
+        if images is not None:
+            floats = self.floats(images.all_turned(orientations), drawn)
+            made = MadePart(floats, images.part, images.height, images.width)
+        if isinstance(targets, TileBytes):
+            masks = targets.all_turned(orientations)
+            return made, MadePart(masks, targets.part, targets.height, targets.width)
+        return made, None if targets is None else targets.clone()
 
     def drawn(self, samples: NDArray[np.int64], rows: NDArray[np.int64] | None = None) -> Draw | None:
         """Return what is done to ``samples``, tiles of the table's ``rows``; None: nothing."""
@@ -148,45 +155,6 @@ class PixelMaker:
 
     def _to_device(self, array: NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-
-def orientation(drawn: Draw | None, count: int) -> Orientation:
-    """Return how each of ``count`` tiles is turned."""
-    if drawn is None:
-        return [(0, False)] * count
-    return list(zip(drawn.quarter_turns.tolist(), drawn.flip.tolist(), strict=True))
-
-
-def turned_box(
-    stored: torch.Tensor, orientations: Orientation, rows: Extent, columns: Extent, *, pinned: bool = False
-) -> torch.Tensor:
-    """Return rows and columns of tiles as they lie once turned counter-clockwise and then flipped; of oblong tiles,
-    which would not fit turned by quarters, as many half turns.
-
-    Args:
-        stored: uint8 (m, h, w, ...).
-        pinned: into page-locked memory.
-    """
-    height, width = stored.shape[1:3]
-    shape = (len(stored), rows.stop - rows.start, columns.stop - columns.start, *stored.shape[3:])
-    cut = torch.empty(shape, dtype=stored.dtype, device=stored.device, pin_memory=pinned)
-    for out, tile, (turns, flip) in zip(cut, stored, orientations, strict=True):
-        turns = turns if height == width else 2 * turns % 4
-        top, bottom, left, right = rows.start, rows.stop, columns.start, columns.stop
-        if flip:
-            left, right = width - right, width - left
-        for turns_before in reversed(range(turns)):  # row r and column c of what a turn gives were row c, column -1 - r
-            side = (width, height)[turns_before % 2]
-            top, bottom, left, right = left, right, side - bottom, side - top
-        whole = torch.rot90(tile[top:bottom, left:right], turns, (0, 1))
-        out.copy_(whole.flip(1) if flip else whole)
-    return cut
-
-
-def _turned(images: torch.Tensor, orientations: Orientation) -> torch.Tensor:
-    """Whole tiles, turned."""
-    height, width = images.shape[1:3]
-    return turned_box(images, orientations, range(height), range(width))
 
 
 def _bands(pixels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -81,20 +81,34 @@ class TileIterator:
     def follow(self, batch: Batch, rows: Rows) -> bool:
         """Make the targets of ``batch`` those of the tiles whose pixels were read, on whatever rank.
 
+        Of parts of tiles the pixels follow, too: a tile may be damaged in one rank's part alone. What cannot be read
+        here either is replaced in its turn, as ``batch.rows`` then says: the ranks that share tiles exchange rows and
+        follow ``rows_to_follow`` until they have the same.
+
         Args:
             rows: int64 (n,), rows of the table that were read for ``batch.samples``.
 
         Returns:
-            whether any target had to be filled again, because its tile was replaced.
+            whether anything had to be filled again, because its tile was replaced.
 
         Raises:
-            SlideError, OSError: the target of a row cannot be read.
+            SlideError, OSError: what is to be read of a row cannot be.
         """
-        late = np.flatnonzero(batch.has_target & (batch.rows != rows)).tolist()
+        shared = batch.has_image & (batch.parts is not None)
+        late = np.flatnonzero((batch.has_target | shared) & (batch.rows != rows)).tolist()
         batch.rows[...] = rows
         for position in late:
             sample, row = int(batch.samples[position]), int(rows[position])
-            batch.rows[position] = self._reader.fill_target(sample, row, batch.target(position))
+            target = batch.target(position) if batch.has_target[position] else None
+            if not shared[position]:
+                assert target is not None
+                batch.rows[position] = self._reader.fill_target(sample, row, target)
+            elif row >= 0:
+                batch.rows[position] = self._reader.fill(sample, row, batch.image(position), target)
+            else:  # another rank has left it out, and has it blank
+                batch.image(position)[...] = 0
+                if target is not None:
+                    target[...] = 0
         return bool(late)
 
     def get_state(self) -> dict[str, Any]:
@@ -147,3 +161,16 @@ class TileIterator:
     def _halt(self) -> None:
         self._stop()
         self._readahead = None
+
+
+def rows_to_follow(read: Rows, asked: Rows) -> Rows:
+    """Return which rows the ranks that share tiles ``follow`` next, int64 (n,): of each tile that all have read what
+    they have, otherwise one that a rank has read in place of what was asked.
+
+    Args:
+        read: int64 (ranks, n), ``Batch.rows`` of each.
+        asked: int64 (n,), what they were to read: ``Batch.wanted``, then what this returned the last time.
+    """
+    replacement = np.where(read != asked, read, np.iinfo(np.int64).max).min(axis=0)
+    rows: Rows = np.where((read == read[0]).all(axis=0), read[0], replacement)
+    return rows

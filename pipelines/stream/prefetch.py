@@ -137,6 +137,7 @@ class Readahead:
                 request.target,
                 request.rows,
                 self._pool.size_of,
+                self._pool.parts,
             )
             read = np.flatnonzero(request.image | request.target).tolist()
             job = _Job(batch, buffer, len(read))

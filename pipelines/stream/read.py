@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, SlideError, TileReadError
+from pipelines.slides.tile_box import TileBox
 from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.order import Rows
 from pipelines.stream.picture_crop import PictureCrop
 from pipelines.stream.target import Target, shaped
+from pipelines.stream.tile_parts import TileParts
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -68,6 +70,7 @@ class Read:
         on_fault: told of every tile that could not be read, by a reading thread, one call at a time.
         replaces: read another tile in place of one that cannot be read; otherwise it is blank, and its row ``UNREAD``.
         crop: cuts each slide, which is a picture, to the tile; None: tiles are read as they are.
+        parts: what is read of each tile; None: all.
     """
 
     tiles: TileTable
@@ -75,6 +78,7 @@ class Read:
     on_fault: OnFault | None
     replaces: bool = True
     crop: PictureCrop | None = None
+    parts: TileParts | None = None
 
     def fill(
         self, sample: int, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: FaultLog
@@ -82,7 +86,7 @@ class Read:
         """Write the pixels of ``row``, or of its replacement, into ``image`` and its target into ``out``.
 
         Args:
-            sample: its number, which says how a picture is cut.
+            sample: its number, which says how a picture is cut, and where in the tile a part of it lies.
             out: None where another rank has the target; a slide whose targets cannot be read is replaced all the same.
 
         Returns:
@@ -92,18 +96,20 @@ class Read:
             SlideError: ``MAX_FAULTS`` tiles cannot be read; names them.
         """
         faults: list[str] = []
+        box, target_box = self._boxes(sample)
         for rows in self._slides_from(row):
             for used in islice(rows, MAX_FAULTS_PER_SLIDE):
                 slide_id, region, opened = self.tiles.slide_id(used), self.tiles.region(used), False
-                pixels = shaped(image, (region.height, region.width, 3))
+                sides = (region.height, region.width) if box is None else (box.height, box.width)
+                pixels = shaped(image, (*sides, 3))
                 try:
                     with self.pool.lease(slide_id) as slide:
                         opened = True
-                        self._read(sample, slide, region, pixels)
+                        self._read(sample, slide, region, box, pixels)
                         if out is None:
                             target.check(slide_id, slide)
                         else:
-                            target.fill(used, slide_id, slide, region, out)
+                            target.fill(used, slide_id, slide, region, out, target_box)
                     return used
                 except (SlideError, OSError) as error:
                     # OSError: the network share under an open slide went away; to training that is the same fault.
@@ -121,20 +127,34 @@ class Read:
                         break  # the slide is lost, not the tile
         raise self._given_up(row, faults)
 
-    def _read(self, sample: int, slide: Slide, region: Region, out: Pixels) -> None:
+    def _boxes(self, sample: int) -> tuple[TileBox | None, TileBox | None]:
+        """What is read of the tile of ``sample`` and of its mask; None: all."""
+        parts = self.parts
+        if parts is None:
+            return None, None
+        return parts.stored(parts.images, sample), parts.stored(parts.targets, sample)
+
+    def _read(self, sample: int, slide: Slide, region: Region, box: TileBox | None, out: Pixels) -> None:
         if self.crop is None:
-            slide.read(region, out=out)
+            if box is None:
+                slide.read(region, out=out)
+            else:
+                slide.read_box(region, box, out)
             return
         whole = slide.levels[0]
-        self.crop.fill(sample, slide.read(Region(0, 0, whole.width, whole.height, whole.mpp)), out)
+        tile = out if box is None else np.empty((self.crop.side, self.crop.side, 3), np.uint8)
+        self.crop.fill(sample, slide.read(Region(0, 0, whole.width, whole.height, whole.mpp)), tile)
+        if box is not None:
+            out[...] = box.crop(tile)
 
-    def fill_target(self, row: int, target: Target, out: NDArray[Any]) -> None:
+    def fill_target(self, sample: int, row: int, target: Target, out: NDArray[Any]) -> None:
         """Write the target of exactly ``row`` into ``out``, without reading pixels.
 
         Raises:
             SlideError, OSError: the slide does not open, or its annotation is damaged.
         """
-        target.fill_alone(row, self.tiles.slide_id(row), self.pool, self.tiles.region(row), out)
+        box = self._boxes(sample)[1]
+        target.fill_alone(row, self.tiles.slide_id(row), self.pool, self.tiles.region(row), out, box)
 
     def _slides_from(self, row: int) -> Iterator[Iterator[int]]:
         """Rows to try, slide by slide: first those of the slide of ``row``, from ``row`` on and around."""
@@ -172,16 +192,23 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class SampleReader:
-    """Reads and augments one sample. Knows nothing of the iterator: the reading threads must not keep it alive."""
+    """Reads and augments one sample. Knows nothing of the iterator: the reading threads must not keep it alive.
+
+    Attributes:
+        parts: what is left of each tile once it is augmented here; None: all that ``reading`` reads.
+    """
 
     reading: Read
     target: Target
     augment: CpuAugment | None
     faults: FaultLog
+    parts: TileParts | None = None
 
     def fill(self, sample: int, row: int, image: Pixels | None, out: NDArray[Any] | None) -> int:
         """Fill one sample and return the row used, as ``prefetch.Fill`` says. A target without its pixels may stay
         ``UNREAD``: the rank with the pixels finds out whether it is replaced."""
+        if self.parts is not None:
+            return self.parts.cut(image, out, partial(replace(self, parts=None).fill, sample, row))
         if image is None:
             assert out is not None
             try:
@@ -203,8 +230,11 @@ class SampleReader:
         Raises:
             SlideError, OSError: the slide does not open, or its annotation is damaged.
         """
+        if self.parts is not None:
+            whole = replace(self, parts=None)
+            return self.parts.cut(None, out, lambda _, mask: whole.fill_target(sample, row, mask))
         with self._naming(sample, row):
-            self.reading.fill_target(row, self.target, out)
+            self.reading.fill_target(sample, row, self.target, out)
             if self.augment is not None:
                 self.augment.apply(sample, None, out)
         return row

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Allocate, BufferPool
 from pipelines.stream.cpu_augment import CpuAugment
@@ -29,6 +30,7 @@ from pipelines.stream.order import Balance, IndexOrder, Order, Rows, SampleSourc
 from pipelines.stream.picture_crop import PictureCrop
 from pipelines.stream.read import FaultLog, OnFault, Read, SampleReader
 from pipelines.stream.target import Labels, Masks, Target
+from pipelines.stream.tile_parts import TileParts
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -55,6 +57,7 @@ class TileStream:
     target: Target | None = None
     augmentation: AugmentSettings = NO_AUGMENTATION
     cut: PictureCrop | None = None
+    boxes: tuple[TileBox, TileBox] | None = None
     global_batch: int = 1
     rows: range = range(1)
     image_rows: Sequence[int] = (0,)
@@ -166,6 +169,31 @@ class TileStream:
             raise ValueError(f"images and targets are of rows in {rows}; got {list(images)} and {list(targets)}")
         return replace(self, rows=rows, image_rows=tuple(images), target_rows=tuple(targets))
 
+    def part(self, images: TileBox, targets: TileBox | None = None) -> Self:
+        """Return a stream of a box of every tile, for one rank of several that share each: equal, px for px, to the
+        crop of what the stream of whole tiles gives. Which tiles, in what order, and how varied is as without.
+
+        Reads of slides, masks and drawings what goes into the box. Read whole and cut then are: tiles that go through
+        a cache, ``augment`` "cpu", whole pictures, and levels that OpenSlide draws between stored px. Batches hold
+        bytes of the box alone, and microbatches of a ``DeviceFeed`` answer ``box`` for boxes inside it. Ranks that
+        share tiles settle with ``TileIterator.follow`` which they read.
+
+        Args:
+            images: in px of the tile as the model is given it, turned and flipped: of a rank's part, and of what its
+                first layer looks at beside it.
+            targets: the box that is read of masks; None: the same.
+
+        Raises:
+            ValueError: tiles differ in size, or a box is not inside them.
+        """
+        if self.tiles.sides is not None:
+            raise ValueError(
+                "a part is the same box of every tile, and whole slides as tiles differ in size: give --tile in px"
+            )
+        stream = replace(self, boxes=(images, targets or images))
+        stream._parts()
+        return stream
+
     def prefetch(self, max_bytes: int = 1 << 30, threads: int = 4, allocate: Allocate = np.empty) -> Self:
         """Read ahead with ``threads`` threads, batches of up to ``max_bytes`` together, one at least.
 
@@ -209,17 +237,31 @@ class TileStream:
         augment = CpuAugment(self.augmentation, self.seed) if self.augmentation.augment == "cpu" else None
         width, height = self.tiles.largest
         differ = self.tiles.sides is not None
+        parts = self._parts()
+        image_size: tuple[int, ...] = (3 * width * height,) if differ else (height, width, 3)
+        target_size: tuple[int, ...] = (width * height,) if differ else (height, width)
+        if parts is not None:
+            image_size = (3 * parts.images.height * parts.images.width,)
+            target_size = (parts.targets.height * parts.targets.width,)
         buffers = BufferPool(
-            (len(self.image_rows), *((3 * width * height,) if differ else (height, width, 3))),
-            (len(self.target_rows), *target.shape((width * height,) if differ else (height, width))),
+            (len(self.image_rows), *image_size),
+            (len(self.target_rows), *target.shape(target_size)),
             target.dtype,
             self.max_bytes,
             self.allocate,
             self.tiles.size if differ else None,
+            parts,
         )
-        reading = replace(self.reading, crop=self.cut)
-        reader = SampleReader(reading, target, augment, FaultLog(reading.on_fault))
+        cut_after = parts if parts is not None and parts.varied_whole else None
+        reading = replace(self.reading, crop=self.cut, parts=parts if cut_after is None else None)
+        reader = SampleReader(reading, target, augment, FaultLog(reading.on_fault), cut_after)
         return TileIterator(self.source, reader, buffers, self.threads, lambda: self.fingerprint)
+
+    def _parts(self) -> TileParts | None:
+        if self.boxes is None:
+            return None
+        width, height = self.tiles.largest
+        return TileParts(*self.boxes, height, width, self.augmentation, self.seed)
 
     @cached_property
     def source(self) -> SampleSource:

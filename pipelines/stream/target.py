@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.slides.geometry import Region
+from pipelines.slides.tile_box import TileBox
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -39,15 +40,19 @@ class Target(Protocol):
         """Shape of one target, for a tile of ``size``: height and width in px, or px in a line."""
         ...
 
-    def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
-        """Write the target of ``row`` into ``out``, of that shape and type.
+    def fill(
+        self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None
+    ) -> None:
+        """Write the target of ``row``, of pixels that of ``box`` of the region alone, into ``out``.
 
         Raises:
             TileReadError: the annotation is damaged here.
         """
         ...
 
-    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+    def fill_alone(
+        self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any], box: TileBox | None = None
+    ) -> None:
         """Write the target as ``fill`` does, without pixels: opens the slide only if the target is drawn on it."""
         ...
 
@@ -74,10 +79,14 @@ class Labels:
     def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
         return ()
 
-    def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
+    def fill(
+        self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None
+    ) -> None:
         out[...] = self.by_row[row]
 
-    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+    def fill_alone(
+        self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any], box: TileBox | None = None
+    ) -> None:
         out[...] = self.by_row[row]
 
     def check(self, slide_id: str, slide: Slide) -> None:
@@ -97,12 +106,19 @@ class Masks:
     def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
         return size
 
-    def fill(self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any]) -> None:
-        self.annotations.read_mask(slide_id, slide, region, shaped(out, (region.height, region.width)))
+    def fill(
+        self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None
+    ) -> None:
+        if box is None:
+            self.annotations.read_mask(slide_id, slide, region, shaped(out, (region.height, region.width)))
+        else:
+            self.annotations.read_mask(slide_id, slide, region, shaped(out, (box.height, box.width)), box)
 
-    def fill_alone(self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any]) -> None:
+    def fill_alone(
+        self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any], box: TileBox | None = None
+    ) -> None:
         with pool.lease(slide_id) as slide:
-            self.fill(row, slide_id, slide, region, out)
+            self.fill(row, slide_id, slide, region, out, box)
 
     def check(self, slide_id: str, slide: Slide) -> None:
         self.annotations.read_mask(slide_id, slide, Region(0, 0, 1, 1, slide.mpp), np.empty((1, 1), np.uint8))

@@ -15,6 +15,7 @@ from torch import Tensor
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Wants
 from parallel.schedule.microbatch import split_batch
 from pipelines.catalog.handles import SlidePool
@@ -75,17 +76,17 @@ def test_a_group_reads_its_own_part_of_the_batch() -> None:
 
 
 def test_labels_follow_the_tile_that_was_read_on_the_rank_with_the_pixels() -> None:
-    ranges = split_batch(4, 2)
-    with iter(RankReading.of(recorded(), 4, ranges, [IMAGES] * 2).sharded(stream_of(damaged=True))) as batches:
-        read = next(batches).rows.tolist()
-    assert read == [0, 1, 3, 3]
-    labels = RankReading.of(recorded([0], read), 4, ranges, [TARGETS] * 2)
-    assert labels.apart
-    with iter(labels.sharded(stream_of())) as batches:
-        batch = next(batches)
-        assert batch.targets.tolist() == [0, 1, 2, 3]
-        assert labels.settle(batches, batch)
-        assert batch.targets.tolist() == batch.rows.tolist() == read
+    def rank(communicator: Communicator, _: object) -> tuple[bool, list[int], list[int]]:
+        wants = [[IMAGES] * 2, [TARGETS] * 2][communicator.rank]
+        reading = RankReading.of(communicator, 4, split_batch(4, 2), wants)
+        assert reading.apart
+        with iter(reading.sharded(stream_of(damaged=communicator.rank == 0))) as batches:
+            batch = next(batches)
+            changed = reading.settle(batches, batch)
+            return changed, batch.rows.tolist(), batch.targets.tolist()
+
+    read = [0, 1, 3, 3]
+    assert run_on_threads(2, rank) == [(False, read, []), (True, read, read)]
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -1,0 +1,261 @@
+"""Parts of tiles, read alone, beside crops of what is read whole: bit for bit, and no more of the slide than that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines.backends.memory import MemoryReader, memory_slide
+from pipelines.cache.cached_slide import CachedSpec
+from pipelines.cache.tile_cache import TileCache
+from pipelines.cache.tile_kind import TileKind
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.handles import SlidePool
+from pipelines.labels.annotations import SlideAnnotations
+from pipelines.slides.geometry import Region
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import Pixels, Slide, TileReadError
+from pipelines.slides.tile_box import TileBox
+from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.iterator import rows_to_follow
+from pipelines.stream.stain_steps import StainSteps
+from pipelines.stream.stream import TileStream
+from pipelines.stream.tile_boxes import BoxMaker
+from pipelines.tiles.index import TileTable
+from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.stain_fit import PUBLISHED, StainFit
+from tests.helpers.drawings import area, write_geojson
+from tests.helpers.real import PYRAMID_TIFF, SVS
+
+SEED = 5
+TILES = 6
+MPP = 0.5
+WIDTH, HEIGHT = 300, 260
+
+
+@dataclass(frozen=True)
+class NoisySpec:
+    """A slide of noise in memory; whoever opens it counts the px that are read of its level, and may damage some."""
+
+    slide_id: str = "slide"
+    read_px: list[int] = field(default_factory=list, compare=False)
+    damaged_rows: range = range(0)
+
+    def check_unchanged(self) -> None:
+        """It is in memory."""
+
+    def open(self) -> Slide:
+        read_px, damaged = self.read_px, self.damaged_rows
+
+        class Counting(MemoryReader):
+            def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
+                if set(range(l_y, l_y + len(out))) & set(damaged):
+                    raise TileReadError("damaged there")
+                read_px.append(out.shape[0] * out.shape[1])
+                super().read_level(level, l_x, l_y, out)
+
+        noise = np.random.default_rng(7).integers(0, 256, (HEIGHT, WIDTH, 3)).astype(np.uint8)
+        slide = memory_slide([noise], MPP)
+        return PyramidSlide(Path("slide"), Counting([noise]), slide.levels)
+
+
+def table_of(mpp: float) -> TileTable:
+    """Tiles of 61 px, some of them over the edges of the slide."""
+    x, y = np.array([-9, 13, 60, 101, 280, 150]), np.array([30, 7, 61, -11, 17, 240])
+    made = IndexSettings(tile=61, mpp=mpp, min_tissue=0.0)
+    return TileTable(("slide",), np.zeros(TILES, np.int32), x, y, np.ones(TILES, np.float32), made)
+
+
+def drawn_masks(folder: Path) -> SlideAnnotations:
+    rings = [[(3.3, 7.1), (220.7, 31.9), (140.2, 170.4)], [(30.5, 20.25), (31, 200), (280, 100.125)]]
+    path = write_geojson(folder / "drawn.geojson", *(area([ring], f"c{k}") for k, ring in enumerate(rings)))
+    return SlideAnnotations(("background", "c0", "c1"), {"slide": "slide"}, "drawn", {"slide": path})
+
+
+def stream_of(pool: SlidePool, table: TileTable, augment: str, masks: SlideAnnotations | None) -> TileStream:
+    settings = AugmentSettings(augment=augment)  # type: ignore[arg-type]
+    stream = TileStream.over(table, seed=SEED).shuffle().read(pool).batch(4).prefetch(threads=2).augment(settings)
+    return stream.label(np.arange(len(table)) * 3) if masks is None else stream.mask(masks)
+
+
+def made_of(
+    stream: TileStream, augment: str, boxed: bool = False, stains: StainSteps | None = None, batches: int = 3
+) -> list[tuple[object, object, list[int]]]:
+    """Images, targets and rows of each microbatch of 2 tiles."""
+    pixels = PixelMaker(torch.device("cpu"), AugmentSettings(augment=augment), SEED, stains=stains)  # type: ignore[arg-type]
+    made: list[tuple[object, object, list[int]]] = []
+    maker = BoxMaker(pixels) if boxed else pixels
+    with iter(stream) as tiles, DeviceFeed(tiles, tiles.ready, maker, prefetch=1) as feed:
+        for batch in islice(feed, batches):
+            made += [(*part, batch.rows.tolist()) for part in feed.microbatches(batch, [2, 2])]
+    return made
+
+
+def same_parts(stream: TileStream, augment: str, parts: list[TileBox], stains: StainSteps | None = None) -> None:
+    """Hold each of ``parts`` of what the stream gives against the whole."""
+    whole = made_of(stream, augment, stains=stains)
+    for k, box in enumerate(parts):
+        rows, columns = range(box.row_start, box.row_stop), range(box.column_start, box.column_stop)
+        alone = made_of(stream.part(box), augment, boxed=k % 2 == 1, stains=stains)
+        for (images, targets, read), (part, part_targets, read_alone) in zip(whole, alone, strict=True):
+            assert read == read_alone
+            assert part.shape == images.shape
+            got = part.box(rows, columns)
+            assert torch.equal(got, images[..., rows.start : rows.stop, columns.start : columns.stop])
+            inner = range(rows.start, rows.start + 1), range(columns.stop - 1, columns.stop)
+            assert torch.equal(part.box(*inner), got[..., :1, -1:])
+            if targets.ndim == 1:
+                assert torch.equal(part_targets, targets)
+            else:
+                expected = targets[..., rows.start : rows.stop, columns.start : columns.stop]
+                assert torch.equal(part_targets.box(rows, columns), expected)
+
+
+UNEVEN = [TileBox(0, 20, 0, 61), TileBox(17, 61, 5, 38), TileBox(40, 41, 60, 61)]
+
+
+@pytest.mark.parametrize(
+    ("augment", "mpp"),
+    [("device", MPP), ("device", 2 * MPP), ("device", 1.37 * MPP), ("none", 3 * MPP), ("cpu", MPP)],
+)
+def test_parts_are_crops_of_the_whole_bit_for_bit(augment: str, mpp: float, tmp_path: Path) -> None:
+    """Of all turns, of odd tiles, some over the slide's edge, at the level, at half of it and between."""
+    table = table_of(mpp)
+    same_parts(stream_of(SlidePool([NoisySpec()], 1), table, augment, drawn_masks(tmp_path)), augment, UNEVEN)
+
+
+def test_labels_and_stains_are_those_of_the_whole() -> None:
+    table = table_of(MPP)
+    fit = StainFit("macenko", (0.662, 0.648, 0.377, 0.176, 0.851, 0.495, 2.844, 1.741))
+    stains = StainSteps.of(PUBLISHED["macenko"], [fit], table.slide)
+    same_parts(stream_of(SlidePool([NoisySpec()], 1), table, "device", None), "device", UNEVEN[:2], stains)
+
+
+@pytest.mark.parametrize("path", [SVS, PYRAMID_TIFF], ids=lambda path: path.suffix)
+@pytest.mark.parametrize("backend", ["tiled", "openslide"])
+def test_boxes_of_real_slides_are_crops(path: Path, backend: str) -> None:
+    numbers = np.random.default_rng(3)
+    with SlideSpec("slide", path, backend=backend).open() as slide:
+        for factor in (1.0, 1.0, 2.0, 3.0, 1.6, 4.0, 5.3):
+            x, y = (int(numbers.integers(-40, side)) for side in (slide.levels[0].width, slide.levels[0].height))
+            region = Region(x, y, 131, 94, factor * slide.mpp)
+            whole = slide.read(region)
+            for box in (TileBox(0, 50, 0, 131), TileBox(31, 94, 17, 18), TileBox(7, 90, 64, 131)):
+                out = np.empty((box.height, box.width, 3), np.uint8)
+                slide.read_box(region, box, out)
+                assert np.array_equal(out, box.crop(whole)), (factor, box)
+
+
+@pytest.mark.parametrize("factor", [1.6, 2.3])
+def test_of_a_resampled_region_the_px_are_read_that_go_into_the_box(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = NoisySpec()
+    with spec.open() as slide:
+        region = Region(3, 5, 90, 97, factor * MPP)
+        for band_bytes in (1 << 20, 1):
+            monkeypatch.setattr("pipelines.slides.pyramid.BAND_BYTES", band_bytes)
+            whole = slide.read(region)
+            spec.read_px.clear()
+            for box in (TileBox(10, 31, 4, 50), TileBox(60, 97, 50, 90), TileBox(0, 97, 89, 90)):
+                out = np.empty((box.height, box.width, 3), np.uint8)
+                slide.read_box(region, box, out)
+                assert np.array_equal(out, box.crop(whole))
+            assert sum(spec.read_px) < 0.45 * 90 * 97 * factor**2
+
+
+def test_no_more_is_read_than_the_part() -> None:
+    spec, table = NoisySpec(), table_of(2 * MPP)
+    stream = stream_of(SlidePool([spec], 1), table, "device", None).part(TileBox(0, 30, 31, 61))
+    with iter(stream) as tiles:
+        batch = next(tiles)
+        assert batch.images.shape == (4, 3 * 30 * 30)
+        assert batch.sides(0) == (61, 61)
+    assert set(spec.read_px) == {(2 * 30) ** 2}
+
+
+def test_tiles_of_a_cache_are_kept_whole_and_cut(tmp_path: Path) -> None:
+    spec = SlideSpec("slide", PYRAMID_TIFF)
+    with spec.open() as slide:
+        table = table_of(slide.mpp)
+    with TileCache(tmp_path, 1 << 30, TileKind(61, 61, table.settings.mpp)) as cache:
+        plain = stream_of(SlidePool([spec], 1), table, "device", None)
+        cached = stream_of(SlidePool([CachedSpec(spec, cache)], 1), table, "device", None).prefetch(threads=1)
+        whole, part = made_of(plain, "device"), made_of(cached.part(UNEVEN[1]), "device")
+        for (images, _, _), (boxes, _, _) in zip(whole, part, strict=True):
+            assert torch.equal(boxes.box(range(17, 61), range(5, 38)), images[..., 17:61, 5:38])
+        assert cache.counts.hits > 0
+        assert cache.counts.misses == TILES
+
+
+def test_ranks_that_share_tiles_come_to_read_the_same_also_where_one_part_is_damaged() -> None:
+    """A tile is damaged in one rank's part, what replaces it in the other's."""
+    table, halves = table_of(MPP), (TileBox(0, 30, 0, 61), TileBox(30, 61, 0, 61))
+    pool = SlidePool([NoisySpec(damaged_rows=range(62, 64))], 1)
+    streams = [stream_of(pool, table, "none", None).part(half) for half in halves]
+    alone = stream_of(SlidePool([NoisySpec()], 1), table, "none", None)
+    with iter(streams[0]) as upper, iter(streams[1]) as lower, iter(alone) as whole:
+        batches, whole_batch = (next(upper), next(lower)), next(whole)
+        asked, rounds = batches[0].wanted, 0
+        assert batches[0].rows.tolist() != batches[1].rows.tolist()
+        while not (batches[0].rows == batches[1].rows).all():
+            asked = rows_to_follow(np.stack([batch.rows for batch in batches]), asked)
+            for tiles, batch in zip((upper, lower), batches, strict=True):
+                tiles.follow(batch, asked)
+            rounds += 1
+        assert rounds > 1
+        used = batches[0].rows
+        with NoisySpec().open() as slide:
+            for k, row in enumerate(used.tolist()):
+                pixels = slide.read(table.region(row))
+                for batch, half in zip(batches, halves, strict=True):
+                    assert np.array_equal(batch.image(k), half.crop(pixels).ravel())
+                    assert batch.targets[k] == 3 * row
+        assert (used != whole_batch.rows).any()
+
+
+def test_resume_is_the_same_for_any_part() -> None:
+    stream = stream_of(SlidePool([NoisySpec()], 1), table_of(MPP), "device", None)
+    with iter(stream) as whole, iter(stream.part(UNEVEN[0])) as part:
+        next(whole)
+        part.set_state(whole.get_state())
+        assert next(whole).samples.tolist() == next(part).samples.tolist()
+
+
+def test_boxes_outside_the_part_and_parts_outside_the_tile_are_refused() -> None:
+    stream = stream_of(SlidePool([NoisySpec()], 1), table_of(MPP), "device", None)
+    for boxed in (False, True):
+        images = made_of(stream.part(TileBox(0, 30, 5, 20)), "device", boxed=boxed, batches=1)[0][0]
+        with pytest.raises(
+            ValueError, match="reads rows 0-30, columns 5-20 of every tile, and was asked for rows 0-31"
+        ):
+            images.box(range(31), range(5, 20))
+    with pytest.raises(ValueError, match="lies inside the tile, rows 0-61, columns 0-61; got rows 0-62"):
+        stream.part(TileBox(0, 62, 0, 1))
+    sides = np.full((TILES, 2), 61, np.int32)
+    with pytest.raises(ValueError, match="differ in size"):
+        TileStream.over(replace(table_of(MPP), sides=sides)).part(TileBox(0, 1, 0, 1))
+
+
+def test_pictures_are_resized_whole_and_cut(tmp_path: Path) -> None:
+    table = table_of(MPP)
+    stream = stream_of(SlidePool([NoisySpec()], 1), table, "none", None).crop(varied=True)
+    same_parts(stream, "none", UNEVEN[:2])
+
+
+@pytest.mark.parametrize(("height", "width"), [(5, 5), (4, 7)])
+def test_a_box_is_where_it_lay_before_turning(height: int, width: int) -> None:
+    tile = np.arange(height * width).reshape(height, width)
+    for turns in range(0, 4, 1 if height == width else 2):
+        for flip in (False, True):
+            turned = np.rot90(tile, turns)[:, :: -1 if flip else 1]
+            box = TileBox(1, 4, 2, 4)
+            before = box.before_turning(turns, flip, height, width).crop(tile)
+            assert np.array_equal(np.rot90(before, turns)[:, :: -1 if flip else 1], box.crop(turned))
