@@ -19,6 +19,7 @@ from parallel.graph.partition import Partition
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.link import TeamLink
+from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import TeamStage, team_stages
 from parallel.trace.trace_alone import trace_alone
 
@@ -50,12 +51,13 @@ class Problem:
         output = self.model(self.images)
         (_sums(output, self.targets).sum() / self.targets.numel()).backward()
 
-    def member(self, communicator: Communicator, grid: Grid) -> Member:
-        """Return this rank's part of the work of a team; every rank calls it."""
+    def member(self, communicator: Communicator, grid: Grid, link: TeamLink | None = None) -> Member:
+        """Return this rank's part of the work of a team, whose members talk over ``link``; every rank calls it."""
         model = copy.deepcopy(self.model)
         traced = trace_alone(model, self.shape, communicator)
-        link = TeamLink(communicator)
-        stage = team_stages(traced, Partition(traced.graph, (0,)), {0: (link, grid)}, torch.device("cpu"))[0]
+        link = link or TeamLink(communicator)
+        partition, plans = Partition(traced.graph, (0,)), TeamPlans(traced)
+        stage = team_stages(traced, partition, {0: grid}, link, plans, torch.device("cpu"))[0]
         return Member(self, stage.train(), link)
 
 
@@ -70,16 +72,15 @@ class Member:
         """Compute this member's part of the gradients."""
         _forget(self.stage)
         problem = self.problem
+        tiles = self.stage.own_tiles(problem.images, problem.shape)
         with self.stage.microbatch(problem.shape):
-            sums = None
             if problem.labels_px:
-                sums = self.stage.loss([problem.images], BoxSums(_sums, problem.targets))
+                loss = self.stage.sums_in_parts([tiles], BoxSums(_sums, problem.targets))
+                assert loss is not None
             else:
-                (output,) = self.stage(problem.images)
-        if sums is None:  # with member 0 alone
-            sums = output if self.link.member else _sums(output, problem.targets)
-        loss = sums.sum() / problem.targets.numel()
-        (loss * 0 if self.link.member else loss).backward()
+                (output,) = self.stage(tiles)
+                loss = _sums(output, problem.targets) if self.stage.counted else output
+        (loss.sum() * (self.stage.counted / problem.targets.numel())).backward()
         self.link.finish()
 
     def gradients(self) -> dict[str, Tensor]:

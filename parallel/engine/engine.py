@@ -8,6 +8,7 @@ the global batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -288,13 +289,23 @@ class Engine:
     @contextlib.contextmanager
     def _computing(self, position: int, action: Action) -> Iterator[int]:
         self._tell(position)
+        waits = self._work.waits
+        if waits and self._observer:
+            waits.told = functools.partial(self._tell_wait, position)
         begun = time.perf_counter()
         yield action.i
         self._spans.append(Span(action, begun, time.perf_counter()))
+        if waits:
+            waits.told = None
 
     def _tell(self, position: int, waiting: bool = False) -> None:
         if self._observer:
             self._observer.at(position, waiting, self._shapes)
+
+    def _tell_wait(self, position: int, what: str | None) -> None:
+        """Within an action: the rank waits for others of its team, or goes on."""
+        assert self._observer is not None
+        self._observer.at(position, what is not None, f"waiting for {what}; {self._shapes}" if what else self._shapes)
 
     def _described(self, position: int, shape: tuple[int, ...], what: str, values: Mapping[str, Any]) -> str:
         """Names and shapes of ``values``; they follow from those of the tiles, so they are put into words once."""

@@ -56,13 +56,15 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], True, True]
-        to_x, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
-            gradients[0], x, weight, mean, variance, None, None, False, ctx.epsilon, wanted
+        gradient, to_x = gradients[0], None
+        _, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, mean, variance, None, None, False, ctx.epsilon, [False, True, True]
         )
         if ctx.needs_input_grad[0]:
-            sums = ctx.link.sum_back(torch.stack([to_bias, to_weight]).double()) / ctx.count
+            arriving = ctx.link.begin_sum_back(torch.stack([to_bias, to_weight]).double())
             scale = (variance.double() + ctx.epsilon).rsqrt()
+            to_x = gradient * (weight.double() * scale).to(x.dtype)[:, None, None]  # while the sums travel
+            sums = arriving.wait()[0] / ctx.count
             slope = weight.double() * scale.square() * sums[1]
             level = weight.double() * scale * sums[0] - slope * mean.double()
             to_x.addcmul_(x, slope.to(x.dtype)[:, None, None], value=-1).sub_(level.to(x.dtype)[:, None, None])

@@ -1,0 +1,63 @@
+"""How much of the time that halos travel a team computes meanwhile, on links made slow."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.launch.place import take_cores
+from benchmarks.teams.delayed import Delayed
+from benchmarks.teams.passes import Problem
+from parallel.comm.communicator import Communicator
+from parallel.space.team import Exchange, Grid
+from parallel.team.link import Halos, TeamLink
+
+WAYS = ("at once", "overlapped")
+
+
+class AtOnce(TeamLink):
+    """Waits for what it asks for before anything else is computed."""
+
+    def fetch(self, exchange: Exchange, own: Tensor, dims: tuple[int, int]) -> Halos:
+        return _here(super().fetch(exchange, own, dims))
+
+    def give_back(self, exchange: Exchange, gradients: Any, like: Tensor, dims: tuple[int, int]) -> Halos:
+        return _here(super().give_back(exchange, gradients, like, dims))
+
+    def begin_sum_back(self, value: Tensor) -> Halos:
+        return _here(super().begin_sum_back(value))
+
+
+def _here(halos: Halos) -> Halos:
+    return Halos(halos.wait(), ())
+
+
+def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
+    """Return by way, and by round: seconds of a pass, and when messages were sent and waited for, by peer; ``fast``:
+    seconds of a pass over the links as they are."""
+    take_cores(torch.device("cpu"))
+    problem, grid = Problem(argument["model"], argument["side"]), Grid.parse(argument["grid"])
+    slow = {way: Delayed(communicator, argument["delay_s"], argument["sums"]) for way in WAYS}
+    members = {
+        "at once": problem.member(communicator, grid, AtOnce(slow["at once"])),
+        "overlapped": problem.member(communicator, grid, TeamLink(slow["overlapped"])),
+        "fast": problem.member(communicator, grid),
+    }
+    took: dict[str, Any] = {way: [] for way in members}
+    for k in range(argument["rounds"] + 1):
+        for way in sorted(members, reverse=bool(k % 2)):
+            for link in slow.values():
+                link.sent.clear()
+                link.asked.clear()
+            communicator.barrier()
+            start = time.perf_counter()
+            members[way].one_pass()
+            communicator.barrier()
+            if k:  # the first round warms up
+                took[way].append({"wall": time.perf_counter() - start})
+                if way in slow:
+                    took[way][-1] |= {"sent": dict(slow[way].sent), "asked": dict(slow[way].asked)}
+    return took
