@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from pipelines.backends.memory import MemoryReader, memory_slide
 from pipelines.cache.cached_slide import CachedSpec
@@ -267,6 +268,21 @@ def test_pictures_are_resized_whole_and_cut(tmp_path: Path) -> None:
     table = table_of(MPP)
     stream = stream_of(SlidePool([NoisySpec()], 1), table, "none", None).crop(varied=True)
     same_parts(stream, "none", UNEVEN[:2])
+
+
+@pytest.mark.parametrize("mpp", [MPP, 1.37 * MPP])
+def test_boxes_of_mask_files_are_crops(mpp: float, tmp_path: Path) -> None:
+    values = np.random.default_rng(2).integers(0, 3, (HEIGHT // 2, WIDTH // 2)).astype(np.uint8)
+    Image.fromarray(values).save(tmp_path / "mask.png")
+    ids = {1: 1, 2: 2}
+    truth = SlideAnnotations(("background", "a", "b"), {}, "masks", {"slide": tmp_path / "mask.png"}, ids)
+    region, box = Region(-9, 30, 61, 61, mpp), TileBox(17, 61, 5, 38)
+    whole, part = np.empty((61, 61), np.uint8), np.empty((44, 33), np.uint8)
+    with NoisySpec().open() as slide:
+        truth.read_mask("slide", slide, region, whole)
+        truth.read_mask("slide", slide, region, part, box)
+    assert np.array_equal(part, box.crop(whole))
+    assert set(np.unique(part)) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("height", "width"), [(5, 5), (4, 7)])
