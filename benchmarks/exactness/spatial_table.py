@@ -1,4 +1,4 @@
-"""The rows of the table of teams, summed up in Markdown: operations, models, peers, and every cell that did not pass."""
+"""The rows of the table of teams in Markdown: operations, models, peers, and every cell that did not pass."""
 
 from __future__ import annotations
 
