@@ -91,8 +91,7 @@ def _with_halo(bands: Sequence[Tensor], part: int, halo: int) -> Tensor:
 
 def _without_pad(layer: nn.Conv2d | nn.MaxPool2d, band: Tensor, halo: int) -> Tensor:
     """Columns are padded by zeros as rows are, before maxima too."""
-    rows = _bare(layer)(F.pad(band, (halo, halo, 0, 0)))
-    return rows
+    return _bare(layer)(F.pad(band, (halo, halo, 0, 0)))
 
 
 def _bare(layer: nn.Module) -> Callable[[Tensor], Tensor]:

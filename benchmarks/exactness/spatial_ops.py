@@ -63,6 +63,19 @@ class Skip(nn.Module):
         return torch.cat([x, y], 1)
 
 
+class PooledBranch(nn.Module):
+    """What a pyramid of pools ends in: the mean of the image beside every px."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.pooled(F.adaptive_avg_pool2d(x, 1)).relu()
+        whole = F.interpolate(mean, size=x.shape[-2:], mode="bilinear", align_corners=False)
+        return torch.cat([x, whole], 1)
+
+
 class Together(nn.Module):
     """Convolution, batch norm and ReLU, twice: rows outside the image are zero at each of them."""
 
@@ -137,6 +150,7 @@ OPERATIONS: dict[str, Subject] = {
     "instance norm": Subject(lambda: nn.InstanceNorm2d(4, affine=True)),
     "layer norm and linear layer by px": Subject(ChannelsLast),
     "squeeze and excitation": Subject(lambda: SqueezeExcitation(4, 2)),
+    "pooled branch": Subject(PooledBranch, 6),
     "deviation over the image": _call(lambda x: x / (1 + x.std((2, 3), keepdim=True))),
     "softmax over channels": _call(lambda x: x.softmax(1)),
     "dropout": Subject(lambda: nn.Dropout(0.3)),

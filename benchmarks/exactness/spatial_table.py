@@ -1,4 +1,4 @@
-"""The rows of the table of teams, summed up in Markdown: operations, models, peers, and every cell that did not pass."""
+"""The rows of the table of teams in Markdown: operations, models, peers, and every cell that did not pass."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _operations(rows: Mapping[OperationCell, Row]) -> str:
             double = [(cell, row) for cell, row in of_name.items() if cell.dtype == "float64"]
             grids = [_entry(row for cell, row in double if cell.grid == grid) for grid in GRIDS]
             lines.append((name, *grids, _entry(row for cell, row in of_name.items() if cell.dtype == "float32")))
-    return markdown_table(("operation", *GRIDS, "float32, all grids"), lines)
+    return markdown_table(("operation", *GRIDS, "float32, 35 x 27"), lines)
 
 
 def _models(rows: Mapping[ModelCell, Row]) -> str:

@@ -56,7 +56,9 @@ class TeamErrors:
         return max(self.output, self.image, self.parameters, self.statistics)
 
 
-def team_error(model: nn.Module, shape: Sequence[int], grid: Grid, training: bool = True) -> TeamErrors:
+def team_error(
+    model: nn.Module, shape: Sequence[int], grid: Grid, training: bool = True, patience_s: float = PATIENCE_S
+) -> TeamErrors:
     """Return the errors of one forward and backward pass of ``model``, in its own type, on tiles of ``shape``.
 
     Raises:
@@ -95,7 +97,7 @@ def team_error(model: nn.Module, shape: Sequence[int], grid: Grid, training: boo
             "sent": link.sent_bytes,
         }
 
-    members = run_on_threads(grid.members, member, [None] * grid.members, timeout_s=PATIENCE_S)
+    members = run_on_threads(grid.members, member, [None] * grid.members, timeout_s=patience_s)
     first = members[0]
     pairs = zip(_floats(output), _floats(first["output"]), strict=True)
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.space.rule import Window
+from parallel.streaming.narrowing import narrowed
 from parallel.streaming.operation import Operation, Reading, SpansImage
 from parallel.streaming.read_dropout import dropout, dropped_channels, functional_dropout, identity
 from parallel.streaming.read_norm import (
@@ -111,17 +112,31 @@ def over_last(reading: Reading, node: fx.Node, count: int) -> Operation:
 
 
 def joined(reading: Reading, node: fx.Node) -> Operation:
-    """``torch.cat`` of maps."""
+    """``torch.cat`` of maps; where each node is computed once, of what each member has whole too, as a pooled branch
+    that was resampled to the map's size."""
     given = bound(node, ("tensors", "dim"))
     maps = reading.maps(node)
     dims, count = reading.dims[maps[0].name], len(reading.shape(maps[0]))
-    if len(maps) != len(set(node.all_input_nodes)):
-        raise SpansImage("joins a map with something that has no rows")
-    if reading.value(given.get("dim", 0)) % count in dims:
+    sides = reading.sides[maps[0].name]
+    for other in set(node.all_input_nodes) - set(maps):
+        if not reading.once or [reading.shape(other)[dim] for dim in dims] != list(sides):
+            raise SpansImage("joins a map with something that has no rows")
+    at = reading.value(given.get("dim", 0)) % count
+    if at in dims:
         raise SpansImage("joins maps along rows or columns")
     if len({(reading.dims[m.name], reading.sides[m.name]) for m in maps}) > 1:
         raise SpansImage("joins maps of different sizes")
-    return Operation(lambda given: given.run(), dims=dims)
+
+    def compute(arguments: Any) -> Tensor:
+        rows, columns = next(iter(arguments.patches.values())).box
+        cut = (rows.start, rows.size), (columns.start, columns.size)
+        parts = [
+            arguments.value(each) if each in maps else narrowed(arguments.value(each), dims, cut)
+            for each in given["tensors"]
+        ]
+        return torch.cat(parts, at)
+
+    return Operation(compute, dims=dims)
 
 
 def stacked(reading: Reading, node: fx.Node) -> Operation:

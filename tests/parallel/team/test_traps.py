@@ -1,0 +1,284 @@
+"""Traps of dividing a tile that others fell into. Each is tried twice: as it is, exact; and with the fault put in,
+which the same comparison has to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.exactness.spatial_ops import OPERATIONS, Call, Together
+from benchmarks.exactness.team_error import team_error
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.offload.rng import DRAWING
+from parallel.space.rule import SAME, Window
+from parallel.space.span import Span
+from parallel.space.team import Exchange, Grid, Territory
+from parallel.streaming import local_ops, read_norm, read_window
+from parallel.streaming.patch import Patch
+from parallel.team import convolution, fetched, link, nodes, norm, team_plan
+from parallel.team.link import TeamLink
+
+EXACT, WRONG = 1e-12, 1e-7
+SHAPE, GRID = (2, 2, 37, 29), Grid(2, 1)
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+class Around(nn.Module):
+    """An operation between two convolutions, the first with a bias that is not small."""
+
+    def __init__(self, operation: nn.Module, channels: int = 4) -> None:
+        super().__init__()
+        self.before, self.operation = nn.Conv2d(2, 4, 3, padding=1), operation
+        self.after = nn.Conv2d(channels, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(self.operation(self.before(x)))
+        return y
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges are kept for the process."""
+    for name in ("_exchange", "_gathered"):
+        monkeypatch.setattr(team_plan, name, getattr(team_plan, name).__wrapped__)
+
+
+def error(network: nn.Module, grid: Grid = GRID) -> float:
+    """Of one pass; infinite where it cannot even be computed."""
+    torch.manual_seed(0)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, 0.1, 0.5)
+    try:
+        return team_error(network.double(), SHAPE, grid, patience_s=1.0).largest
+    except Exception:
+        return float("inf")
+
+
+def replaced(owner: Any, name: str, value: Any) -> Fault:
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, value)
+
+
+def half_merged(before: Tensor, box: Tensor) -> Tensor:
+    return torch.stack([before[0] + box[0], (before[1] + box[1]) / 2, before[2] + box[2]])
+
+
+def without_far_owners(self: Territory, needs: Any, sides: Any, whole: Any = Territory._of) -> Exchange:
+    exchange = whole(self, needs, sides)
+    near = (tuple(p for p in ps if abs(p.owner - m) <= 1) for m, ps in enumerate(exchange.pieces))
+    return Exchange(exchange.needs, exchange.boxes, tuple(near), exchange.owned)
+
+
+def without_corners(self: Territory, needs: Any, sides: Any, whole: Any = Territory._of) -> Exchange:
+    exchange = whole(self, needs, sides)
+    columns = self.grid.columns
+
+    def beside(one: int, other: int) -> bool:
+        return one // columns == other // columns or one % columns == other % columns
+
+    kept = (tuple(p for p in ps if beside(p.owner, m)) for m, ps in enumerate(exchange.pieces))
+    return Exchange(exchange.needs, exchange.boxes, tuple(kept), exchange.owned)
+
+
+def kept_gradients(own: TeamLink, exchange: Exchange, gradients: Any, like: Tensor, dims: Any) -> link.Halos:
+    """Of a detached halo."""
+    shapes = [
+        [box[dims.index(d)].size if d in dims else s for d, s in enumerate(like.shape)]
+        for _, box in exchange.leaving(own.member)
+    ]
+    return link.Halos([like.new_zeros(shape) for shape in shapes], ())
+
+
+def naive_patch(exchange: Exchange, member: int, value: Any, made: Any, sides: Any, dims: Any) -> Patch:
+    """Pads by how far what is needed leaves what there is."""
+    return Patch(value, exchange.needs[member], exchange.boxes[member], made, sides, dims)
+
+
+def around_the_part(self: Window, rows: Span, side: int) -> Span:
+    """A halo of half the kernel around the part."""
+    return Span(rows.start * self.stride - self.kernel // 2, rows.stop * self.stride + self.kernel // 2)
+
+
+def padded_by_ones(tensor: Tensor, patch: Patch) -> tuple[Tensor, tuple[int, int]]:
+    (top, bottom), (left, right) = patch.pads
+    return F.pad(tensor, (left, right, top, bottom), value=1.0), (0, 0)
+
+
+TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
+    # MPI4DL detaches halos: what its neighbours made of a row never reaches who computed it.
+    "gradients of halos are handed back": (
+        OPERATIONS["convolution 3x3"].make, replaced(TeamLink, "give_back", kept_gradients), GRID),
+    # MPI4DL's fused halos pad once: rows outside the image become norm and ReLU of something.
+    "rows outside the image are zero at every layer": (
+        Together, replaced(convolution, "_padded", padded_by_ones), GRID),
+    # Rows that were fetched are counted by their owner.
+    "statistics are of owned rows": (
+        OPERATIONS["batch norm"].make, replaced(team_plan, "SAME", Window(3, 1, 1, 1, 1)), GRID),
+    # MPI4DL's batch norm is of each part; torch's SyncBatchNorm weighed ranks alike.
+    "statistics weigh uneven parts by their px": (
+        OPERATIONS["batch norm"].make, replaced(norm, "merged", half_merged), GRID),
+    "the backward pass of a norm takes sums of all members": (
+        OPERATIONS["batch norm"].make, replaced(TeamLink, "sum_back", lambda self, value: value), GRID),
+    "gradients of a gate are summed": (
+        OPERATIONS["deviation over the image"].make, replaced(nodes, "summed", lambda link, value: value), GRID),
+    "gradients of moments are summed": (
+        OPERATIONS["group norm"].make, replaced(nodes, "echoed", lambda link, value: value), GRID),
+    # MPI4DL pads maxima by 0, which is the largest where all is negative.
+    "maxima are padded by minus infinity": (
+        lambda: Call(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1)),
+        replaced(Patch, "padded", lambda self, fill=0.0, whole=Patch.padded: whole(self)), GRID),
+    "means divide by the px that count": (
+        OPERATIONS["mean pool, ceil, pads do not count"].make,
+        replaced(local_ops, "_counted", lambda patch, rule, axis, pads: [rule.kernel] * patch.box[axis].size), GRID),
+    # PhysicsNeMo: 4 + 4 rows where there are 7.
+    "the first needed row follows the stride": (
+        OPERATIONS["convolution 3x3, stride 2, no pad"].make,
+        replaced(Window, "need", around_the_part), GRID),
+    "needed rows may lie wholly outside": (
+        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(nodes, "patch_of", naive_patch), Grid(3, 1)),
+    "even 'same' kernels pad at the end": (
+        OPERATIONS["convolution 4x4, 'same'"].make,
+        replaced(read_window, "same_pads", lambda k, d: ((d * (k - 1) + 1) // 2, d * (k - 1) // 2)), GRID),
+    # XLA's halos ended at the neighbour.
+    "halos reach beyond the neighbour": (
+        OPERATIONS["convolution, dilation 12"].make, replaced(Territory, "_of", without_far_owners), Grid(4, 1)),
+    # DistConv loses them where backward overlaps.
+    "corners are fetched": (
+        OPERATIONS["convolution 3x3"].make, replaced(Territory, "_of", without_corners), Grid(2, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("trap", TRAPS)
+def test_exact_and_the_fault_is_seen(trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, fault, grid = TRAPS[trap]
+    assert error(Around(make()), grid) <= EXACT
+    fault(monkeypatch)
+    assert error(Around(make()), grid) > WRONG
+
+
+def sums_of_squares(x: Tensor, over: tuple[int, ...]) -> Tensor:
+    count = torch.tensor(float(x.numel() // x.mean(over).numel()))
+    mean, squares = x.mean(over, keepdim=True), x.square().mean(over, keepdim=True)
+    return torch.stack([count.expand(mean.shape), mean, (squares - mean.square()) * count]).double()
+
+
+@pytest.mark.parametrize(("fault", "exact"), [(None, True), (sums_of_squares, False)])
+def test_moments_do_not_cancel(fault: Any, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sums of squares in float32, at a mean of 1,000 deviations, the variance is left to chance."""
+    if fault is not None:
+        monkeypatch.setattr(read_norm, "moments", fault)
+    network = nn.Sequential(Call(lambda x: 1000 + x), nn.BatchNorm2d(2), nn.Conv2d(2, 1, 1))
+    errors = team_error(network, SHAPE, GRID)
+    assert (errors.statistics < 1e-4) == exact, errors
+
+
+def test_ties_of_maxima_go_to_the_px_that_torch_takes() -> None:
+    assert error(Around(Call(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1)))) <= EXACT
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_draws_under_way_do_not_wait_for_halos(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads share torch's generator: a lock held over a whole pass, halos among it, never ends."""
+    run = nodes.NodeRun.run
+
+    def locked(*arguments: Any) -> Any:
+        with DRAWING:
+            return run(*arguments)
+
+    if held:
+        monkeypatch.setattr(nodes.NodeRun, "run", locked)
+    layers = nn.Sequential(nn.Dropout2d(0.3), nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.3))
+    assert (error(Around(layers)) <= EXACT) is not held
+
+
+def test_members_are_numbered_in_their_team() -> None:
+    """TensorRT-LLM spoke to the rank of the group as if it were one of the world."""
+    exchange = Territory(Grid(2, 1), (6, 2)).exchange((Window(3, 1, 1, 1, 1), SAME), (6, 2), (6, 2))
+
+    def rank(communicator: Communicator, _: None) -> list[float]:
+        team = communicator.subgroup([3, 1])
+        if team is None:
+            return []
+        own = torch.full((1, 1, 3, 2), float(communicator.rank))
+        (halo,) = TeamLink(team).fetch(exchange, own, (2, 3)).wait()
+        return [float(halo.mean()), *map(float, halo.shape)]
+
+    found = run_on_threads(4, rank, [None] * 4, timeout_s=5)
+    assert found == [[], [3.0, 1, 1, 1, 2], [], [1.0, 1, 1, 1, 2]]
+
+
+def test_what_is_sent_may_be_overwritten_at_once() -> None:
+    """A ReLU in place, while its input is still on the way."""
+    exchange = Territory(Grid(2, 1), (6, 2)).exchange((Window(3, 1, 1, 1, 1), SAME), (6, 2), (6, 2))
+
+    def rank(communicator: Communicator, _: None) -> float:
+        own, member = torch.full((1, 1, 3, 2), 1.0 + communicator.rank), TeamLink(communicator)
+        if communicator.rank:
+            communicator.barrier()
+        halos = member.fetch(exchange, own, (2, 3))
+        own.fill_(float("nan"))
+        if not communicator.rank:
+            communicator.barrier()
+        return float(halos.wait()[0].mean())
+
+    assert run_on_threads(2, rank, [None] * 2, timeout_s=5) == [2.0, 1.0]
+
+
+def test_no_padded_copy_is_kept() -> None:
+    """The backward pass of a convolution keeps this member's part and what it fetched: a padded copy doubled maps."""
+    window = Window(3, 1, 1, 1, 1)
+    exchange = Territory(Grid(2, 1), (16, 8)).exchange((window, window), (16, 8), (16, 8))
+
+    def rank(communicator: Communicator, _: None) -> int:
+        member = TeamLink(communicator)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        own, weight = torch.randn(1, 4, 8, 8, requires_grad=True), torch.randn(4, 4, 3, 3, requires_grad=True)
+        made = exchange.owned[member.member]
+        patch = fetched.patch_of(exchange, member.member, own, made, (16, 8), (2, 3))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            convolution.convolve_side_by_side(member, exchange, own, patch, (window, window), (weight, None, 1))
+        return sum(kept.values())
+
+    own, halo, weight = 4 * 4 * 8 * 8, 4 * 4 * 8, 4 * 4 * 4 * 9
+    assert run_on_threads(2, rank, [None] * 2, timeout_s=5) == [own + halo + weight] * 2
+
+
+def test_maps_with_less_px_than_members_are_computed_by_one() -> None:
+    """A norm of 1 x 1 px over two members has no second part; the plan says so."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 20, 20), nn.BatchNorm2d(4), nn.ReLU())
+    errors = team_error(network.double(), (2, 2, 20, 20), GRID)
+    assert errors.largest <= EXACT
+    reason = "gives maps of 1 x 1 px, of which not every member of a 2x1 team has a part"
+    assert errors.ends_at == ("_1 (1)", reason)
+
+
+def test_what_is_changed_in_place_outside_the_team_is_taken_as_it_was_changed() -> None:
+    """Member 0 changes the map that it gathered; whoever takes the map later must not take the parts."""
+
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            y.relu_()
+            out: Tensor = self.last(y)
+            return out
+
+    torch.manual_seed(0)
+    errors = team_error(Changed().double(), SHAPE, GRID)
+    assert errors.largest <= EXACT, errors
+    assert errors.ends_at is not None
