@@ -47,6 +47,7 @@ from parallel.team.link import TeamLink
 from parallel.team.seat import modules_of_seat, plan_of_stage
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import TeamStage
+from parallel.team.told_waits import ToldWaits
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -134,9 +135,10 @@ def put_to_work(
     holders = StageGroups(communicator, seating, pairs=strategy.shard_optimizer)
     communicator.connect(seating.pairs(partition.links))
     numbers = sorted({stage for stage, _ in placement.held_by(seat)})
-    link, plans = None, None
+    link, waits, plans = None, None, None
     if seating.together:
-        link, plans = TeamLink(holders.team), TeamPlans(traced)
+        waits = ToldWaits(holders.team, seating.ranks_on(seat))
+        link, plans = TeamLink(waits), TeamPlans(traced)
         cuts: Mapping[int, StageModule] = modules_of_seat(
             traced, partition, numbers, strategy, link, plans, shape, device
         )
@@ -192,6 +194,7 @@ def put_to_work(
         batch=batch,
         m=strategy.m,
         link=link,
+        waits=waits,
     )
 
 

@@ -134,7 +134,7 @@ class Strategy:
         faults = []
         if self.depth < 1 or self.ranks % self.group_ranks:
             faults.append(f"{self.ranks} ranks cannot be grouped by {self.group_ranks} stages' ranks: choose a divisor")
-        faults += self._grid_faults()
+        faults += self.team_faults
         known = self.name in SCHEDULES or self.name == SPATIAL.name
         if self.shard_optimizer and known and kind_of(self.name).replicas < 2:
             faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
@@ -167,8 +167,9 @@ class Strategy:
         """Return the grid of the team that computes a stage, of either replica."""
         return self.grids[stage % self.depth] if self.grids else Grid()
 
-    def _grid_faults(self) -> list[str]:
-        """What teams cannot do."""
+    @property
+    def team_faults(self) -> list[str]:
+        """What teams cannot do, a line each."""
         faults = []
         if self.grids and len(self.grids) != self.depth:
             faults.append(
@@ -181,10 +182,10 @@ class Strategy:
             )
         for set_, word in (
             (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),
-            (self.compile, "compiled stages cannot exchange parts of maps: do not compile"),
-            (self.statistics == "deferred", "deferred statistics are not of teams: keep them per microbatch"),
-            (self.shard_optimizer, "pairs share an optimizer between two ranks, not between teams: do not shard it"),
-            (bool(self.policy.parameters), "parameters on the host are not of teams: keep them on the device"),
+            (self.compile, "compiled stages cannot exchange parts of maps: leave --developer compile out"),
+            (self.statistics == "deferred", "deferred statistics are not of teams: leave --developer norm-statistics out"),
+            (self.shard_optimizer, "pairs share an optimizer between two ranks, not between teams: leave --developer shard-optimizer out"),
+            (bool(self.policy.parameters), "parameters on the host are not of teams: use --developer offload-state=optimizer, or none"),
             (self.policy.stream is not None, "a member's box is not computed in boxes: leave --stream or --grid out"),
         ):
             if self.grids and set_:

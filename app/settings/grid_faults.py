@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from app.settings.strategy import StrategySettings
+from parallel.memory.policy import ActivationPolicy
+from parallel.schedule.registry import kind_of
 from parallel.space.team import Grid
+from parallel.strategy import Strategy
 
 
 def grid_faults(settings: StrategySettings) -> list[str]:
     """Return what is wrong with ``--grid`` under a strategy that is named, a line each."""
-    faults = []
-    for text in settings.grid.split(",") if settings.grid else ():
-        try:
-            Grid.parse(text)
-        except ValueError as fault:
-            faults.append(f"--grid: {fault}")
+    asked = settings.asked_grids
+    faults = _unread(settings)
     if faults:
         return faults
     if not settings.splits:
@@ -21,24 +20,66 @@ def grid_faults(settings: StrategySettings) -> list[str]:
             f"--grid divides each tile among the ranks of a team, which --parallel {settings.name} does not have: use "
             "--parallel spatial, or a strategy that splits the model"
         ]
-    grids, asked = settings.grids, settings.asked_grids
-    ranks = settings.group_ranks
-    if settings.name == "spatial" and settings.stages is not None:
-        faults.append(f"--stages is about a model split into stages; spatial has one; got --stages {settings.stages}")
-    if settings.name == "spatial" and len(asked) > 1:
-        faults.append(f"--parallel spatial has one team; got --grid {settings.grid}: give one grid")
-    elif settings.name != "spatial" and settings.depth < 2:
-        faults.append(
+    if settings.name == "spatial":
+        faults = _faults_of_one_stage(settings)
+    elif settings.depth < 2:
+        faults = [
             f"--parallel {settings.name} splits the model over 2 teams or more; got --grid {settings.grid} and "
             f"{settings.world} ranks: use more ranks, smaller grids, or --parallel spatial"
-        )
+        ]
     elif len(asked) > 1 and settings.stages not in (None, len(asked)):
-        faults.append(f"--grid {settings.grid} has {len(asked)} teams, --stages {settings.stages}: leave --stages out")
-    if not faults and max(grid.members for grid in grids) < 2:
-        faults.append(f"--grid {settings.grid or grids[0]} divides nothing: give a grid of 2 ranks or more, as 2x1")
-    if settings.world < ranks or settings.world % ranks:
-        faults.append(
-            f"{settings.world} ranks cannot be divided into groups of {ranks}, which --grid takes "
-            f"({', '.join(map(str, grids))}): use {ranks} ranks, or a multiple"
+        faults = [f"--grid {settings.grid} has {len(asked)} teams, --stages {settings.stages}: leave --stages out"]
+    if faults:
+        return faults
+    grids, ranks = settings.grids, settings.group_ranks
+    shown = settings.grid or str(grids[0])
+    if max(grid.members for grid in grids) < 2:
+        return [f"--grid {shown} divides nothing: give a grid of 2 ranks or more, as 2x1"]
+    if settings.world % ranks:
+        teams = "a team" if len(grids) == 1 else f"{len(grids)} teams"
+        faults = [
+            f"--grid {shown} takes {ranks} ranks for {teams}, or a multiple; got {settings.world}: "
+            f"give --ranks {max(1, settings.world // ranks) * ranks}, or another grid"
+        ]
+    return faults + [f"--grid {shown}: {fault}" for fault in _strategy(settings).team_faults]
+
+
+def _unread(settings: StrategySettings) -> list[str]:
+    for text in settings.grid.split(",") if settings.grid else ():
+        try:
+            Grid.parse(text)
+        except ValueError as fault:
+            among = f" in {settings.grid!r}" if "," in settings.grid else ""
+            return [f"--grid: {fault}{among}"]
+    return []
+
+
+def _faults_of_one_stage(settings: StrategySettings) -> list[str]:
+    if len(settings.asked_grids) > 1:
+        return [f"--parallel spatial has one team; got --grid {settings.grid}: give one grid"]
+    if settings.world < 2 and not settings.grid:
+        return [f"--parallel spatial divides each tile among 2 ranks or more; got --ranks {settings.world}"]
+    return [
+        f"{flag} is about a model split into stages; --parallel spatial has one stage: leave it out"
+        for flag, given in (
+            (f"--stages {settings.stages}", settings.stages is not None),
+            (f"--developer cuts={settings.cuts}", bool(settings.cuts)),
         )
-    return faults
+        if given
+    ]
+
+
+def _strategy(settings: StrategySettings) -> Strategy:
+    """As much of what is asked for as teams have a say in."""
+    policy = ActivationPolicy(parameters=settings.offload_state == "parameters", stream=settings.stream_px)
+    return Strategy(
+        settings.name,
+        ranks=settings.world,
+        depth=settings.depth,
+        m=settings.m,
+        policy=policy,
+        shard_optimizer=settings.shard_optimizer == "pair" and kind_of(settings.name).replicas == 2,
+        statistics=settings.norm_statistics,
+        compile=settings.compile,
+        grids=settings.grids,
+    )

@@ -113,7 +113,8 @@ def _mesh_faults(settings: StrategySettings) -> list[str]:
 def _microbatch_faults(settings: StrategySettings) -> list[str]:
     """On a mesh that is right."""
     if not settings.groups <= settings.m <= settings.batch:
-        share = "every rank" if settings.depth == 1 else f"each of {settings.groups} groups of {settings.depth} ranks"
+        of = settings.group_ranks
+        share = "every rank" if of == 1 else f"each of {settings.groups} groups of {of} ranks"
         return [
             f"{settings.world} ranks, --microbatches {settings.m} and --batch {settings.batch} do not fit: "
             f"{share} needs a microbatch and every microbatch a tile"

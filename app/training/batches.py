@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, Wants
+from pipelines.slides.tile_box import TileBox
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_batch import Part
-from pipelines.stream.iterator import TileIterator
+from pipelines.stream.iterator import TileIterator, rows_to_follow
 from pipelines.stream.stream import TileStream
 
 
@@ -31,8 +33,8 @@ class RankReading:
     Attributes:
         ranges: tiles of the global batch in each microbatch of the rank's group.
         wants: what the rank needs of each of them.
-        apart: on some rank, targets are had without the pixels.
-        counted: the pixels of each tile are read on one rank that is, and maybe on others.
+        apart: on some rank, targets are had without the pixels, or parts of both.
+        part: of tiles and of masks that are read here; None: all.
     """
 
     communicator: Communicator
@@ -40,7 +42,7 @@ class RankReading:
     ranges: tuple[range, ...]
     wants: tuple[Wants, ...]
     apart: bool
-    counted: bool = True
+    part: tuple[TileBox, TileBox] | None = None
 
     @classmethod
     def of(
@@ -49,16 +51,16 @@ class RankReading:
         batch: int,
         ranges: Sequence[range],
         wants: Sequence[Wants],
-        counted: bool = True,
+        part: tuple[TileBox, TileBox] | None = None,
     ) -> RankReading:
         """Collective: finds out whether any rank has targets without pixels.
 
         Args:
             batch: tiles of a global batch.
-            counted: no other rank whose pixels count reads the same.
+            part: of tiles and of masks that the rank needs; None: all.
         """
-        apart = agree(communicator, any(want.targets and not want.images for want in wants))
-        return cls(communicator, batch, tuple(ranges), tuple(wants), apart, counted)
+        apart = part is not None or any(want.targets and not want.images for want in wants)
+        return cls(communicator, batch, tuple(ranges), tuple(wants), agree(communicator, apart), part)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -72,29 +74,49 @@ class RankReading:
             [row for tiles, want in zip(self.ranges, self.wants, strict=True) if want[k] for row in tiles]
             for k in range(2)
         )
-        return stream.batch(self.batch).shard(rows, images, targets)
+        stream = stream.batch(self.batch).shard(rows, images, targets)
+        return stream if self.part is None else stream.part(*self.part)
 
     def unsettled(self, feed: DeviceFeed) -> bool:
         """Return whether the ranks have to ``settle`` the next batch: a tile of it is replaced, or may yet be."""
         return self.apart and not feed.next_as_wanted()
 
     def settle(self, tiles: TileIterator, batch: Batch) -> bool:
-        """Bring the targets in ``batch``, of ``tiles``, to the tiles whose pixels were read. Collective.
+        """Bring what ``batch``, of ``tiles``, has to the tiles whose pixels were read, on whatever rank. Collective.
+
+        Ranks that read parts of the same tiles may each find theirs damaged: they go on until all have read the same.
 
         Returns:
-            whether a target changed.
+            whether anything changed.
 
         Raises:
-            SlideError, OSError: a target cannot be read.
+            SlideError, OSError: what is to be read cannot be.
         """
         if not self.apart:
             return False
-        read = torch.zeros(self.batch, dtype=torch.int64)
-        places = torch.from_numpy(batch.samples - batch.first_sample)
-        here = torch.from_numpy(batch.has_image) & self.counted
-        read[places[here]] = torch.from_numpy(batch.rows)[here]
-        self.communicator.all_reduce(read)  # the pixels of each tile are read on one of them that counts
-        return tiles.follow(batch, read[places].numpy())
+        places = batch.samples - batch.first_sample
+        asked, changed = np.zeros(self.batch, dtype=np.int64), False
+        asked[places] = batch.wanted
+        while True:
+            read = self._rows_of_readers(batch, places)
+            rows = rows_to_follow(read, asked)
+            changed |= tiles.follow(batch, rows[places])
+            if (read == read[0]).all():
+                return changed
+            asked = rows
+
+    def _rows_of_readers(self, batch: Batch, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(ranks, tiles) rows that each rank has read the pixels of; of a rank that reads none, those of another."""
+        ranks = self.communicator.world
+        table = torch.zeros((2, ranks, self.batch), dtype=torch.int64)
+        here = batch.has_image
+        table[0, self.communicator.rank, torch.from_numpy(places[here])] = 1
+        table[1, self.communicator.rank, torch.from_numpy(places[here])] = torch.from_numpy(batch.rows[here])
+        self.communicator.all_reduce(table)
+        reads, rows = table.numpy()
+        first = rows[reads.argmax(axis=0), np.arange(self.batch)]
+        found: NDArray[np.int64] = np.where(reads > 0, rows, first)
+        return found
 
 
 def microbatches_of(feed: DeviceFeed, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:

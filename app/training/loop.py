@@ -123,7 +123,7 @@ class TrainingLoop:
                 wait_s = watch.lap()
                 result = self._step(batch, outcome.step)
                 step_s = wait_s + watch.lap()
-                stop = self._finish_step(result, batch.replaced, step_s, wait_s)
+                stop = self._finish_step(result, batch.replaced * self._session.engine.counted, step_s, wait_s)
                 self._check_replaced()
                 self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)

@@ -37,6 +37,7 @@ from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
+from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
@@ -222,10 +223,10 @@ def build_session(
     cache = _tile_cache(config, dataset)
     pool = dataset.pool(config.stream.open_slides + 2, cache)
     stream = training_tiles(config, dataset, train_rows, pool, failed, placement)
-    parts = [ranges[i] for i in engine.share]
-    reading = functools.partial(
-        RankReading.of, placement.communicator, config.strategy.batch, parts, counted=engine.counted
-    )
+    shares = [ranges[i] for i in engine.share]
+    # Of whole slides as tiles each has another box.
+    part = None if dataset.tiles.sides is not None else _part(engine, (max(map(len, ranges)), 3, height, width))
+    reading = functools.partial(RankReading.of, placement.communicator, config.strategy.batch, shares, part=part)
     training_reading = reading([engine.wants(i) for i in engine.share])
     return Session(
         config,
@@ -251,6 +252,16 @@ def build_session(
         host,
         cache,
     )
+
+
+def _part(engine: TrainingEngine, shape: tuple[int, int, int, int]) -> tuple[TileBox, TileBox] | None:
+    """What this rank reads of every tile and mask, where that is not all."""
+    boxes = engine.parts(shape)
+    if boxes == (None, None):
+        return None
+    whole = TileBox.whole(*shape[2:])
+    images, targets = (whole if box is None else TileBox(*box[0], *box[1]) for box in boxes)
+    return images, targets
 
 
 def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:

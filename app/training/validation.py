@@ -114,7 +114,6 @@ def evaluate(
             if output is None:
                 continue  # another rank of the group has it
             assert part.microbatch.targets is not None
-            targets = whole(part.microbatch.targets)
             if not part.readable.any():
                 continue
             where = torch.from_numpy(part.rows[part.readable])
@@ -122,10 +121,11 @@ def evaluate(
             # One tile at a time: the mean over a microbatch cannot be taken apart again.
             if score:
                 output = output.cpu()[kept]
-                losses[where] = score.losses(output, math.prod(targets.shape[1:]))
+                losses[where] = score.losses(output, math.prod(part.microbatch.targets.shape[1:]))
                 sums[where] = output[:, -width:]
             else:
-                output, targets = output[kept.to(output.device)], targets[kept.to(output.device)]
+                targets = whole(part.microbatch.targets)[kept.to(output.device)]
+                output = output[kept.to(output.device)]
                 each = [loss(output[i : i + 1], targets[i : i + 1]) for i in range(len(where))]
                 losses[where] = torch.stack(each).double().cpu()
                 sums[where] = output.softmax(1).double().cpu()

@@ -66,7 +66,8 @@ def team_error(model: nn.Module, shape: Sequence[int], grid: Grid, training: boo
     parameters = list(model.parameters())
     dtype = parameters[0].dtype
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    layout = torch.channels_last if _channels_last(parameters) else torch.contiguous_format
+    images = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).contiguous(memory_format=layout)
     plain = copy.deepcopy(model).train(training)
     entering = images.clone().requires_grad_()
     torch.manual_seed(SEED)
@@ -99,18 +100,25 @@ def team_error(model: nn.Module, shape: Sequence[int], grid: Grid, training: boo
     pairs = zip(_floats(output), _floats(first["output"]), strict=True)
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     ours = {name: _total([each["parameters"].get(name) for each in members]) for name in gradients}
-    errors = _errors(gradients, ours)
+    errors = relative_errors(gradients, ours)
     worst = max(errors, key=lambda name: errors[name], default="")
-    statistics = _errors(dict(plain.named_buffers()), {n: first["buffers"].get(n) for n, _ in plain.named_buffers()})
+    statistics = relative_errors(
+        dict(plain.named_buffers()), {n: first["buffers"].get(n) for n, _ in plain.named_buffers()}
+    )
     return TeamErrors(
-        max(_errors({"": expected.detach()}, {"": found.detach()})[""] for expected, found in pairs),
-        _errors({"": entering.grad}, {"": _total([each["image"] for each in members])})[""],
+        max(relative_errors({"": expected.detach()}, {"": found.detach()})[""] for expected, found in pairs),
+        relative_errors({"": entering.grad}, {"": _total([each["image"] for each in members])})[""],
         errors.get(worst, 0.0),
         max(statistics.values(), default=0.0),
         worst,
         first["ends_at"],
         tuple(each["sent"] for each in members),
     )
+
+
+def _channels_last(parameters: Sequence[Tensor]) -> bool:
+    weights = [parameter for parameter in parameters if parameter.dim() == 4]
+    return any(w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights)
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
@@ -127,7 +135,7 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(there).sum(0) if there else None
 
 
-def _errors(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> dict[str, float]:
+def relative_errors(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Largest relative error of each tensor; a gradient that is missing on one side is infinitely wrong."""
     sizes = {
         name: float(value.abs().max()) if value is not None and value.numel() else 0.0

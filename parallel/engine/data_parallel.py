@@ -119,6 +119,9 @@ class DataParallelEngine:
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)
 
+    def parts(self, shape: tuple[int, ...]) -> tuple[None, None]:
+        return None, None
+
     @property
     def predict_wants(self) -> Wants:
         return Wants(images=True, targets=True)

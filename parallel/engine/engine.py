@@ -8,6 +8,7 @@ the global batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,8 +29,10 @@ from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.microbatch import microbatch_seed
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
+from parallel.space.team import Box
 from parallel.stage.stage import LOSS
 from parallel.streaming.box_sums import Sums
+from parallel.team.team_stage import TeamStage
 
 
 class EngineFault(RuntimeError):
@@ -87,6 +90,12 @@ class Engine:
 
     def wants(self, i: int) -> Wants:
         return self._wants[i]
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
+        modules = [self._work.stages[n].module if n in self._work.stages else None for n in (0, self._last)]
+        first, last = (module if isinstance(module, TeamStage) else None for module in modules)
+        images = None if first is None else first.part_of_tiles(shape)
+        return images, None if last is None else last.part_of_masks(shape)
 
     @property
     def predict_wants(self) -> Wants:
@@ -280,13 +289,23 @@ class Engine:
     @contextlib.contextmanager
     def _computing(self, position: int, action: Action) -> Iterator[int]:
         self._tell(position)
+        waits = self._work.waits
+        if waits and self._observer:
+            waits.told = functools.partial(self._tell_wait, position)
         begun = time.perf_counter()
         yield action.i
         self._spans.append(Span(action, begun, time.perf_counter()))
+        if waits:
+            waits.told = None
 
     def _tell(self, position: int, waiting: bool = False) -> None:
         if self._observer:
             self._observer.at(position, waiting, self._shapes)
+
+    def _tell_wait(self, position: int, what: str | None) -> None:
+        """Within an action: the rank waits for others of its team, or goes on."""
+        assert self._observer is not None
+        self._observer.at(position, what is not None, f"waiting for {what}; {self._shapes}" if what else self._shapes)
 
     def _described(self, position: int, shape: tuple[int, ...], what: str, values: Mapping[str, Any]) -> str:
         """Names and shapes of ``values``; they follow from those of the tiles, so they are put into words once."""

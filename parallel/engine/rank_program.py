@@ -16,6 +16,7 @@ from parallel.schedule.placement import Placement
 from parallel.schedule.seating import Seating
 from parallel.stage.stage import Stage
 from parallel.team.link import TeamLink
+from parallel.team.told_waits import ToldWaits
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RankProgram:
         schedule: lowered, of all seats; that of this rank's is walked, the others are shown when something fails.
         seating: which ranks sit there.
         link: to the others on this rank's seat.
+        waits: of the link, for those.
         stages: those this rank holds, by number; two replicas of one stage share it.
         exchanges: of the stages that other ranks hold too.
         inputs: name of the model's input.
@@ -49,3 +51,4 @@ class RankProgram:
     batch: int
     m: int
     link: TeamLink | None = None
+    waits: ToldWaits | None = None

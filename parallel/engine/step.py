@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
 from parallel.streaming.images import Boxes, whole
 
@@ -84,6 +85,11 @@ class TrainingEngine(Protocol):
 
     def wants(self, i: int) -> Wants:
         """What this rank needs of microbatch ``i`` of its share when training."""
+        ...
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
+        """What this rank needs of the px of a tile of ``shape`` (n, 3, h, w), and of its mask: rows and columns, where
+        the rest need not be read; None: all."""
         ...
 
     @property

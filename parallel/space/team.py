@@ -44,8 +44,8 @@ class Grid:
         Raises:
             ValueError: other text, or a side of 0.
         """
-        found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
-        if found is None or "0" in found.groups():
+        found = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text.strip(), re.ASCII)
+        if found is None:
             raise ValueError(f"a grid is ROWSxCOLUMNS of members, as 2x1 or 2x2; got {text!r}")
         return cls(int(found[1]), int(found[2]))
 

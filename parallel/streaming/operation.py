@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -192,8 +193,16 @@ class Reading:
             elif node.op == "call_module" and isinstance(self.model.get_submodule(str(node.target)), _BatchNorm):
                 self.values[node.name] = torch.empty_like(self.of(node.all_input_nodes[0]))  # run, it would count
             else:
-                self.values[node.name] = Arguments(self.model, node, {}, self.of).run()
+                value = Arguments(self.model, node, {}, self.of).run()
+                if self._is_group_norm(node) and value.device.type == "cpu":
+                    value = torch.empty_like(self.of(node.all_input_nodes[0]))  # without data torch says other strides
+                self.values[node.name] = value
         return self.values[node.name]
+
+    def _is_group_norm(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return isinstance(self.model.get_submodule(str(node.target)), nn.GroupNorm)
+        return node.target is F.group_norm
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         value = self.of(node)

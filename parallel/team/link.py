@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import Communicator, Work
+from parallel.comm.communicator import Work
 from parallel.space.team import Box, Exchange
 from parallel.streaming.narrowing import narrowed
+from parallel.team.told_waits import Talk
 
 TAGS = 32767
 
@@ -79,7 +80,7 @@ class TeamLink:
         tape: of the pass under way.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Talk) -> None:
         self.member, self.members = communicator.rank, communicator.world
         self.sent_bytes = 0
         self.tape: Tape | None = None

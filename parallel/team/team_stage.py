@@ -98,6 +98,22 @@ class TeamStage(StageModule):
             found = asked.of_whole(output) if self.counted else None
         return found if self.counted else None
 
+    def part_of_tiles(self, shape: tuple[int, ...]) -> Box | None:
+        """Return the rows and columns that this member computes of tiles of ``shape``; None: it may want all."""
+        plans = [self.plans(shape, training) for training in (True, False)]
+        if any(plan.region is None for plan in plans):
+            return None
+        return plans[0].territory.owned(self.link.member, plans[0].territory.side)
+
+    def part_of_masks(self, shape: tuple[int, ...]) -> Box | None:
+        """Return the rows and columns whose targets this member holds against the model's output; None: it may want
+        all."""
+        for run, training in ((self._run_training, True), (self._run_evaluation, False)):
+            assert isinstance(run, TeamRun)
+            if not run.nodes.gives_parts(self.plans(shape, training), (shape[0], *shape[2:])):
+                return None
+        return self.part_of_tiles(shape)
+
     def own_tiles(self, tiles: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor:
         """Return this member's part of tiles of ``shape``, which come whole or box by box."""
         plan = self.plans(shape, self.training)

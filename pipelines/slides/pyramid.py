@@ -98,37 +98,57 @@ class PyramidSlide:
         """Fill ``out`` with ``box`` of the level's box averaged by area, in bands so that that is never held whole.
 
         A band begins at a whole row of the level, and ``_band_tops`` puts it where that is nearly exact. What is left,
-        some hundredths of a row, makes no seam: both bands at an edge are off there by the same amount. Where that is
-        follows from the whole plan, and a band is made as a whole, so a box has the px of the whole; bands beside it
-        are not read.
+        some hundredths of a row, makes no seam: both bands at an edge are off there by the same amount. Of a box, bands
+        are those of the whole, and resized as a whole, with no more px in them than go into the box: so it has the px
+        of the whole, bit for bit.
         """
-        rows, columns = plan.l_height // plan.block, plan.l_width // plan.block
+        rows = plan.l_height // plan.block
         height, width = plan.out.height, plan.out.width
         assert rows >= height, "the level is not coarser than asked"
         held = max(BAND_BYTES, height * width * 3)
         tops = _band_tops(height, rows, min(height, math.ceil(plan.l_height * plan.l_width * 3 / held)))
         firsts = [(2 * rows * top + height) // (2 * height) for top in tops]  # nearest row to rows / height * top
-        bands = [
-            (top, bottom, first, last)
-            for (top, bottom), (first, last) in zip(pairwise(tops), pairwise(firsts), strict=True)
-            if top < box.row_stop and bottom > box.row_start
-        ]
-        tallest = max(last - first for _, _, first, last in bands)
-        buffer = np.empty((tallest * plan.block, plan.l_width, 3), np.uint8)
-        for top, bottom, first, last in bands:
-            band = buffer[: (last - first) * plan.block]
-            self._read_level(plan.level, plan.l_x, plan.l_y + first * plan.block, band)
-            if plan.block > 1:
-                band = cv2.resize(band, (columns, last - first), interpolation=cv2.INTER_AREA)
-            inner = TileBox(max(top, box.row_start), min(bottom, box.row_stop), box.column_start, box.column_stop)
-            target = out[inner.row_start - box.row_start : inner.row_stop - box.row_start]
+        buffer = np.empty(max(b - a for a, b in pairwise(firsts)) * plan.block * plan.l_width * 3, np.uint8)
+        for (top, bottom), (first, last) in zip(pairwise(tops), pairwise(firsts), strict=True):
+            if bottom <= box.row_start or box.row_stop <= top:
+                continue
+            inner = TileBox(
+                max(top, box.row_start) - top, min(bottom, box.row_stop) - top, box.column_start, box.column_stop
+            )
+            band = self._band(plan, (first, last), inner, bottom - top, buffer)
+            target = out[top + inner.row_start - box.row_start :][: inner.height]
             if band.shape == (bottom - top, width, 3):
-                target[...] = inner.within(TileBox(top, bottom, 0, width)).crop(band)
+                target[...] = inner.crop(band)
             elif target.shape == (bottom - top, width, 3):
                 cv2.resize(band, (width, bottom - top), dst=target, interpolation=cv2.INTER_AREA)
             else:
-                resized = cv2.resize(band, (width, bottom - top), interpolation=cv2.INTER_AREA)
-                target[...] = inner.within(TileBox(top, bottom, 0, width)).crop(resized)
+                target[...] = inner.crop(cv2.resize(band, (width, bottom - top), interpolation=cv2.INTER_AREA))
+
+    def _band(self, plan: ReadPlan, rows: tuple[int, int], inner: TileBox, height: int, buffer: Pixels) -> Pixels:
+        """Return rows [first, last) of the plan's blocks, in ``buffer`` if they can be, and of their px those that go
+        into ``inner`` of the band they are resized to, ``height`` px high."""
+        (first, last), block = rows, plan.block
+        shape = (last - first, plan.l_width // block, 3)
+        needed = whole = TileBox.whole(*shape[:2])
+        if plan.level not in self._drawn_levels:
+            needed = TileBox(
+                *_finer(inner.row_start, inner.row_stop, whole.height, height),
+                *_finer(inner.column_start, inner.column_stop, whole.width, plan.out.width),
+            )
+        l_x, l_y = plan.l_x + needed.column_start * block, plan.l_y + (first + needed.row_start) * block
+        if block == 1:
+            band = buffer[: math.prod(shape)].reshape(shape)
+            self._read_level(plan.level, l_x, l_y, needed.crop(band))
+            return band
+        blocks = buffer[: needed.height * needed.width * block * block * 3]
+        blocks = blocks.reshape(needed.height * block, needed.width * block, 3)
+        self._read_level(plan.level, l_x, l_y, blocks)
+        reduced: Pixels = cv2.resize(blocks, (needed.width, needed.height), interpolation=cv2.INTER_AREA)
+        if needed == whole:
+            return reduced
+        band = np.empty(shape, np.uint8)
+        needed.crop(band)[...] = reduced
+        return band
 
     def close(self) -> None:
         self._closed = True
@@ -150,6 +170,14 @@ def _plan_of_box(plan: ReadPlan, box: TileBox) -> ReadPlan | None:
         return None
     l_x, l_y = plan.l_x + block * box.column_start, plan.l_y + block * box.row_start
     return ReadPlan(plan.level, l_x, l_y, block * box.width, block * box.height, block, Size(box.width, box.height))
+
+
+def _finer(start: int, stop: int, finer: int, count: int) -> tuple[int, int]:
+    """Return the px out of ``finer`` that go into [start, stop) of the ``count`` they are averaged to, one more on
+    either side for what rounding adds."""
+    if finer == count:
+        return start, stop
+    return max(0, start * finer // count - 1), min(finer, -(-stop * finer // count) + 1)
 
 
 def _band_tops(height: int, rows: int, bands: int) -> list[int]:

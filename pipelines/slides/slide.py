@@ -68,8 +68,8 @@ class Slide(Protocol):
     def read_box(self, region: Region, box: TileBox, out: Pixels) -> None:
         """Fill ``out``, uint8 (box.height, box.width, 3), with ``box`` of what ``read(region)`` gives, px for px.
 
-        Reads no more of the file than the box needs where the level's px are the result, or whole blocks of them;
-        where they are resampled, the rows of the bands that it meets.
+        Reads the level's px that go into the box; those that a reader draws between stored ones, for all the rows of
+        the bands it meets, or for the whole region.
 
         Raises:
             ValueError, TileReadError: as ``read``; or the box is not inside the region.

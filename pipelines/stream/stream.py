@@ -173,10 +173,10 @@ class TileStream:
         """Return a stream of a box of every tile, for one rank of several that share each: equal, px for px, to the
         crop of what the stream of whole tiles gives. Which tiles, in what order, and how varied is as without.
 
-        Reads of slides, masks and drawings what the box needs. Read whole and cut then are: tiles that go through a
-        cache, ``augment`` "cpu", whole pictures, and levels that OpenSlide draws between stored px; between two levels
-        of a slide, whole bands of rows. Batches hold bytes of the box alone, and microbatches of a ``DeviceFeed``
-        answer ``box`` for boxes inside it. Ranks that share tiles settle with ``TileIterator.follow`` which they read.
+        Reads of slides, masks and drawings what goes into the box. Read whole and cut then are: tiles that go through
+        a cache, ``augment`` "cpu", whole pictures, and levels that OpenSlide draws between stored px. Batches hold
+        bytes of the box alone, and microbatches of a ``DeviceFeed`` answer ``box`` for boxes inside it. Ranks that
+        share tiles settle with ``TileIterator.follow`` which they read.
 
         Args:
             images: in px of the tile as the model is given it, turned and flipped: of a rank's part, and of what its

@@ -15,9 +15,11 @@ from torch import Tensor
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Wants
 from parallel.schedule.microbatch import split_batch
 from pipelines.catalog.handles import SlidePool
+from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_pixels import PixelMaker
@@ -75,17 +77,33 @@ def test_a_group_reads_its_own_part_of_the_batch() -> None:
 
 
 def test_labels_follow_the_tile_that_was_read_on_the_rank_with_the_pixels() -> None:
-    ranges = split_batch(4, 2)
-    with iter(RankReading.of(recorded(), 4, ranges, [IMAGES] * 2).sharded(stream_of(damaged=True))) as batches:
-        read = next(batches).rows.tolist()
-    assert read == [0, 1, 3, 3]
-    labels = RankReading.of(recorded([0], read), 4, ranges, [TARGETS] * 2)
-    assert labels.apart
-    with iter(labels.sharded(stream_of())) as batches:
-        batch = next(batches)
-        assert batch.targets.tolist() == [0, 1, 2, 3]
-        assert labels.settle(batches, batch)
-        assert batch.targets.tolist() == batch.rows.tolist() == read
+    def rank(communicator: Communicator, _: object) -> tuple[bool, list[int], list[int]]:
+        wants = [[IMAGES] * 2, [TARGETS] * 2][communicator.rank]
+        reading = RankReading.of(communicator, 4, split_batch(4, 2), wants)
+        assert reading.apart
+        with iter(reading.sharded(stream_of(damaged=communicator.rank == 0))) as batches:
+            batch = next(batches)
+            changed = reading.settle(batches, batch)
+            return changed, batch.rows.tolist(), batch.targets.tolist()
+
+    read = [0, 1, 3, 3]
+    assert run_on_threads(2, rank) == [(False, read, []), (True, read, read)]
+
+
+def test_members_of_a_team_go_on_with_the_same_tiles_where_one_part_is_damaged() -> None:
+    def rank(communicator: Communicator, _: object) -> tuple[bool, list[int], tuple[int, ...]]:
+        rows = (0, TILE // 2) if communicator.rank == 0 else (TILE // 2, TILE)
+        box = TileBox(*rows, 0, TILE)
+        reading = RankReading.of(communicator, 4, split_batch(4, 2), [BOTH] * 2, part=(box, box))
+        assert reading.apart
+        with iter(reading.sharded(stream_of(damaged=communicator.rank == 1))) as batches:
+            batch = next(batches)
+            changed = reading.settle(batches, batch)
+            return changed, batch.rows.tolist(), batch.sides(0)
+
+    (first, *read), (second, *same) = run_on_threads(2, rank)
+    assert (first, second) == (True, False)
+    assert read == same == [[0, 1, 3, 3], (TILE, TILE)]
 
 
 @pytest.mark.parametrize("damaged", [False, True])

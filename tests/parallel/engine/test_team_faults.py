@@ -1,0 +1,140 @@
+"""A member of a team that fails in the midst of a pass: the others are told, wait for nothing, and say what they waited
+for."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.comm.communicator import CommunicationError, Communicator, Work
+from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.torch_comm import TorchCommunicator
+from parallel.engine.engine import Engine, EngineFault
+from parallel.space.team import Grid
+from parallel.strategy import Strategy
+from parallel.team.told_waits import ToldWaits
+from tests.helpers.engine_runs import build, steps_of, train
+from tests.helpers.forked import run_ranks
+
+SPATIAL = Strategy("spatial", 2, 1, 2, grids=(Grid(2, 1),))
+MOMENTS = [("irecv", 1, "0F0"), ("iall_reduce", 2, "0F0"), ("iall_reduce", 5, "0B0")]
+"""(operation, its number, action that it is in) of what member 1 does not come to."""
+
+
+class Watch:
+    """What a watchdog would know: the last that the engine said."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, bool, str]] = []
+
+    def step(self, number: int) -> None:
+        self.said.append((-1, False, ""))
+
+    def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
+        self.said.append((position, waiting, shapes))
+
+
+class Leaving:
+    """A team's way to talk that ends a member before operation ``number`` of one kind."""
+
+    def __init__(self, talk: Any, kind: str, number: int, end: Any) -> None:
+        self._talk, self._kind, self._left, self._end = talk, kind, number, end
+        self.rank, self.world = talk.rank, talk.world
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        sent: Work = self._talk.isend(tensor, peer, tag)
+        return sent
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        self._count("irecv")
+        received: Work = self._talk.irecv(tensor, peer, tag)
+        return received
+
+    def iall_reduce(self, tensor: Tensor) -> Work:
+        self._count("iall_reduce")
+        summed: Work = self._talk.iall_reduce(tensor)
+        return summed
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self.iall_reduce(tensor).wait()
+
+    def _count(self, kind: str) -> None:
+        self._left -= kind == self._kind
+        if not self._left:
+            self._end()
+
+
+def losing(communicator: Communicator, kind: str, number: int, end: Any) -> tuple[Engine, Watch]:
+    """An engine whose member 1 ends before an operation."""
+    watch = Watch()
+    engine = build(communicator, "skips", SPATIAL, steps_of(2), observer=watch)
+    if communicator.rank == 1:
+        waits = engine._work.waits
+        assert isinstance(waits, ToldWaits)
+        waits._talk = Leaving(waits._talk, kind, number, end)
+    return engine, watch
+
+
+def fail() -> None:
+    raise ZeroDivisionError("a fault of its own")
+
+
+@pytest.mark.parametrize(("kind", "number", "action"), MOMENTS)
+def test_others_of_a_team_are_told_whatever_they_wait_for(kind: str, number: int, action: str) -> None:
+    heard: dict[int, Any] = {}
+
+    def run(communicator: Communicator, _: Any) -> None:
+        engine, watch = losing(communicator, kind, number, fail)
+        try:
+            train(engine, steps_of(2))
+        except Exception as fault:
+            position, waiting, shapes = watch.said[-1]
+            heard[communicator.rank] = fault, str(engine.schedule[0][position]), waiting, shapes
+            raise
+
+    with pytest.raises(EngineFault, match=f"^rank 1 failed .ZeroDivisionError.* in {action}"):
+        run_on_threads(2, run, timeout_s=20)
+    fault, at, waiting, shapes = heard[0]
+    assert isinstance(fault, CommunicationError)
+    assert (at, waiting) == (action, True)
+    what = r"rows \(.*\) of a map, from rank 1" if kind == "irecv" else r"a sum \(.*\) with rank 1"
+    assert re.match(f"waiting for {what}; ", shapes), shapes
+
+
+def test_a_rank_that_goes_on_waits_no_more() -> None:
+    def run(communicator: Communicator, _: Any) -> list[tuple[int, bool, str]]:
+        watch = Watch()
+        train(build(communicator, "skips", SPATIAL, steps_of(2), observer=watch), steps_of(2))
+        return watch.said
+
+    told = [said for each in run_on_threads(2, run) for said in zip(each, each[1:], strict=False)]
+    waits = [(before, after) for before, after in told if before[2].startswith("waiting for ")]
+    assert waits
+    assert all(before[1] and not after[1] and before[0] == after[0] for before, after in waits)
+
+
+def lose_a_neighbour(folder: str) -> None:
+    """Member 1 goes in its first backward pass and says nothing; member 0 leaves what it heard in ``folder``."""
+    communicator = TorchCommunicator(torch.device("cpu"), 60, 60)
+    engine, watch = losing(communicator, "irecv", 10, lambda: os._exit(0))
+    try:
+        train(engine, steps_of(2))
+    except CommunicationError as fault:
+        Path(folder, "heard.txt").write_text(f"{watch.said[-1][2]}\n{fault}")
+    os._exit(0)
+
+
+@pytest.mark.process
+def test_a_lost_neighbour_is_no_fault_of_the_backward_pass_that_waits_for_it(tmp_path: Path) -> None:
+    codes, printed = run_ranks(2, f"{__name__}:lose_a_neighbour", [str(tmp_path)], tmp_path)
+    assert codes == [0, 0], printed
+    waited, fault = (tmp_path / "heard.txt").read_text().split("\n", 1)
+    assert waited.startswith("waiting for rows (2, ")
+    assert "rank 0 of 2: irecv of (2, " in fault
+    assert fault.endswith("another rank has ended or hangs: its own message says why")
