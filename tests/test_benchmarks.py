@@ -16,6 +16,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.data_wait.run --tile 256 --steps 1", "data_wait_fraction"),
         ("benchmarks.big_slide.run --size 3000 --tile 512 --steps 1", "1 tiles trained on"),
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
+        ("benchmarks.tile_reading.parts --side 5000 --tile 1024 --rounds 1", "2x2, bytes of all ranks over the whole"),
         ("benchmarks.stream.run --side 9000 --rounds 0.02", "2048 px, one thread"),
         ("benchmarks.tile_reading.exactness data/real --regions 40", "largest difference 0"),
         (

@@ -100,12 +100,14 @@ def team_error(model: nn.Module, shape: Sequence[int], grid: Grid, training: boo
     pairs = zip(_floats(output), _floats(first["output"]), strict=True)
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     ours = {name: _total([each["parameters"].get(name) for each in members]) for name in gradients}
-    errors = _errors(gradients, ours)
+    errors = relative_errors(gradients, ours)
     worst = max(errors, key=lambda name: errors[name], default="")
-    statistics = _errors(dict(plain.named_buffers()), {n: first["buffers"].get(n) for n, _ in plain.named_buffers()})
+    statistics = relative_errors(
+        dict(plain.named_buffers()), {n: first["buffers"].get(n) for n, _ in plain.named_buffers()}
+    )
     return TeamErrors(
-        max(_errors({"": expected.detach()}, {"": found.detach()})[""] for expected, found in pairs),
-        _errors({"": entering.grad}, {"": _total([each["image"] for each in members])})[""],
+        max(relative_errors({"": expected.detach()}, {"": found.detach()})[""] for expected, found in pairs),
+        relative_errors({"": entering.grad}, {"": _total([each["image"] for each in members])})[""],
         errors.get(worst, 0.0),
         max(statistics.values(), default=0.0),
         worst,
@@ -133,7 +135,7 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(there).sum(0) if there else None
 
 
-def _errors(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> dict[str, float]:
+def relative_errors(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Largest relative error of each tensor; a gradient that is missing on one side is infinitely wrong."""
     sizes = {
         name: float(value.abs().max()) if value is not None and value.numel() else 0.0

@@ -102,6 +102,4 @@ def shown_s(sent: list[float], asked: list[float], delay_s: float) -> float:
         sent, asked: of the same messages in the same order.
     """
     assert len(sent) == len(asked)
-    return sum(
-        max(0.0, posted + delay_s - max(posted, wanted)) for posted, wanted in zip(sent, asked, strict=True)
-    )
+    return sum(max(0.0, posted + delay_s - max(posted, wanted)) for posted, wanted in zip(sent, asked, strict=True))

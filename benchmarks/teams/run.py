@@ -91,9 +91,7 @@ def engine(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[st
         )
         walls = {way: median(times) for way, times in ranks[0]["wall"].items()}
         # The processor time of the busier rank: what a step takes on an idle machine where nobody waits.
-        cpu = {
-            way: [max(both) for both in zip(*(rank["cpu"][way] for rank in ranks), strict=True)] for way in walls
-        }
+        cpu = {way: [max(both) for both in zip(*(rank["cpu"][way] for rank in ranks), strict=True)] for way in walls}
         for way, asked in {"spatial": 1.0, **ASKED_ENGINE}.items():
             ratio = walls[way] / walls["spatial"]
             lines.append(

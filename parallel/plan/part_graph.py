@@ -2,9 +2,10 @@
 
 Takes a traced graph and its region side by side (``SideBySide``); gives a graph of the same layers, so that cuts,
 bytes, lifetimes and costs follow as of any other, and what each layer exchanges. Maps have the bytes of the largest
-box, a convolution keeps the rows that it fetched beside its own, and lives with a padded copy while it runs; other
-windows keep the copy that they are given. What follows the region is computed by member 0, whole. Rows that were
-fetched for layers which are computed again stay on a tape meanwhile, and are not counted there. No torch here.
+box, a convolution keeps the rows that it fetched beside its own, and lives with a padded copy where it is not taken
+apart into own part and halos; other windows keep the copy that they are given. What follows the region is computed by
+member 0, whole. Rows that were fetched for layers which are computed again stay on a tape meanwhile, and are not
+counted there. No torch here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from parallel.graph.layers import OUTPUT, Layer, LayerGraph
 from parallel.graph.op import Convolution
 from parallel.graph.scale import cast_parameters, on_part
-from parallel.space.side_by_side import Fetch, SideBySide
+from parallel.space.borders import Borders
+from parallel.space.side_by_side import Fetch, SideBySide, box_px
 from parallel.space.step import Step
 
 COUNT_BYTES = 8
@@ -189,12 +191,17 @@ class _Parts:
         wide = padded or box
         own = round(source.output_bytes * self._share(source))
         value = round(layer.output_bytes * self._share(layer))
+        if plain:
+            made.kept.append((self._number(), halo.bytes))
+            apart = self._side.borders(step, fetch)
+            self._taken_apart(layer, [borders for borders in apart if borders], each, back, made)
+            if all(apart):
+                return
         made.copied[0] += 2 * (box + padded)
         made.copied[1] += 2 * own * back
         if plain:
-            made.kept.append((self._number(), halo.bytes))
-            made.forward += max(wide, box + padded - value)
-            made.backward += wide * (1 + back)
+            made.forward = max(made.forward, wide, box + padded - value)
+            made.backward = max(made.backward, wide * (1 + back))
             made.copied[1] += 2 * (box + padded)
             return
         keeps = _storages(source).intersection(number for number, _ in layer.saved)
@@ -205,6 +212,17 @@ class _Parts:
         else:
             made.forward += box + padded
         made.backward += (wide + (box if padded else 0)) * back
+
+    def _taken_apart(self, layer: Layer, apart: list[Borders], each: int, back: bool, made: _Made) -> None:
+        """A convolution of a member's own part, whose rims are computed again: small copies, and in the backward pass a
+        gradient of the weights for each halo beside its own."""
+        rims = max((sum(box_px(rim.have) for rim in borders.rims) for borders in apart), default=0)
+        halos = max((sum(box_px(halo.box) for halo in borders.halos) for borders in apart), default=0)
+        beside = max((len(borders.halos) for borders in apart), default=0)
+        made.forward = rims * each
+        made.backward = halos * each * (1 + back) + beside * layer.param_bytes
+        made.copied[0] += 2 * rims * each
+        made.copied[1] += 4 * halos * each
 
     def _taken_whole(self, layer: Layer, fetch: Fetch, made: _Made) -> None:
         """Member 0 puts a map together to compute what follows."""

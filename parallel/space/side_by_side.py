@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from parallel.space.borders import Borders, borders
 from parallel.space.boxes import StreamedModel
 from parallel.space.span import Span
 from parallel.space.step import Step
@@ -40,7 +41,7 @@ class Fetch:
     @functools.cached_property
     def arriving_px(self) -> int:
         """Of the member that fetches most."""
-        return max(sum(_px(piece.box) for piece in self.exchange.arriving(m)) for m in self._members)
+        return max(sum(box_px(piece.box) for piece in self.exchange.arriving(m)) for m in self._members)
 
     @functools.cached_property
     def messages(self) -> int:
@@ -99,6 +100,12 @@ class SideBySide:
             if not fetch.exchange.quiet:
                 yield fetch
 
+    def borders(self, step: Step, fetch: Fetch) -> list[Borders | None]:
+        """Return, by member, how a convolution is taken apart into own part and halos; None where it is not."""
+        exchange, whole = fetch.exchange, self.sides[fetch.source]
+        boxes = zip(self.territory.all_owned(step.sides), exchange.boxes, exchange.owned, strict=True)
+        return [borders(step.rules, made, have, own, whole) for made, have, own in boxes]
+
     def gathered(self, name: str) -> Fetch:
         """Return what member 0 fetches to have all of a map."""
         sides = self.sides[name]
@@ -138,8 +145,8 @@ def _fetch(territory: Territory, source: str, rules: tuple, made: tuple[int, int
     for need, box in zip(exchange.needs, exchange.boxes, strict=True):
         pads = [(has.start - wants.start, wants.stop - has.stop) for wants, has in zip(need, box, strict=True)]
         lopsided |= any(before != after for before, after in pads)
-        padded = max(padded, _px(need))
-    return Fetch(source, exchange, max(map(_px, exchange.boxes)), padded if lopsided else 0)
+        padded = max(padded, box_px(need))
+    return Fetch(source, exchange, max(map(box_px, exchange.boxes)), padded if lopsided else 0)
 
 
 @functools.lru_cache(4096)
@@ -152,5 +159,5 @@ def _gathered(territory: Territory, sides: tuple[int, int]) -> Exchange:
     return territory.gathered(sides)
 
 
-def _px(box: Box | tuple[Span, ...]) -> int:
+def box_px(box: Box | tuple[Span, ...]) -> int:
     return math.prod(span.size for span in box)

@@ -9,6 +9,7 @@ put together after all, for one pass alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class _Work:
     """One convolution on one member."""
 
     def __init__(self, exchange: Exchange, member: int, patch: Patch, rules: tuple[Any, Any], groups: int) -> None:
-        self.exchange, self.member, self.patch, self.groups = exchange, member, patch, groups
+        self.exchange, self.member, self.groups = exchange, member, groups
+        self.patch = replace(patch, tensor=patch.tensor.new_empty(0))  # or a pass that keeps nothing would keep it
         self.need, self.have, self.own = exchange.needs[member], exchange.boxes[member], exchange.owned[member]
         self.stride, self.dilation = [rule.stride for rule in rules], [rule.dilation for rule in rules]
         self.apart: Borders | None = borders(rules, patch.box, self.have, self.own, patch.sides)

@@ -2,6 +2,12 @@
 
 Every member comes to the same exchanges and sums in the same order. A pass that is computed again finds on a ``Tape``
 what the first one was told, and says nothing.
+
+Within an exchange a member sends and receives in the order of (sender, receiver). So all messages of a team have one
+order, that every member keeps to: of those still under way the first is one that both of its members have come to, and
+nobody waits in a circle. This holds where messages wait for their receives (Gloo, and MPI beyond its eager limit), and
+where a device performs them in turn, as NCCL may, which knows no tags: over one link they arrive in the order sent.
+Between GPUs ``Communicator.connect`` must have been called with all pairs of members.
 """
 
 from __future__ import annotations
@@ -99,15 +105,11 @@ class TeamLink:
         return self._fetch(exchange, own, dims)
 
     def _fetch(self, exchange: Exchange, own: Tensor, dims: tuple[int, int]) -> Halos:
-        tag = self._tag()
         at, pieces = exchange.owned[self.member], exchange.arriving(self.member)
         tensors = [_like(own, dims, piece.box) for piece in pieces]
-        works = [
-            self._communicator.irecv(tensor, piece.owner, tag) for tensor, piece in zip(tensors, pieces, strict=True)
-        ]
-        for target, box in exchange.leaving(self.member):
-            self._send(dense(cut(own, dims, box, at)), target, tag)
-        return Halos(tensors, works)
+        leaving = [(target, dense(cut(own, dims, box, at))) for target, box in exchange.leaving(self.member)]
+        arriving = [(piece.owner, tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+        return Halos(tensors, self._swap(leaving, arriving))
 
     def give_back(self, exchange: Exchange, gradients: Sequence[Tensor], like: Tensor, dims: tuple[int, int]) -> Halos:
         """Begin to send the gradients of what was fetched to their owners; those of what this member had sent arrive in
@@ -116,15 +118,11 @@ class TeamLink:
         Args:
             like: gradient or map of this member's own, in the type and layout of what arrives.
         """
-        tag = self._tag()
-        sent = exchange.leaving(self.member)
+        sent, pieces = exchange.leaving(self.member), exchange.arriving(self.member)
         tensors = [_like(like, dims, box) for _, box in sent]
-        works = [
-            self._communicator.irecv(tensor, target, tag) for tensor, (target, _) in zip(tensors, sent, strict=True)
-        ]
-        for piece, gradient in zip(exchange.arriving(self.member), gradients, strict=True):
-            self._send(dense(gradient), piece.owner, tag)
-        return Halos(tensors, works)
+        leaving = [(piece.owner, dense(gradient)) for piece, gradient in zip(pieces, gradients, strict=True)]
+        arriving = [(target, tensor) for (target, _), tensor in zip(sent, tensors, strict=True)]
+        return Halos(tensors, self._swap(leaving, arriving))
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum over the members, the same bits on each; of a forward pass."""
@@ -148,14 +146,21 @@ class TeamLink:
             work.wait()
         self._leaving = []
 
-    def _send(self, tensor: Tensor, target: int, tag: int) -> None:
-        self._leaving = [work for work in self._leaving if not work.done()]
-        self._leaving.append(self._communicator.isend(tensor, target, tag))
-        self.sent_bytes += tensor.nbytes
-
-    def _tag(self) -> int:
+    def _swap(self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]) -> list[Work]:
+        """Begin to send and receive, in the order that all members keep to; return what arrives."""
         self._count += 1
-        return self._count % TAGS
+        tag, member = self._count % TAGS, self.member
+        messages = [(member, target, tensor) for target, tensor in leaving]
+        messages += [(source, member, tensor) for source, tensor in arriving]
+        coming: dict[int, Work] = {}
+        self._leaving = [work for work in self._leaving if not work.done()]
+        for sender, receiver, tensor in sorted(messages, key=lambda message: message[:2]):
+            if sender == member:
+                self._leaving.append(self._communicator.isend(tensor, receiver, tag))
+                self.sent_bytes += tensor.nbytes
+            else:
+                coming[sender] = self._communicator.irecv(tensor, sender, tag)
+        return list(coming.values())
 
 
 def cut(value: Tensor, dims: tuple[int, int], box: Box, at: Box) -> Tensor:

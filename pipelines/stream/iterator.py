@@ -14,10 +14,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from pipelines.slides.slide import SlideError
 from pipelines.stream.batch import Batch, BufferPool
 from pipelines.stream.order import Rows, SampleSource
 from pipelines.stream.prefetch import BuffersHeldError, Readahead
-from pipelines.stream.read import SampleReader
+from pipelines.stream.read import MAX_FAULTS, SampleReader
 
 
 class TileIterator:
@@ -48,6 +49,7 @@ class TileIterator:
         self._readahead: Readahead | None = None
         self._stop: Callable[[], object] = lambda: None
         self._closed = False
+        self._followed, self._follows = -1, 0  # the batch that ranks settle, by its first sample, and how often
 
     def __iter__(self) -> Self:
         return self
@@ -92,8 +94,16 @@ class TileIterator:
             whether anything had to be filled again, because its tile was replaced.
 
         Raises:
-            SlideError, OSError: what is to be read of a row cannot be.
+            SlideError, OSError: what is to be read of a row cannot be; or, on all ranks alike, one or another of them
+                could not read ``MAX_FAULTS`` tiles in turn.
         """
+        self._follows = self._follows + 1 if self._followed == batch.first_sample else 1
+        self._followed = batch.first_sample
+        if self._follows > MAX_FAULTS:
+            raise SlideError(
+                f"ranks that read parts of the same tiles could not read {MAX_FAULTS} tiles in turn, each some of "
+                "them: check the disk, or take out the slides that are named as failed"
+            )
         shared = batch.has_image & (batch.parts is not None)
         late = np.flatnonzero((batch.has_target | shared) & (batch.rows != rows)).tolist()
         batch.rows[...] = rows

@@ -14,6 +14,7 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import Region
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
+from pipelines.slides.tile_box import TileBox
 from pipelines.tiles.index import TileTable
 from pipelines.tiles.index_settings import IndexSettings
 
@@ -44,6 +45,11 @@ class DamagedSlide(PyramidSlide):
         if region.l0_x in self.bad_l0_x:
             raise TileReadError(f"{self.path}: bad tile at {region.l0_x}")
         return super().read(region, out)
+
+    def read_box(self, region: Region, box: TileBox, out: Pixels) -> None:
+        if region.l0_x in self.bad_l0_x:
+            raise TileReadError(f"{self.path}: bad tile at {region.l0_x}")
+        super().read_box(region, box, out)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Wants
 from parallel.schedule.microbatch import split_batch
 from pipelines.catalog.handles import SlidePool
+from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_pixels import PixelMaker
@@ -87,6 +88,22 @@ def test_labels_follow_the_tile_that_was_read_on_the_rank_with_the_pixels() -> N
 
     read = [0, 1, 3, 3]
     assert run_on_threads(2, rank) == [(False, read, []), (True, read, read)]
+
+
+def test_members_of_a_team_go_on_with_the_same_tiles_where_one_part_is_damaged() -> None:
+    def rank(communicator: Communicator, _: object) -> tuple[bool, list[int], tuple[int, ...]]:
+        rows = (0, TILE // 2) if communicator.rank == 0 else (TILE // 2, TILE)
+        box = TileBox(*rows, 0, TILE)
+        reading = RankReading.of(communicator, 4, split_batch(4, 2), [BOTH] * 2, part=(box, box))
+        assert reading.apart
+        with iter(reading.sharded(stream_of(damaged=communicator.rank == 1))) as batches:
+            batch = next(batches)
+            changed = reading.settle(batches, batch)
+            return changed, batch.rows.tolist(), batch.sides(0)
+
+    (first, *read), (second, *same) = run_on_threads(2, rank)
+    assert (first, second) == (True, False)
+    assert read == same == [[0, 1, 3, 3], (TILE, TILE)]
 
 
 @pytest.mark.parametrize("damaged", [False, True])

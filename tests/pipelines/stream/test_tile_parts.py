@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -19,12 +20,14 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region
 from pipelines.slides.pyramid import PyramidSlide
-from pipelines.slides.slide import Pixels, Slide, TileReadError
+from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
 from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_pixels import PixelMaker
-from pipelines.stream.iterator import rows_to_follow
+from pipelines.stream.iterator import TileIterator, rows_to_follow
+from pipelines.stream.read import MAX_FAULTS
 from pipelines.stream.stain_steps import StainSteps
 from pipelines.stream.stream import TileStream
 from pipelines.stream.tile_boxes import BoxMaker
@@ -195,6 +198,17 @@ def test_tiles_of_a_cache_are_kept_whole_and_cut(tmp_path: Path) -> None:
         assert cache.counts.misses == TILES
 
 
+def settle(ranks: Sequence[TileIterator], batches: Sequence[Batch]) -> int:
+    """Have the ranks follow one another until all have read the same; return in how many rounds."""
+    asked, rounds = batches[0].wanted, 0
+    while not (batches[0].rows == batches[1].rows).all():
+        asked = rows_to_follow(np.stack([batch.rows for batch in batches]), asked)
+        for tiles, batch in zip(ranks, batches, strict=True):
+            tiles.follow(batch, asked)
+        rounds += 1
+    return rounds
+
+
 def test_ranks_that_share_tiles_come_to_read_the_same_also_where_one_part_is_damaged() -> None:
     """A tile is damaged in one rank's part, what replaces it in the other's."""
     table, halves = table_of(MPP), (TileBox(0, 30, 0, 61), TileBox(30, 61, 0, 61))
@@ -203,14 +217,7 @@ def test_ranks_that_share_tiles_come_to_read_the_same_also_where_one_part_is_dam
     alone = stream_of(SlidePool([NoisySpec()], 1), table, "none", None)
     with iter(streams[0]) as upper, iter(streams[1]) as lower, iter(alone) as whole:
         batches, whole_batch = (next(upper), next(lower)), next(whole)
-        asked, rounds = batches[0].wanted, 0
-        assert batches[0].rows.tolist() != batches[1].rows.tolist()
-        while not (batches[0].rows == batches[1].rows).all():
-            asked = rows_to_follow(np.stack([batch.rows for batch in batches]), asked)
-            for tiles, batch in zip((upper, lower), batches, strict=True):
-                tiles.follow(batch, asked)
-            rounds += 1
-        assert rounds > 1
+        assert settle((upper, lower), batches) > 1
         used = batches[0].rows
         with NoisySpec().open() as slide:
             for k, row in enumerate(used.tolist()):
@@ -219,6 +226,18 @@ def test_ranks_that_share_tiles_come_to_read_the_same_also_where_one_part_is_dam
                     assert np.array_equal(batch.image(k), half.crop(pixels).ravel())
                     assert batch.targets[k] == 3 * row
         assert (used != whole_batch.rows).any()
+
+
+def test_ranks_that_never_come_to_read_the_same_give_up() -> None:
+    """Of two tiles each rank can read one: neither can stand for the other."""
+    table = table_of(MPP).select(np.array([1, 2]))  # rows 7-67 and 61-121 of the slide
+    pools = [SlidePool([NoisySpec(damaged_rows=rows)], 1) for rows in (range(20, 21), range(110, 111))]
+    halves = TileBox(0, 30, 0, 61), TileBox(31, 61, 0, 61)
+    streams = [stream_of(pool, table, "none", None).part(half) for pool, half in zip(pools, halves, strict=True)]
+    with iter(streams[0].batch(1)) as upper, iter(streams[1].batch(1)) as lower:
+        batches = next(upper), next(lower)
+        with pytest.raises(SlideError, match=f"could not read {MAX_FAULTS} tiles in turn"):
+            settle((upper, lower), batches)
 
 
 def test_resume_is_the_same_for_any_part() -> None:

@@ -1,0 +1,62 @@
+"""Steps of a team through the engine beside those of pipelines on the same ranks, in turns."""
+
+from __future__ import annotations
+
+import copy
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from app.launch.place import take_cores
+from benchmarks.teams.passes import Problem
+from models.losses import PixelClassLoss
+from parallel.build import assemble
+from parallel.comm.communicator import Communicator
+from parallel.engine.engine import Engine
+from parallel.engine.step import Microbatch
+from parallel.space.team import Grid
+from parallel.stage.stage import Loss
+from parallel.strategy import Strategy
+
+M = 4
+RULE = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+
+
+def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Return seconds of each round on the wall, and of this rank's processor, by strategy."""
+    take_cores(torch.device("cpu"))
+    problem, depth = Problem(argument["model"], argument["side"]), communicator.world
+    strategies = {name: Strategy(name, depth, depth, M) for name in ("1f1b", "mp-basic", "master")}
+    strategies["spatial"] = Strategy("spatial", depth, 1, M, grids=(Grid.parse(argument["grid"]),))
+    engines = {name: _engine(problem, communicator, strategy) for name, strategy in strategies.items()}
+    took: dict[str, dict[str, list[float]]] = {"wall": {}, "cpu": {}}
+    for k in range(argument["rounds"] + 1):
+        for name in sorted(engines, reverse=bool(k % 2)):
+            engine = engines[name]
+            microbatches = [_microbatch(problem, engine, i) for i in engine.share]
+            communicator.barrier()
+            start, cpu = time.perf_counter(), time.process_time()
+            engine.step(microbatches, k, 1e-3)
+            used = time.process_time() - cpu
+            communicator.barrier()
+            wall = time.perf_counter() - start
+            if k:  # the first round warms up
+                took["wall"].setdefault(name, []).append(wall)
+                took["cpu"].setdefault(name, []).append(used)
+    return took
+
+
+def _engine(problem: Problem, communicator: Communicator, strategy: Strategy) -> Engine:
+    loss: Loss = PixelClassLoss() if problem.labels_px else F.cross_entropy
+    model = copy.deepcopy(problem.model)
+    return assemble(model, loss, RULE, communicator, strategy, shape=problem.shape, batch=M, device=torch.device("cpu"))
+
+
+def _microbatch(problem: Problem, engine: Engine, i: int) -> Microbatch:
+    wants = engine.wants(i)
+    return Microbatch(
+        problem.images if wants.images else None, problem.targets if wants.targets else None, problem.shape
+    )

@@ -1,0 +1,74 @@
+"""What a plan says of a team beside what its members do: bytes of pieces sent, exactly, and bytes that live."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from app.settings.optimization import OptimizerSettings
+from app.training.engines import build_engine, build_optimizer
+from benchmarks.out_of_core.problem import planner
+from models.losses import PixelClassLoss, TileClassLoss
+from models.registry import build_model
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.step import Microbatch
+from parallel.offload.live_bytes import LiveBytes
+from parallel.space.team import Grid
+from parallel.strategy import Strategy
+
+GIB = 2**30
+
+
+def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _: Any) -> tuple[int, int]:
+    """(bytes of pieces sent, most bytes that live) of one member, in its second step."""
+    segments = model.startswith("unet")
+    live = LiveBytes()
+    with live:
+        torch.manual_seed(0)
+        engine = build_engine(
+            strategy,
+            build_model(model, classes=2).to(memory_format=torch.channels_last),
+            PixelClassLoss() if segments else TileClassLoss(),
+            functools.partial(build_optimizer, OptimizerSettings(lr=1e-3)),
+            communicator,
+            batch=strategy.m,
+            tile=px,
+            seed=0,
+            device=torch.device("cpu"),
+        )
+        gc.collect()
+        link = engine._work.link  # type: ignore[attr-defined]
+        for side in (64, px):
+            targets = torch.zeros((1, side, side) if segments else (1,), dtype=torch.int64)
+            shape = (1, 3, side, side)
+            image = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+            live.reset_peak()
+            before = link.sent_bytes
+            engine.step([Microbatch(image, targets, shape) for _ in engine.share], 0, 0.0)
+    engine.close()
+    return link.sent_bytes - before, live.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "px", "grid", "recompute", "within"),
+    [
+        ("unet_w4", 128, "2x1", "block", 0.08),
+        ("unet_w4", 96, "1x2", "none", 0.08),
+    ],
+)
+def test_bytes_are_those_planned(model: str, px: int, grid: str, recompute: str, within: float) -> None:
+    team = Grid.parse(grid)
+    strategy = Strategy("spatial", team.members, 1, 2, grids=(team,)).under(recompute=recompute)
+    plans = planner(model, px, 2, 2 * GIB, strategy.m)
+    row = plans.forecast(strategy)
+    assert row is not None
+    assert plans.cutting.teams is not None
+    members = run_on_threads(team.members, functools.partial(step, model, px, row.strategy), [None] * team.members)
+    part = plans.cutting.teams.part(team)
+    assert sum(sent for sent, _ in members) == strategy.m * part.halo_bytes
+    assert max(row.peak_bytes) == pytest.approx(max(peak for _, peak in members), rel=within)
