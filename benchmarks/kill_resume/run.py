@@ -1,8 +1,11 @@
 """kill -9 at random moments, then ``--resume``: are the final weights those of the uninterrupted run, bit for bit?
 
 Takes nothing (slides are made); gives one line per kill: when, at which step, and whether the weights are identical.
+Of a run over several ranks it is rank 1 that is killed. Its first checkpoint is also gone on from under every other
+way of computing the model: how far are the weights from those of the uninterrupted run, in parts of the largest of
+their tensor?
 
-    python -m benchmarks.kill_resume.run [--kills 10] [--steps 40]
+    python -m benchmarks.kill_resume.run [--kills 10] [--steps 40] [--under "spatial 2x1"]
 """
 
 from __future__ import annotations
@@ -18,16 +21,26 @@ from pathlib import Path
 import torch
 
 from app import synth
+from benchmarks.fault_drill.starts import rank_of
 from benchmarks.machine import measured_on
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "kill_resume"
 
+WAYS = {
+    "single": (),
+    "spatial 2x1": ("--parallel", "spatial", "--grid", "2x1", "--ranks", "2"),
+    "spatial 1x2": ("--parallel", "spatial", "--grid", "1x2", "--ranks", "2"),
+    "1f1b of 2x1": ("--parallel", "1f1b", "--grid", "2x1", "--ranks", "4"),
+    "1f1b": ("--parallel", "1f1b", "--ranks", "2"),
+}
+ENDS_WITHIN_S = 300.0
+
 
 def command(slides: Path, out: Path, steps: int, *more: str) -> list[str]:
     settings = ["--model", "resnet18", "--tile", "128", "--batch", "4", "--microbatches", "2", "--steps", str(steps)]
     settings += ["--developer", "validate-every=15", "--developer", "validation-tiles=4", "--developer", "twin-steps=0"]
-    settings += ["--checkpoint-every", "3", "--augment", "device", "--seed", "7"]
+    settings += ["--checkpoint-every", "3", "--augment", "device", "--device", "cpu", "--seed", "7"]
     return [sys.executable, "-m", "app.train", "--slides", str(slides), "--out", str(out), *settings, *more]
 
 
@@ -41,10 +54,32 @@ def steps_done(run: Path) -> int:
     return int(torch.load(path, weights_only=True)["step"]) if path.exists() else 0
 
 
-def finish(slides: Path, out: Path, steps: int) -> None:
+def finish(slides: Path, out: Path, steps: int, way: str) -> None:
     """Run or resume to the end, whatever is there."""
     more = ["--resume"] if (out / "checkpoints" / "last.pt").exists() else []
-    subprocess.run(command(slides, out, steps, *more), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command(slides, out, steps, *WAYS[way], *more), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def killed(slides: Path, out: Path, steps: int, way: str, after_s: float) -> None:
+    """Begin a run, and kill it or its rank 1 after so many seconds."""
+    begun = command(slides, out, steps, *WAYS[way])
+    process = subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        process.wait(after_s)
+    except subprocess.TimeoutExpired:
+        (rank_of(out, 1) if WAYS[way] else process).kill()
+        process.wait(ENDS_WITHIN_S)
+
+
+def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference, in parts of the largest value of its tensor."""
+    assert found.keys() == expected.keys()
+    errors = [
+        (float((found[name] - value).abs().max() / value.abs().max()), name)
+        for name, value in expected.items()
+        if value.is_floating_point()
+    ]
+    return max(errors)[0]
 
 
 def main() -> None:
@@ -52,32 +87,38 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--under", choices=WAYS, default="single", help="how the killed run computes the model")
     arguments = parser.parse_args()
+    way = arguments.under
     shutil.rmtree(OUT, ignore_errors=True)
     slides = OUT / "slides"
     synth.main([str(slides), "--slides", "6", "--size", "2048", "--task", "classify"])
     start = time.monotonic()
-    finish(slides, OUT / "whole", arguments.steps)
+    finish(slides, OUT / "whole", arguments.steps, way)
     whole_s = time.monotonic() - start
     expected = weights(OUT / "whole")
     moments = random.Random(arguments.seed)
-    print(f"{measured_on()}; {arguments.steps} steps uninterrupted: {whole_s:.1f} s")
-    identical = 0
+    print(f"{measured_on()}; {way}, {arguments.steps} steps uninterrupted: {whole_s:.1f} s")
+    identical, went_on = 0, way == "single"
     for kill in range(arguments.kills):
         out = OUT / f"killed-{kill}"
         after_s = moments.uniform(0.3, 1.0) * whole_s
-        process = subprocess.Popen(command(slides, out, arguments.steps), cwd=ROOT, stdout=subprocess.DEVNULL)
-        try:
-            process.wait(after_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        killed(slides, out, arguments.steps, way, after_s)
         step = steps_done(out)
-        finish(slides, out, arguments.steps)
+        for other in WAYS if 0 < step < arguments.steps and not went_on else ():
+            if other != way:
+                shutil.copytree(out, OUT / "other")
+                finish(slides, OUT / "other", arguments.steps, other)
+                off = error(weights(OUT / "other"), expected)
+                print(f"from step {step} of {way} under {other}: weights off by {off:.1e}", flush=True)
+                shutil.rmtree(OUT / "other")
+            went_on = True
+        finish(slides, out, arguments.steps, way)
         found = weights(out)
         same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
         identical += same
-        print(f"kill {kill}: after {after_s:5.1f} s, last checkpoint at step {step:2}, weights identical: {same}")
+        at = f"after {after_s:5.1f} s, last checkpoint at step {step:2}"
+        print(f"kill {kill}: {at}, weights identical: {same}", flush=True)
         shutil.rmtree(out)
     print(f"{identical} of {arguments.kills} identical")
     sys.exit(identical < arguments.kills)

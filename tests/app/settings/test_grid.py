@@ -37,7 +37,7 @@ def test_other_texts_are_no_grids(text: str) -> None:
         (SPATIAL | {"parallel": "ddp"}, "of a team, which --parallel ddp does not have: use --parallel spatial, or"),
         (SPATIAL | {"parallel": "fsdp"}, "of a team, which --parallel fsdp does not have: use --parallel spatial, or"),
         (SPATIAL | {"parallel": "single", "ranks": 1}, "of a team, which --parallel single does not have"),
-        (SPATIAL | {"compile": True}, "--grid 2x1: compiled stages cannot exchange parts of maps: leave --developer c"),
+        (SPATIAL | {"compile": True}, "--grid 2x1: compiled stages cannot exchange parts of maps: leave c"),
         (SPATIAL | {"norm_statistics": "deferred"}, "--grid 2x1: deferred statistics are not of teams"),
         (SPATIAL | {"offload_state": "parameters"}, "--grid 2x1: parameters on the host are not of teams: use"),
         (SPATIAL | {"shard_optimizer": "pair"}, "shard-optimizer=pair needs two copies of the model"),
@@ -46,7 +46,10 @@ def test_other_texts_are_no_grids(text: str) -> None:
         (TEAMS | {"grid": "2x1,2x1", "stages": 3}, "--grid 2x1,2x1 has 2 teams, --stages 3: leave --stages out"),
         (TEAMS | {"parallel": "zero-bubble"}, "--grid 2x1: zero-bubble splits the backward pass, which exchanges"),
         (TEAMS | {"parallel": "master", "grid": "2x1,1x2"}, "--grid 2x1,1x2: master inverts its second replica, so"),
-        (TEAMS | {"parallel": "master", "shard_optimizer": "pair"}, "--grid 2x1: pairs share an optimizer between two"),
+        (
+            TEAMS | {"parallel": "master", "shard_optimizer": "pair"},
+            "--grid 2x1: pairs share an optimizer",
+        ),
     ],
 )
 def test_what_teams_cannot_do_is_one_fault_of_the_settings(asked: dict[str, Any], message: str) -> None:

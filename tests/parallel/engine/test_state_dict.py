@@ -20,6 +20,7 @@ from parallel.engine import state_dict as full_state
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.schedule.microbatch import microbatch_seed
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from tests.helpers.small_nets import TwoOutputs, batch_of, drawn_once, two_losses
 
@@ -33,6 +34,8 @@ STRATEGIES = {
     "interleaved": Strategy("interleaved", 2, 2, 4, chunks=2),
     "pairs": Strategy("bidirectional", 3, 3, 4, shard_optimizer=True),
     "groups of pairs": Strategy("master", 4, 2, 4, shard_optimizer=True),
+    "a team": Strategy("spatial", 2, 1, 4, grids=(Grid(1, 2),)),
+    "teams": Strategy("1f1b", 4, 2, 4, grids=(Grid(3, 1), Grid())),
 }
 
 

@@ -3,6 +3,7 @@ for."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_a_rank_that_goes_on_waits_no_more() -> None:
         train(build(communicator, "skips", SPATIAL, steps_of(2), observer=watch), steps_of(2))
         return watch.said
 
-    told = [said for each in run_on_threads(2, run) for said in zip(each, each[1:], strict=False)]
+    told = [said for each in run_on_threads(2, run) for said in itertools.pairwise(each)]
     waits = [(before, after) for before, after in told if before[2].startswith("waiting for ")]
     assert waits
     assert all(before[1] and not after[1] and before[0] == after[0] for before, after in waits)
