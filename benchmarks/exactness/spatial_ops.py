@@ -130,7 +130,7 @@ OPERATIONS: dict[str, Subject] = {
     "convolution, reflected": _conv(3, padding=1, padding_mode="reflect"),
     "transposed convolution 2x2, stride 2": _up(2, 2),
     "transposed convolution 3x3, stride 2": _up(3, 2, 1, 1),
-    "transposed convolution, stride beyond the kernel": _up(2, 5, 0, 3),
+    "transposed convolution, stride beyond the kernel": _up(2, 3, 0, 2),
     "max pool 3x3, stride 2": Subject(lambda: nn.MaxPool2d(3, 2, 1)),
     "max pool, ceil": Subject(lambda: nn.MaxPool2d(3, 2, ceil_mode=True)),
     "mean pool, pads count": Subject(lambda: nn.AvgPool2d(3, 2, 1)),

@@ -83,11 +83,22 @@ def _refuse_changed(reading: Reading, node: fx.Node) -> None:
     """Boxes put what is written in place into memory of its own, which whoever uses the old name would miss."""
     if not changes_in_place(reading, node):
         return
-    source: fx.Node | None = reading.maps(node)[0]
-    while source is not None:
-        if any(node < user for user in source.users):
-            raise SpansImage(f"changes {source.name} in place, which is used again by that name")
-        source = reading.lies_in.get(source.name)
+    source = reading.maps(node)[0]
+    for other in in_same_memory(reading, node, source):
+        if any(node < user for user in other.users):
+            raise SpansImage(f"changes {other.name} in place, which is used again by that name")
+
+
+def in_same_memory(reading: Reading, node: fx.Node, source: fx.Node) -> list[fx.Node]:
+    """Return the maps made before ``node`` that may lie in the memory of ``source``, itself among them."""
+
+    def owner(value: fx.Node) -> fx.Node:
+        while value.name in reading.lies_in:
+            value = reading.lies_in[value.name]
+        return value
+
+    before = (other for other in node.graph.nodes if other.name in reading.dims and other < node)
+    return [other for other in before if owner(other) is owner(source)]
 
 
 def _refuse_turned(reading: Reading, node: fx.Node) -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
-from parallel.streaming.read_node import changes_in_place, has_tensors, module_of, read_node
+from parallel.streaming.read_node import changes_in_place, has_tensors, in_same_memory, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
 from parallel.streaming.region import Region
 
@@ -116,15 +116,13 @@ def _bar(node: fx.Node, reading: Reading, found: _Found) -> None:
         known.pop(node.name, None)
     maps = reading.maps(node)
     if maps and changes_in_place(reading, node):  # whoever takes it later takes what was written
-        found.barred.add(maps[0].name)
-        same_memory = reading.lies_in.get(maps[0].name)
-        while same_memory is not None:
-            if any(node < user for user in same_memory.users):
+        for other in in_same_memory(reading, node, maps[0]):
+            if other is not maps[0] and any(node < user for user in other.users):
                 raise ValueError(
-                    f"{_where(node)} changes {maps[0].name} in place, and with it {same_memory.name}, which is used "
-                    "later: a team cannot do that outside what it computes side by side. Write it without in-place"
+                    f"{_where(node)} changes {maps[0].name} in place, and with it {other.name}, which is used later: "
+                    "a team cannot do that outside what it computes side by side. Write it without in-place"
                 )
-            same_memory = reading.lies_in.get(same_memory.name)
+        found.barred.add(maps[0].name)
 
 
 def _channels_last(model: nn.Module) -> bool:
