@@ -183,9 +183,18 @@ class Strategy:
         for set_, word in (
             (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),
             (self.compile, "compiled stages cannot exchange parts of maps: leave --developer compile out"),
-            (self.statistics == "deferred", "deferred statistics are not of teams: leave --developer norm-statistics out"),
-            (self.shard_optimizer, "pairs share an optimizer between two ranks, not between teams: leave --developer shard-optimizer out"),
-            (bool(self.policy.parameters), "parameters on the host are not of teams: use --developer offload-state=optimizer, or none"),
+            (
+                self.statistics == "deferred",
+                "deferred statistics are not of teams: leave --developer norm-statistics out",
+            ),
+            (
+                self.shard_optimizer,
+                "pairs share an optimizer between two ranks, not between teams: leave --developer shard-optimizer out",
+            ),
+            (
+                bool(self.policy.parameters),
+                "parameters on the host are not of teams: use --developer offload-state=optimizer, or none",
+            ),
             (self.policy.stream is not None, "a member's box is not computed in boxes: leave --stream or --grid out"),
         ):
             if self.grids and set_:
