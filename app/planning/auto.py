@@ -20,7 +20,7 @@ from parallel.plan.limit import too_small
 from parallel.plan.plan import Plan, PlanRow, best_of
 from parallel.plan.savings import RECOMPUTE, Savings
 from parallel.plan.search import Planner
-from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.strategy import WHOLE, Strategy
 from parallel.units import bytes_text
 
@@ -105,7 +105,9 @@ def savings_of(settings: StrategySettings) -> Savings:
 def names_for(settings: StrategySettings) -> list[str]:
     """Strategies that the ranks of this run can carry out."""
     launch = find_launch()
-    names = [*WHOLE, *SCHEDULES]
+    names = [*WHOLE, SPATIAL.name, *SCHEDULES]
+    if settings.compile or settings.norm_statistics == "deferred" or settings.offload_state == "parameters":
+        names.remove(SPATIAL.name)
     if launch and launch.mpi:
         names.remove("fsdp")
     return names

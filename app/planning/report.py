@@ -33,12 +33,12 @@ from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
 from parallel.plan.task import Task
-from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.schedule.text import to_csv
 from parallel.strategy import WHOLE
 from parallel.units import bytes_text
 
-NAMES = (*WHOLE, *SCHEDULES)
+NAMES = (*WHOLE, SPATIAL.name, *SCHEDULES)
 
 
 @contextlib.contextmanager
@@ -85,6 +85,8 @@ def report(command: PlanCommand) -> int:
     print_rows(rows, best)
     if note := _box_note(planner.task):
         print(f"\n{note}")
+    if note := _team_note(planner, rows):
+        print(note)
     if best is None:
         print(f"\n{too_small(rows, machine.cluster)}")
     largest = _largest(command, machine, work, names) if command.largest_tile else []
@@ -99,6 +101,20 @@ def _box_note(task: Task) -> str:
         return f"not box by box: {task.not_streamed}"
     ends = task.streamed.model.ends_at
     return f"box by box up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole" if ends else ""
+
+
+def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
+    """How far the team of the fastest row with one divides tiles, where that is not to the end."""
+    best = best_of(row for row in rows if row.strategy.grids)
+    if best is None or planner.cutting.teams is None:
+        return ""
+    grid = best.strategy.grids[0]
+    ends = planner.cutting.teams.side(grid).ends_at
+    return (
+        f"side by side on {grid} up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole"
+        if ends
+        else ""
+    )
 
 
 def machine_of(command: PlanCommand) -> Machine:

@@ -29,6 +29,9 @@ from parallel.strategy import STREAMED, Strategy
 
 GAIN = 4 / 3
 """Times as fast, at most, as with all of it computed again: a forward pass is about a third of both."""
+PIPELINES = 16
+"""Ranks up to which pipelines of teams are searched, when spatial is among the strategies, and grids of columns: of
+more, groups of as many do the same."""
 FEW = 150
 """Candidates: of more, those are left out that cannot be faster than one of their strategy that fits."""
 
@@ -98,7 +101,8 @@ class Planner:
         """Yield the rows of candidates with teams on their seats: of spatial alone always, of pipelines of teams as far
         as one could be faster than ``best``, and than what was found meanwhile."""
         own: dict[str, list[Strategy]] = {name: [] for name in free}
-        for candidate in self._teams(free, ranks, depth, m):
+        names = [name for name in free if name == "spatial" or ("spatial" in free and ranks <= PIPELINES)]
+        for candidate in self._teams(names, ranks, depth, m):
             own[candidate.name].append(candidate)
         if "spatial" in own and not own["spatial"]:
             yield PlanRow(Strategy("spatial", ranks, 1, 1), refused=self._no_teams(ranks))
@@ -124,7 +128,8 @@ class Planner:
         most, members = self.cutting.most_stages, self.cluster.per_node
         batch = self.task.batch
         made = in_teams(ranks, batch, names=names, most_stages=most, most_members=members, depth=depth, m=m)
-        return [candidate for candidate in made if parts.side(candidate.grids[0]).steps]
+        grids = [each for each in made if ranks <= PIPELINES or each.grids[0].columns == 1]
+        return [candidate for candidate in grids if parts.side(candidate.grids[0]).steps]
 
     def _no_teams(self, ranks: int) -> str:
         if ranks < 2:
