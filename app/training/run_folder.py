@@ -37,6 +37,7 @@ FREE_TO_CHANGE = frozenset(
         "parallel",
         "ranks",
         "stages",
+        "grid",
         "chunks",
         "cuts",
         "schedule",

@@ -3,7 +3,7 @@
 Takes nothing (slides are made); gives one line per launcher and kill, with ``--write`` in the README beside this file.
 Undisturbed and disturbed runs alternate, so that the seconds lost are of the same machine at the same time.
 
-    python -m benchmarks.fault_drill.run [--only=REGEX] [--kills 3] [--steps 60] [--write]
+    python -m benchmarks.fault_drill.run [--only=REGEX] [--kills 3] [--steps 60] [--under spatial] [--write]
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ README = Path(__file__).with_name("README.md")
 
 EVERY = 10
 SETTINGS = (
-    *("--model", "resnet18", "--parallel", "master", "--tile", "128", "--batch", "8", "--microbatches", "4"),
+    *("--model", "resnet18", "--tile", "128", "--batch", "8", "--microbatches", "4"),
     *("--device", "cpu", "--augment", "device", "--seed", "7", "--developer", "twin-steps=0", "--validation", "0"),
     *("--checkpoint-every", str(EVERY)),
 )
+WAYS = {"master": ("--parallel", "master"), "spatial": ("--parallel", "spatial", "--grid", "2x1")}
 COMES_WITHIN_S, ENDS_WITHIN_S = 600.0, 900.0
 """To the step in which it is killed, and to its end: on a busy machine, too."""
 
@@ -134,10 +135,12 @@ def _await_step(run: StartedRun, step: int, out: Path) -> None:
         time.sleep(0.01)
 
 
-def drills(starts: Sequence[Start], slides: Path, steps: int, kills: int, seed: int) -> Iterator[Drill]:
+def drills(
+    starts: Sequence[Start], way: Sequence[str], slides: Path, steps: int, kills: int, seed: int
+) -> Iterator[Drill]:
     """``kills`` of each start, at steps drawn with ``seed`` from the middle of the run."""
     moments = random.Random(seed)
-    settings = ["--slides", str(slides), "--steps", str(steps), *SETTINGS]
+    settings = ["--slides", str(slides), "--steps", str(steps), *SETTINGS, *way]
     for start in starts:
         for kill in range(kills):
             folder = OUT / re.sub(r"\W+", "-", f"{start.name} {start.killed} {kill}").strip("-")
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3, help="of each launcher")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--under", choices=WAYS, default="master", help="how two ranks compute the model")
     parser.add_argument("--write", action="store_true", help="put the table into the README")
     arguments = parser.parse_args()
     slides = OUT / "slides"
@@ -162,7 +166,7 @@ def main() -> None:
     found = []
     with ExitStack() as stack:
         starts = [start for start in find_starts(stack) if re.search(arguments.only, f"{start.name} {start.killed}")]
-        for one in drills(starts, slides, arguments.steps, arguments.kills, arguments.seed):
+        for one in drills(starts, WAYS[arguments.under], slides, arguments.steps, arguments.kills, arguments.seed):
             found.append(one)
             print(" | ".join(one.row()), flush=True)
     met = sum(one.as_asked for one in found)

@@ -54,20 +54,20 @@ def steps_done(run: Path) -> int:
     return int(torch.load(path, weights_only=True)["step"]) if path.exists() else 0
 
 
-def finish(slides: Path, out: Path, steps: int, way: str) -> None:
+def finish(slides: Path, out: Path, steps: int, settings: tuple[str, ...]) -> None:
     """Run or resume to the end, whatever is there."""
     more = ["--resume"] if (out / "checkpoints" / "last.pt").exists() else []
-    subprocess.run(command(slides, out, steps, *WAYS[way], *more), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command(slides, out, steps, *settings, *more), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def killed(slides: Path, out: Path, steps: int, way: str, after_s: float) -> None:
+def killed(slides: Path, out: Path, steps: int, settings: tuple[str, ...], after_s: float) -> None:
     """Begin a run, and kill it or its rank 1 after so many seconds."""
-    begun = command(slides, out, steps, *WAYS[way])
+    begun = command(slides, out, steps, *settings)
     process = subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         process.wait(after_s)
     except subprocess.TimeoutExpired:
-        (rank_of(out, 1) if WAYS[way] else process).kill()
+        (rank_of(out, 1) if "--ranks" in settings else process).kill()
         process.wait(ENDS_WITHIN_S)
 
 
@@ -88,32 +88,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--under", choices=WAYS, default="single", help="how the killed run computes the model")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     arguments = parser.parse_args()
-    way = arguments.under
+    way, rule = arguments.under, ("--optimizer", arguments.optimizer)
     shutil.rmtree(OUT, ignore_errors=True)
     slides = OUT / "slides"
     synth.main([str(slides), "--slides", "6", "--size", "2048", "--task", "classify"])
     start = time.monotonic()
-    finish(slides, OUT / "whole", arguments.steps, way)
+    finish(slides, OUT / "whole", arguments.steps, WAYS[way] + rule)
     whole_s = time.monotonic() - start
     expected = weights(OUT / "whole")
     moments = random.Random(arguments.seed)
-    print(f"{measured_on()}; {way}, {arguments.steps} steps uninterrupted: {whole_s:.1f} s")
-    identical, went_on = 0, way == "single"
+    print(f"{measured_on()}; {way}, {arguments.optimizer}, {arguments.steps} steps uninterrupted: {whole_s:.1f} s")
+    identical, went_on = 0, not WAYS[way]
     for kill in range(arguments.kills):
         out = OUT / f"killed-{kill}"
         after_s = moments.uniform(0.3, 1.0) * whole_s
-        killed(slides, out, arguments.steps, way, after_s)
+        killed(slides, out, arguments.steps, WAYS[way] + rule, after_s)
         step = steps_done(out)
         for other in WAYS if 0 < step < arguments.steps and not went_on else ():
             if other != way:
                 shutil.copytree(out, OUT / "other")
-                finish(slides, OUT / "other", arguments.steps, other)
+                finish(slides, OUT / "other", arguments.steps, WAYS[other] + rule)
                 off = error(weights(OUT / "other"), expected)
                 print(f"from step {step} of {way} under {other}: weights off by {off:.1e}", flush=True)
                 shutil.rmtree(OUT / "other")
             went_on = True
-        finish(slides, out, arguments.steps, way)
+        finish(slides, out, arguments.steps, WAYS[way] + rule)
         found = weights(out)
         same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
         identical += same

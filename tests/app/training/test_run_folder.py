@@ -39,6 +39,7 @@ def test_resuming_with_other_settings_names_each_that_differs(tmp_path: Path) ->
 def test_length_and_ranks_may_change_on_resume(tmp_path: Path) -> None:
     folder = started(tmp_path / "run")
     folder.open(replace(CONFIG, resume=True, steps=5, strategy=StrategySettings(ranks=2, microbatches=None)))
+    folder.open(replace(CONFIG, resume=True, strategy=StrategySettings("spatial", ranks=2, grid="2x1")))
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
