@@ -29,6 +29,8 @@ ROWS = (
     ("recompute + offload", "single", BOTH),
     ("DDP", "ddp", PLAIN),
     ("DDP + recompute", "ddp", AGAIN),
+    ("spatial", "spatial", PLAIN),
+    ("spatial + recompute", "spatial", AGAIN),
     ("gpipe", "gpipe", PLAIN),
     ("master", "master", PLAIN),
     ("master + recompute", "master", AGAIN),

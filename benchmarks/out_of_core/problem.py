@@ -20,6 +20,7 @@ from parallel.graph.scale import with_tiles
 from parallel.plan.plan import PlanRow
 from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
+from parallel.schedule.registry import SPATIAL
 from parallel.strategy import WHOLE, Strategy
 
 BATCH = 4
@@ -64,6 +65,6 @@ def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savi
     """The leanest candidate of a strategy with microbatches of one tile, its stages spread over all ranks. Where
     activations go to the host, the optimizer is there, too."""
     made = planner(model, px, ranks, budget, state_on_host=savings.offload == (True,))
-    depth = None if name in WHOLE else ranks
+    depth = None if name in (*WHOLE, SPATIAL.name) else ranks
     rows = [row for row in made.rows([name], ranks=ranks, depth=depth, m=BATCH, savings=savings) if not row.refused]
     return min(rows, key=lambda row: (row.over_bytes, max(row.peak_bytes)), default=None)

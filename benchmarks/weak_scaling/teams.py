@@ -1,0 +1,154 @@
+"""Weak scaling of teams x MASTER x data parallelism, simulated: tiles that no single device could compute.
+
+Takes nothing; prints the smallest groups that fit and their efficiency up to 1,024 ranks, and with ``--write`` puts the
+table into README.md and the picture beside it. What the simulation leaves out stands there. Exit code 0.
+
+    python -m benchmarks.weak_scaling.teams [--write] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from app.planning.machine import named_machine
+from app.planning.workload import Workload
+from benchmarks.results import markdown_table, results, write_results
+from benchmarks.weak_scaling.simulation import DEVICE, LINK, NETWORK, PER_NODE
+from parallel.cost.stage_cost import link_costs
+from parallel.plan.plan import PlanRow
+from parallel.plan.savings import ON_DEVICE
+from parallel.plan.search import Planner
+from parallel.plan.stages import slower_link
+from parallel.plan.step_time import StepTime, forecast_split
+from parallel.space.team import Grid
+from parallel.strategy import Strategy
+from parallel.units import bytes_text
+
+MODEL, TILES = "resnet50", 8
+"""Trained, and tiles of a group in each step, each a microbatch."""
+SIDES, MOST = (8192, 16384), 1024
+NAMES = (("spatial", 1), ("master", 2), ("1f1b", 2))
+"""Strategy, and teams of a group."""
+GRIDS = (Grid(2, 1), Grid(4, 1), Grid(4, 2), Grid(4, 4), Grid(8, 4))
+"""Of a team, from the fewest ranks on."""
+COMMAND = "python -m benchmarks.weak_scaling.teams --write"
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class TeamCurve:
+    """One strategy at one size of tile.
+
+    Attributes:
+        row: of a single group, the smallest that fits.
+        ranks: of the group, and that times 2, 4, ...
+        steps: by number of ranks.
+    """
+
+    tile: int
+    row: PlanRow
+    ranks: tuple[int, ...]
+    steps: tuple[StepTime, ...]
+
+    @property
+    def efficiency(self) -> list[float]:
+        """By number of ranks, images/s over those of one group times the number of groups."""
+        return [self.steps[0].step_s / step.step_s for step in self.steps]
+
+
+def simulated(model: str, tile: int, most: int) -> list[TeamCurve]:
+    """Curves up to ``most`` ranks; strategies that no grid makes fit are left out."""
+    machine = named_machine(DEVICE, most, per_node=PER_NODE, link=LINK, network=NETWORK)
+    planner = Planner(Workload(model, tile, 2, optimizer="sgd").task(TILES, machine.estimate), machine.cluster)
+    curves = []
+    for name, depth in NAMES:
+        candidates = (Strategy(name, g.members * depth, depth, TILES, grids=(g,) * depth) for g in GRIDS)
+        row = next((row for each in candidates if (row := planner.row(each, ON_DEVICE)).fits), None)
+        if row is not None:
+            group = row.strategy.ranks
+            ranks = tuple(group * 2**k for k in range(int(math.log2(most // group)) + 1))
+            curves.append(TeamCurve(tile, row, ranks, tuple(_step(planner, row, n) for n in ranks)))
+    return curves
+
+
+def _step(planner: Planner, row: PlanRow, ranks: int) -> StepTime:
+    """The step of as many groups as ``ranks`` make."""
+    own, groups, cluster = row.strategy, ranks // row.strategy.group_ranks, planner.cluster
+    partition = planner.partition_of(row)
+    candidate = dataclasses.replace(own, ranks=ranks, m=own.m * groups)
+    return forecast_split(
+        candidate,
+        candidate.m,
+        planner.cutting.stage_costs(own, partition),
+        link_costs(partition, functools.partial(slower_link, candidate, cluster)),
+        [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)],
+        planner.task.slots,
+        cluster,
+    )
+
+
+def table(curves: Sequence[TeamCurve]) -> str:
+    """A row for each curve."""
+    most = curves[0].ranks[-1]
+    return markdown_table(
+        ["tile px", "strategy", "a group", "fullest rank", f"efficiency at {most} ranks", "images/s", "step, s"],
+        (
+            [
+                str(curve.tile),
+                f"{curve.row.strategy.name} {curve.row.strategy.savings}".rstrip(),
+                f"{curve.row.strategy.depth} of {curve.row.strategy.grids[0]}",
+                bytes_text(max(curve.row.peak_bytes)),
+                f"{100 * curve.efficiency[-1]:.2f} %",
+                f"{TILES * curve.ranks[-1] / curve.ranks[0] / curve.steps[-1].step_s:.1f}",
+                f"{curve.steps[-1].step_s:.2f}",
+            ]
+            for curve in curves
+        ),
+    )
+
+
+def draw(curves: Sequence[TeamCurve], path: Path) -> None:
+    """Write efficiency over ranks, a line for each curve, to ``path``."""
+    mpl.use("agg")
+    mpl.rcParams["svg.hashsalt"] = "weak scaling of teams"  # the same picture is the same file
+    figure = Figure(figsize=(9, 5), layout="constrained", facecolor="white")
+    chart = figure.subplots()
+    for curve in curves:
+        own = curve.row.strategy
+        label = f"{curve.tile:,} px, {own.name}, {own.depth} of {own.grids[0]}"
+        chart.plot(curve.ranks, [100 * part for part in curve.efficiency], marker="o", markersize=4, label=label)
+    chart.set_xscale("log", base=2)
+    chart.set_xlabel("ranks (V100), log scale")
+    chart.set_ylabel("efficiency: images/s over those of\none group times groups, %")
+    chart.set_title("Simulated, nothing ran on a GPU: teams x data parallelism, ResNet-50")
+    chart.legend(frameon=False)
+    chart.grid(axis="y", color="#dddddd", linewidth=0.8)
+    chart.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put table and picture into this folder")
+    parser.add_argument("--quick", action="store_true", help="tiles of 2048 px to 64 ranks: does it run?")
+    arguments = parser.parse_args()
+    sides, most = ((2048,), 64) if arguments.quick else (SIDES, MOST)
+    curves = [curve for side in sides for curve in simulated(MODEL, side, most)]
+    text = results(COMMAND, f"Simulated, {MODEL}, {TILES} tiles a step for each group, to {most} ranks.", table(curves))
+    print(text)
+    if arguments.write:
+        write_results(FOLDER / "README.md", text, "teams")
+        draw(curves, FOLDER / "teams.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Teams as candidates: which grids and seats are tried, what a plan's file says of them, and where regions end."""
+
+from __future__ import annotations
+
+from benchmarks.out_of_core.problem import planner
+from parallel.plan.candidates import grids_of, in_teams
+from parallel.plan.plan import PlanRow
+from parallel.space.team import Grid
+from parallel.strategy import Strategy
+
+GIB = 2**30
+
+
+def test_rows_alone_come_before_the_grid_with_the_shortest_borders() -> None:
+    assert [str(grid) for grid in grids_of(8)] == ["8x1", "4x2"]
+    assert grids_of(3) == [Grid(3, 1)]
+
+
+def test_teams_take_the_place_of_ranks() -> None:
+    asked = {"names": ["spatial", "1f1b", "zero-bubble", "ddp"], "most_stages": 9, "most_members": 4}
+    made = list(in_teams(4, 2, **asked))  # type: ignore[arg-type]
+    assert {str(each) for each in made if each.name == "1f1b"} == {"1f1b 1 x 2 of 2x1, m=1", "1f1b 1 x 2 of 2x1, m=2"}
+    assert {each.name for each in made} == {"spatial", "1f1b"}
+    assert all(each.group_ranks * each.groups == 4 for each in made)
+    assert all(each.placement for each in made)
+
+
+def test_a_plan_is_read_back_with_its_grids() -> None:
+    row = PlanRow(Strategy("master", 8, 2, 4, grids=(Grid(2, 2),) * 2))
+    assert PlanRow.from_json(row.to_json()) == row
+
+
+def test_where_a_region_ends_is_named() -> None:
+    parts = planner("resnet18", 64, 4, GIB, 2).cutting.teams
+    assert parts is not None
+    ends = parts.side(Grid(4, 1)).ends_at
+    assert ends is not None
+    assert "of which not every member of a 4x1 team has a part" in ends[1]
+    assert parts.side(Grid(2, 1)).ends_at is None
