@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,14 @@ from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
+from parallel.schedule.simulate import simulate
+from parallel.schedule.step_cost import StageCost
 from parallel.space.team import Grid
 from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
 
 M = 4
+PIPELINES = ("1f1b", "mp-basic", "master")
 RULE = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
@@ -29,7 +33,7 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, d
     """Return seconds of each round on the wall, and of this rank's processor, by strategy."""
     take_cores(torch.device("cpu"))
     problem, depth = Problem(argument["model"], argument["side"]), communicator.world
-    strategies = {name: Strategy(name, depth, depth, M) for name in ("1f1b", "mp-basic", "master")}
+    strategies = {name: Strategy(name, depth, depth, M) for name in PIPELINES}
     strategies["spatial"] = Strategy("spatial", depth, 1, M, grids=(Grid.parse(argument["grid"]),))
     engines = {name: _engine(problem, communicator, strategy) for name, strategy in strategies.items()}
     took: dict[str, dict[str, list[float]]] = {"wall": {}, "cpu": {}}
@@ -47,6 +51,25 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, d
                 took["wall"].setdefault(name, []).append(wall)
                 took["cpu"].setdefault(name, []).append(used)
     return took
+
+
+def replayed_s(name: str, cpu: Sequence[float], of_stages: Sequence[float]) -> float:
+    """Return the seconds of a step of ``name`` if every rank had a core of its own: its processor time played along its
+    schedule, with a third of each stage forward; of a team, that of its busier member.
+
+    Args:
+        cpu: processor seconds of a step, by rank.
+        of_stages: any multiple of the seconds of each stage.
+    """
+    if name == "spatial":
+        return max(cpu)
+    strategy = Strategy(name, len(cpu), len(cpu), M)
+    costs = []
+    for share in of_stages:
+        second = share / sum(of_stages) * sum(cpu) / M
+        costs.append(StageCost(second / 3, second * 2 / 3, second / 3, second / 3, 0))
+    schedule = strategy.schedule({(stage, stage + 1): True for stage in range(len(cpu) - 1)})
+    return simulate(schedule, strategy.placement, costs).makespan_s
 
 
 def _engine(problem: Problem, communicator: Communicator, strategy: Strategy) -> Engine:
