@@ -153,8 +153,19 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
         RunError: none fits the memory.
     """
     asked = strategy.to_strategy("cpu")
+    if len(set(asked.grids)) > 1:
+        raise RunError(
+            f"--recompute optimal is planned for teams of one grid; got --grid {strategy.grid}: give one grid, or use "
+            "--recompute block"
+        )
     candidate = Strategy(
-        asked.name, asked.ranks, asked.depth, asked.m, asked.chunks, shard_optimizer=asked.shard_optimizer
+        asked.name,
+        asked.ranks,
+        asked.depth,
+        asked.m,
+        asked.chunks,
+        shard_optimizer=asked.shard_optimizer,
+        grids=asked.grids,
     ).under(recompute="optimal", offload=asked.policy.offload)
     graph, _ = planner.cutting.microbatch(planner.cutting.tiles(candidate))
     split = asked.partition(graph) if asked.splits else Partition(graph, (0,))

@@ -35,7 +35,15 @@ READING = threading.Lock()
 
 
 class NothingInBoxes(ValueError):
-    """No layer can be computed box by box; says which is the first, and why."""
+    """No layer can be computed box by box; says which is the first, and why.
+
+    Attributes:
+        ends_at: (layer, reason).
+    """
+
+    def __init__(self, layer: str, reason: str) -> None:
+        super().__init__(f"--stream finds nothing to compute box by box: {layer} {reason}. Leave --stream out")
+        self.ends_at = layer, reason
 
 
 @dataclass
@@ -273,7 +281,7 @@ def _finished(
         steps = _asked_for(steps)
     if not any(step.flops and not step.sums for step in steps):
         layer, reason = found.ends_at or ("the model", "has no layer that takes maps")
-        raise NothingInBoxes(f"--stream finds nothing to compute box by box: {layer} {reason}. Leave --stream out")
+        raise NothingInBoxes(layer, reason)
     made = {step.name for step in steps}
     by_name = {node.name: node for node in nodes}
     inside = made | found.constants.keys()

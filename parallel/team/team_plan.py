@@ -105,7 +105,7 @@ def plan_team(model: nn.Module, nodes: Sequence[fx.Node], shape: Sequence[int], 
     try:
         region = read_region(model, nodes, {entering: images}, refuse=refuse, once=True)
     except NothingInBoxes as reason:
-        return TeamPlan(territory, None, ("the model", str(reason)))
+        return TeamPlan(territory, None, reason.ends_at)
     return TeamPlan(territory, region, region.ends_at)
 
 
