@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from parallel.offload.rng import drawing
 from parallel.space.span import Span
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.operation import Arguments, Compute, Operation, attribute
@@ -19,48 +17,11 @@ from parallel.streaming.read_dropout import MASK
 from parallel.streaming.read_norm import MOMENTS
 from parallel.team.convolution import DIMS, convolve_side_by_side
 from parallel.team.fetched import fetched, patch_of
-from parallel.team.link import TeamLink, cut
+from parallel.team.link import cut
 from parallel.team.norm import merged_moments, normalised_side_by_side
+from parallel.team.passing import Pass
 from parallel.team.sums import echoed, silent, summed
 from parallel.team.team_plan import TeamPlan
-
-
-@dataclass
-class Pass:
-    """One forward pass of one microbatch on one member.
-
-    Attributes:
-        random: seed or state that the next number is drawn from.
-    """
-
-    plan: TeamPlan
-    link: TeamLink
-    device: torch.device
-    random: int | Tensor = 0
-
-    def random_state(self) -> Tensor:
-        """Return the state that the next stage draws from."""
-        if isinstance(self.random, Tensor):
-            return self.random
-        with drawing(self.random, self.device) as draws:
-            pass
-        return draws.end
-
-    def drawn(self, draw: Callable[[], Any]) -> Any:
-        """Return what ``draw`` gives, which draws as the plain model would."""
-        start = self.random
-        if (tape := self.link.tape) is not None:
-            start = tape.word(lambda: start)
-        with drawing(start, self.device) as draws:
-            value = draw()
-        self.random = draws.end
-        return value
-
-    def hear_of_member_0(self) -> None:
-        """Go on from the state that member 0, which drew alone, is in."""
-        state = self.random_state().to(self.device, torch.int32)
-        said = self.link.sum(state if self.link.member == 0 else torch.zeros_like(state))
-        self.random = said.to("cpu", torch.uint8)
 
 
 class NodeRun:
