@@ -136,8 +136,10 @@ FAULTS = (
     Fault(
         "a tile has the label of its neighbour",
         "pipelines/stream/target.py",
-        "slide: Slide, region: Region, out: NDArray[Any]) -> None:\n        out[...] = self.by_row[row]",
-        "slide: Slide, region: Region, out: NDArray[Any]) -> None:\n        out[...] = self.by_row[row - 1]",
+        "slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None\n    ) -> None:\n"
+        "        out[...] = self.by_row[row]",
+        "slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None\n    ) -> None:\n"
+        "        out[...] = self.by_row[row - 1]",
         ("tests/pipelines/stream/test_stream.py",),
     ),
     Fault(

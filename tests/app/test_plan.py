@@ -32,7 +32,9 @@ def test_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.row.images_per_second >= 0.99 * best
     assert plan.problem["ranks"] == 4
     assert "<- plan" in printed
-    assert all(len(row["peak_memory_bytes"]) == (row["depth"]) for row in rows)
+    members = [[int(side) for grid in row["grids"] for side in grid.split("x")] for row in rows]
+    ranks = [sum(a * b for a, b in zip(of[::2], of[1::2], strict=True)) for of in members]
+    assert all(len(row["peak_memory_bytes"]) == (n or row["depth"]) for row, n in zip(rows, ranks, strict=True))
     assert (tmp_path / "graph.svg").read_text().startswith("<svg")
     assert "layer1" in (tmp_path / "graph.txt").read_text()
 
