@@ -229,6 +229,7 @@ def test_an_interrupted_run_out_of_core_goes_on_bit_by_bit(
 TEAM = {"parallel": "spatial", "ranks": 2, "grid": "2x1"}
 
 
+@pytest.mark.long
 def test_an_interrupted_team_goes_on_bit_by_bit_and_under_other_grids(run: Run, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
@@ -255,6 +256,7 @@ def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name, value in theirs.items() if not torch.equal(value, ours[name])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("augment", ["device", "cpu"])
 def test_masks_on_another_rank_are_varied_as_their_tiles(augment: Any, segment_slides: Path, tmp_path: Path) -> None:
     runs = []

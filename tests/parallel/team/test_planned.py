@@ -54,6 +54,7 @@ def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _:
     return link.sent_bytes - before, live.peak_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "px", "grid", "recompute", "within"),
     [
