@@ -151,17 +151,7 @@ def put_to_work(
         )
         for number, cut in cuts.items()
     }
-    with not_counted() if policy.parameters else contextlib.nullcontext():
-        reducers = {
-            number: GradReducer(
-                stage.module.parameters(),
-                holders.of_stage[number],
-                overlap=not splits and strategy.gradient_bytes != 0,
-                bucket_bytes=strategy.gradient_bytes,
-            )
-            for number, stage in stages.items()
-            if holders.of_stage[number].world > 1
-        }
+    reducers = _reducers(stages, holders, strategy, overlap=not splits and strategy.gradient_bytes != 0)
     names = [name for name, _ in traced.model.named_parameters()]
     offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
     update = _update(
@@ -196,6 +186,23 @@ def put_to_work(
         link=link,
         waits=waits,
     )
+
+
+def _reducers(
+    stages: Mapping[int, Stage], holders: StageGroups, strategy: Strategy, *, overlap: bool
+) -> dict[int, GradReducer]:
+    """Return what sums gradients, of the stages that other ranks hold, too."""
+    with not_counted() if strategy.policy.parameters else contextlib.nullcontext():
+        return {
+            number: GradReducer(
+                stage.module.parameters(),
+                holders.of_stage[number],
+                overlap=overlap,
+                bucket_bytes=strategy.gradient_bytes,
+            )
+            for number, stage in stages.items()
+            if holders.of_stage[number].world > 1
+        }
 
 
 def _stage_modules(
