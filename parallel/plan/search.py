@@ -12,12 +12,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import link_costs, stage_costs
 from parallel.graph.partition import Partition
 from parallel.plan.candidates import candidates, in_teams, leanest
+from parallel.plan.fitting import Fitting
 from parallel.plan.limit import Limit, limit_of
 from parallel.plan.plan import SIMPLER, PlanRow, best_of
 from parallel.plan.savings import ANY, Savings
@@ -47,7 +47,7 @@ class Planner:
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster
         self.cutting = StageCache(task, cluster)
-        self._known: dict[Strategy, _Fitting | None] = {}
+        self._known: dict[Strategy, Fitting | None] = {}
 
     def rows(
         self,
@@ -171,7 +171,7 @@ class Planner:
         Args:
             seconds: those of tiles computed box by box are told, too, which takes a while.
         """
-        tried: list[_Fitting] = []
+        tried: list[Fitting] = []
         for tier in savings.tiers(candidate):
             own, fastest = [], None
             for variant in tier:
@@ -198,12 +198,12 @@ class Planner:
         fitting = self._in_boxes(candidate)
         return None if fitting is None else self._timed(fitting)
 
-    def _in_boxes(self, candidate: Strategy) -> _Fitting | None:
+    def _in_boxes(self, candidate: Strategy) -> Fitting | None:
         sides = self.cutting.box_sides
         if candidate.name not in STREAMED or not sides:
             return None
 
-        def fitting(side: int) -> _Fitting:
+        def fitting(side: int) -> Fitting:
             found = self._least(self.cutting.within_host(candidate.under(stream=side)))
             assert found is not None
             return found
@@ -250,7 +250,7 @@ class Planner:
             return row
         return best_of([row, self._timed(fitting)]) or row
 
-    def _least(self, candidate: Strategy) -> _Fitting | None:
+    def _least(self, candidate: Strategy) -> Fitting | None:
         """Return, of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that
         miss by less; None where it cannot run."""
         if candidate not in self._known:
@@ -302,17 +302,17 @@ class Planner:
         fitting = self._fitting_at(candidate, partition)
         return None if fitting is None else self._timed(fitting)
 
-    def _fitting(self, candidate: Strategy, within: bool) -> _Fitting | None:
+    def _fitting(self, candidate: Strategy, within: bool) -> Fitting | None:
         """Return what ``candidate`` takes; None where no cuts fit as asked."""
         partition = self.cutting.partition(candidate, within=within)
         return None if partition is None else self._fitting_at(candidate, partition)
 
-    def _fitting_at(self, candidate: Strategy, partition: Partition) -> _Fitting | None:
+    def _fitting_at(self, candidate: Strategy, partition: Partition) -> Fitting | None:
         """Return the same for stages that are given."""
         decided = self.cutting.decided(candidate, partition)
-        return None if decided is None else _Fitting(decided, partition, self.cutting)
+        return None if decided is None else Fitting(decided, partition, self.cutting)
 
-    def _timed(self, fitting: _Fitting, seconds: bool = True) -> PlanRow:
+    def _timed(self, fitting: Fitting, seconds: bool = True) -> PlanRow:
         step = self._forecast(fitting.strategy, fitting.partition) if seconds else None
         return PlanRow(
             fitting.strategy,
@@ -356,46 +356,3 @@ class Planner:
             return forecast_split(candidate, batch, stages, links, params, slots, self.cluster)
         (stage,), (size,) = stages, params
         return forecast_whole(candidate, batch, stage.forward_s, stage.backward_s, size, slots, self.cluster)
-
-
-@dataclass(frozen=True)
-class _Fitting:
-    """A strategy with everything decided, its stages, and what its ranks take, as far as that is asked for."""
-
-    strategy: Strategy
-    partition: Partition
-    cutting: StageCache
-
-    @functools.cached_property
-    def fits(self) -> bool:
-        """Known before all the rest where one of the first ranks takes too much."""
-        limit = self.cutting.cluster.usable_bytes
-        return all(self._peak(rank) <= limit for rank in range(self.strategy.depth)) and not self.over_bytes
-
-    @functools.cached_property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """Of every rank of a group; of a team's ranks what its largest member takes."""
-        members = self.strategy.members
-        return tuple(self._peak(seat) for seat in range(self.strategy.depth) for _ in range(members))
-
-    @functools.cached_property
-    def over_bytes(self) -> int:
-        """By how much the fullest rank misses the memory, or the host's."""
-        cluster = self.cutting.cluster
-        over = max(self.peak_bytes) - cluster.usable_bytes
-        policy = self.strategy.policy
-        if (policy.moves or policy.stream) and cluster.host_bytes < math.inf:
-            on_host = self.cutting.host_bytes(self.strategy, self.partition)
-            # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
-            left = max(0, -over) if cluster.kind == "cpu" else 0
-            over = max(over, on_host - round(cluster.host_bytes) - left)
-        return max(0, over)
-
-    @functools.cached_property
-    def _peaks(self) -> dict[int, int]:
-        return {}
-
-    def _peak(self, rank: int) -> int:
-        if rank not in self._peaks:
-            self._peaks[rank] = self.cutting.rank_bytes(self.strategy, self.partition, rank).total
-        return self._peaks[rank]

@@ -16,36 +16,25 @@ from parallel.team.link import TeamLink
 
 def summed(link: TeamLink, value: Tensor) -> Tensor:
     """Return the sum of all members' values."""
-    total: Tensor = _Summed.apply(value, link)
+    total: Tensor = _Total.apply(value, link.sum(value), link)
     return total
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, link: TeamLink) -> Tensor:
-        ctx.link = link
-        return link.sum(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.link.sum_back(gradients[0]), None
 
 
 def echoed(link: TeamLink, value: Tensor) -> Tensor:
     """Return ``value``, which is the same on every member; its gradient is summed over them."""
-    echo: Tensor = _Echoed.apply(value, link)
+    echo: Tensor = _Total.apply(value, value, link)
     return echo
 
 
-class _Echoed(torch.autograd.Function):
+class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, link: TeamLink) -> Tensor:
+    def forward(ctx: Any, value: Tensor, total: Tensor, link: TeamLink) -> Tensor:
         ctx.link = link
-        return value.view_as(value)
+        return total.detach().view_as(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.link.sum_back(gradients[0]), None
+        return ctx.link.sum_back(gradients[0]), None, None
 
 
 def silent(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

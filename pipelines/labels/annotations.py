@@ -135,29 +135,10 @@ def read_annotations(
     values: dict[str, set[int]] = {}
     without_area = 0
 
-    def contents(slide: str) -> tuple[set[str], int, set[int] | None] | SlideError:
-        """Names that are drawn, how much without area, and the values of a mask that does not name them."""
-        path = files.path[slide]
-        try:
-            with damaged_is_slide_error(path):
-                annotation = cache.get(path)
-                if isinstance(annotation, Drawing):
-                    if len(annotation.classes) >= IGNORE:
-                        raise SlideError(
-                            f"annotation {path} draws {len(annotation.classes)} classes, above {IGNORE - 2}"
-                        )
-                    return set(annotation.classes), annotation.without_area, None
-                values = annotation.values()
-                if annotation.names:
-                    return {printable_name(annotation.names[value]) for value in values - {0}}, 0, None
-                if odd := [value for value in sorted(values) if not 0 <= value <= IGNORE]:
-                    raise SlideError(f"mask {path} has the value {odd[0]}; class ids are 0 to {IGNORE}. Is it a mask?")
-                return set(), 0, values
-        except SlideError as fault:
-            return fault
-
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for slide, content in zip(slides, pool.map(contents, slides), strict=True):
+        for slide, content in zip(
+            slides, pool.map(lambda slide: _contents(cache, files.path[slide]), slides), strict=True
+        ):
             if isinstance(content, SlideError):
                 failed[slide] = str(content)
                 continue
@@ -194,6 +175,26 @@ def read_annotations(
         {slide: name for slide, name in (site or {}).items() if slide in files.path and slide not in failed},
         cache,
     )
+
+
+def _contents(cache: AnnotationCache, path: Path) -> tuple[set[str], int, set[int] | None] | SlideError:
+    """Return names that are drawn, how much without area, and the values of a mask that does not name them; or what is
+    wrong with the file."""
+    try:
+        with damaged_is_slide_error(path):
+            annotation = cache.get(path)
+            if isinstance(annotation, Drawing):
+                if len(annotation.classes) >= IGNORE:
+                    raise SlideError(f"annotation {path} draws {len(annotation.classes)} classes, above {IGNORE - 2}")
+                return set(annotation.classes), annotation.without_area, None
+            values = annotation.values()
+            if annotation.names:
+                return {printable_name(annotation.names[value]) for value in values - {0}}, 0, None
+            if odd := [value for value in sorted(values) if not 0 <= value <= IGNORE]:
+                raise SlideError(f"mask {path} has the value {odd[0]}; class ids are 0 to {IGNORE}. Is it a mask?")
+            return set(), 0, values
+    except SlideError as fault:
+        return fault
 
 
 def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
