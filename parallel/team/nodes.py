@@ -57,9 +57,18 @@ class NodeRun:
         Args:
             asked: sums that the model's output is wanted as, a map that lies in parts (``gives_parts``).
         """
-        known = dict(zip(self._inputs, values, strict=True))
+        return self._rest(stage, passing, values, {}, asked)
+
+    def _rest(
+        self, stage: nn.Module, passing: Pass, values: Sequence[Any], made: Mapping[str, Any], asked: BoxSums | None
+    ) -> tuple[Any, ...]:
+        """Run the nodes; where there is what they ``made`` in boxes, those that follow."""
+        known = {**dict(zip(self._inputs, values, strict=True)), **made}
+        done = passing.plan.steps if made else frozenset()
         member = _Member(stage, passing, known, self._random, self._entering)
         for node in self._nodes:
+            if node.name in done:
+                continue
             known[node.name] = member.value(node) if asked is None or node.op != "output" else member.sums(node, asked)
             for name in self._finished.get(node.name, ()):
                 known.pop(name, None)
