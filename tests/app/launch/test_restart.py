@@ -31,14 +31,14 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
     ("record", "starter", "before"),
     [
         (None, Starter(agent="node 7"), 0),
-        (Attempts(2, "node 7", None), Starter(agent="node 7"), 2),
-        (Attempts(2, "node 7", None), Starter(agent="node 8"), 0),
-        (Attempts(2, None, None), Starter(), 0),
-        (Attempts(1, None, "33"), Starter(job="33", requeued=True), 1),
-        (Attempts(1, "node 7", "33"), Starter("node 8", "33", requeued=True), 1),
+        (Attempts(2, ("node 7",), None), Starter(agent="node 7"), 2),
+        (Attempts(2, ("node 7",), None), Starter(agent="node 8"), 0),
+        (Attempts(2, (), None), Starter(), 0),
+        (Attempts(1, (), "33"), Starter(job="33", requeued=True), 1),
+        (Attempts(1, ("node 7",), "33"), Starter("node 8", "33", requeued=True), 1),
         # A second run in one allocation, and a job that was never requeued into the folder of another.
-        (Attempts(1, "node 7", "33"), Starter("node 8", "33"), 0),
-        (Attempts(1, None, "33"), Starter(job="34", requeued=True), 0),
+        (Attempts(1, ("node 7",), "33"), Starter("node 8", "33"), 0),
+        (Attempts(1, (), "33"), Starter(job="34", requeued=True), 0),
     ],
 )
 def test_attempts_are_those_of_the_same_start(record: Attempts | None, starter: Starter, before: int) -> None:
