@@ -3,7 +3,8 @@
 Takes nothing (slides are made); gives one line per kill: when, at which step, and whether the weights are identical.
 Of a run over several ranks it is rank 1 that is killed. Its first checkpoint is also gone on from under every other
 way of computing the model: how far are the weights from those of the uninterrupted run, in parts of the largest of
-their tensor?
+their tensor? The yardstick is one process that goes on twice, on one thread and on two: its sums, too, are made in two
+orders, and no strategy is in between.
 
     python -m benchmarks.kill_resume.run [--kills 10] [--steps 40] [--under "spatial 2x1"]
 """
@@ -11,6 +12,7 @@ their tensor?
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import subprocess
@@ -34,7 +36,9 @@ WAYS = {
     "1f1b of 2x1": ("--parallel", "1f1b", "--grid", "2x1", "--ranks", "4"),
     "1f1b": ("--parallel", "1f1b", "--ranks", "2"),
 }
+Weights = dict[str, torch.Tensor]
 ENDS_WITHIN_S = 300.0
+THREADS = "OMP_NUM_THREADS"
 
 
 def command(slides: Path, out: Path, steps: int, *more: str) -> list[str]:
@@ -44,8 +48,8 @@ def command(slides: Path, out: Path, steps: int, *more: str) -> list[str]:
     return [sys.executable, "-m", "app.train", "--slides", str(slides), "--out", str(out), *settings, *more]
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, dict[str, torch.Tensor]] = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+def weights(run: Path) -> Weights:
+    state: dict[str, Weights] = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     return state["model"]
 
 
@@ -54,10 +58,22 @@ def steps_done(run: Path) -> int:
     return int(torch.load(path, weights_only=True)["step"]) if path.exists() else 0
 
 
-def finish(slides: Path, out: Path, steps: int, settings: tuple[str, ...]) -> None:
+def finish(slides: Path, out: Path, steps: int, settings: tuple[str, ...], threads: int = 1) -> None:
     """Run or resume to the end, whatever is there."""
     more = ["--resume"] if (out / "checkpoints" / "last.pt").exists() else []
-    subprocess.run(command(slides, out, steps, *settings, *more), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    begun = command(slides, out, steps, *settings, *more)
+    environment = os.environ | {THREADS: str(threads)}
+    subprocess.run(begun, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def gone_on(slides: Path, killed_run: Path, steps: int, settings: tuple[str, ...], threads: int = 1) -> Weights:
+    """The weights at the end of a copy of a run that was killed."""
+    copy = OUT / "other"
+    shutil.copytree(killed_run, copy)
+    finish(slides, copy, steps, settings, threads)
+    end = weights(copy)
+    shutil.rmtree(copy)
+    return end
 
 
 def killed(slides: Path, out: Path, steps: int, settings: tuple[str, ...], after_s: float) -> None:
@@ -71,15 +87,17 @@ def killed(slides: Path, out: Path, steps: int, settings: tuple[str, ...], after
         process.wait(ENDS_WITHIN_S)
 
 
-def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference, in parts of the largest value of its tensor."""
+def off_by(found: Weights, expected: Weights) -> str:
+    """The largest difference, in parts of the largest value of its tensor: of all tensors, and of the kernels."""
     assert found.keys() == expected.keys()
-    errors = [
-        (float((found[name] - value).abs().max() / value.abs().max()), name)
+    errors = {
+        name: float((found[name] - value).abs().max() / value.abs().max())
         for name, value in expected.items()
         if value.is_floating_point()
-    ]
-    return max(errors)[0]
+    }
+    kernels = max(value for name, value in errors.items() if expected[name].ndim > 1)
+    name = max(errors, key=lambda name: errors[name])
+    return f"kernels off by {kernels:.1e}, all by {errors[name]:.1e} ({name})"
 
 
 def main() -> None:
@@ -106,13 +124,13 @@ def main() -> None:
         after_s = moments.uniform(0.3, 1.0) * whole_s
         killed(slides, out, arguments.steps, WAYS[way] + rule, after_s)
         step = steps_done(out)
-        for other in WAYS if 0 < step < arguments.steps and not went_on else ():
-            if other != way:
-                shutil.copytree(out, OUT / "other")
-                finish(slides, OUT / "other", arguments.steps, WAYS[other] + rule)
-                off = error(weights(OUT / "other"), expected)
-                print(f"from step {step} of {way} under {other}: weights off by {off:.1e}", flush=True)
-                shutil.rmtree(OUT / "other")
+        if 0 < step < arguments.steps and not went_on:
+            single = gone_on(slides, out, arguments.steps, WAYS["single"] + rule)
+            two_threads = gone_on(slides, out, arguments.steps, WAYS["single"] + rule, threads=2)
+            print(f"from step {step}, single on two threads against one: {off_by(two_threads, single)}", flush=True)
+            for other in (name for name in WAYS if name != way):
+                end = single if other == "single" else gone_on(slides, out, arguments.steps, WAYS[other] + rule)
+                print(f"from step {step} of {way} under {other}: {off_by(end, expected)}", flush=True)
             went_on = True
         finish(slides, out, arguments.steps, WAYS[way] + rule)
         found = weights(out)

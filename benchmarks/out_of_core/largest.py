@@ -2,7 +2,8 @@
 
 Takes a model, a budget and numbers of ranks. A plan says how large a tile may be; the step is then run, its tensors are
 counted, and the side goes down by 64 px while they are more than the budget. The gradients are held against those of
-the plain step on the same tiles without a limit, where this machine has room for that.
+the plain step on the same tiles without a limit, where this machine has room for that; and where sums are added in
+another order, as by teams, so is the plain step on two threads: a yardstick of what rounding alone does.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ ROWS = (
 """Name, strategy, and how it may need less memory."""
 
 
+ORDER_KEPT = 1e-5
+"""Gradients that are nearer to the plain step's than this were summed in its order."""
+
+
 def rows(model: str, budget: int, worlds: list[int]) -> Iterator[tuple[str, int, LargestTile]]:
     """(name, ranks, what is planned)."""
     for ranks in worlds:
@@ -69,7 +74,7 @@ def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile
             found = least(model, px, ranks, budget, row.strategy.name, planned.savings)
             assert found is not None
             row = found
-        error = _error(model, px, ours, Path(folder))
+        error, rounding = _errors(model, px, ours, Path(folder))
     return {
         "model": model,
         "name": name,
@@ -82,22 +87,29 @@ def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile
         "host_bytes": [one["host_bytes"] for one in taken],
         "seconds": max(one["seconds"] for one in taken),
         "gradient_error": error,
+        "rounding": rounding,
         "next": _next(model, budget, ranks, planned),
     }
 
 
-def _error(model: str, px: int, ours: Path, folder: Path) -> float | None:
+def _errors(model: str, px: int, ours: Path, folder: Path) -> tuple[float | None, float | None]:
+    """How far our gradients are from the plain step's, and, where that is beyond the rounding of one operation, how
+    far those of the plain step on two threads are."""
     made = planner(model, px, 1, 1)
     candidate = Strategy("single", 1, 1, BATCH)
     partition = made.cutting.partition(candidate, within=False)
     assert partition is not None
     rank = made.cutting.rank_bytes(candidate, partition, 0)
     if rank.total > ROOM:
-        return None
-    plain = folder / "plain.pt"
+        return None, None
+    plain, other_order = folder / "plain.pt", folder / "threads.pt"
     case = {"model": model, "px": px, "batch": BATCH, "row": PlanRow(candidate).to_json(), "state_on_host": False}
     run_on_ranks(1, "benchmarks.out_of_core.trial:run", case | {"gradients": str(plain)})
-    return largest_error(ours, plain)
+    error = largest_error(ours, plain)
+    if error < ORDER_KEPT:
+        return error, None
+    run_on_ranks(1, "benchmarks.out_of_core.trial:run", case | {"gradients": str(other_order), "threads": 2})
+    return error, largest_error(other_order, plain)
 
 
 def _next(model: str, budget: int, ranks: int, planned: LargestTile) -> str:

@@ -42,6 +42,8 @@ def _peak_line(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _largest_line(row: dict[str, Any], plain: dict[str, Any] | None) -> tuple[str, ...]:
     exact = "no room here" if row["gradient_error"] is None else f"{row['gradient_error']:.1e}"
+    if row.get("rounding") is not None:
+        exact += f" (on two threads {row['rounding']:.1e})"
     fullest = max(row["device_bytes"])
     return (
         row["model"],

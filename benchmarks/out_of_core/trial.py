@@ -62,7 +62,7 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         case: ``model``, ``px``, ``batch`` in tiles, ``row`` of a plan, ``state_on_host``; ``gradients``: file to write,
-            or empty.
+            or empty; ``threads``: of this rank, 1 where it is not said.
 
     Returns:
         device_bytes at most, constant_bytes of them (parameters, optimizer), resident bytes over those before,
@@ -70,6 +70,7 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     """
     if communicator.world == 1:
         communicator = LocalCommunicator()  # as app.train does
+    torch.set_num_threads(case.get("threads", 1))
     settle()
     before = resident("VmRSS")
     live = LiveBytes()
