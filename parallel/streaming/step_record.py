@@ -125,7 +125,7 @@ class _Recording(nn.Module):
     def _key(self, step: Step) -> Hashable:
         """Return what is equal for steps that are recorded alike; None for a step like no other."""
         region, node = self._region, self._region.nodes[step.name]
-        if any(name in self.plain_steps and name not in self._known.keys() for name in step.others):
+        if any(name in self.plain_steps and not self._known.made(name) for name in step.others):
             return None  # it is the first to ask for what has no rows, which is recorded with it
         calls = called(
             module_of(self.module, node),
@@ -249,6 +249,10 @@ class _Known(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self._recording.plain_steps
+
+    def made(self, name: str) -> bool:
+        """Return whether somebody asked for a value."""
+        return super().__contains__(name)
 
     def __missing__(self, name: str) -> Any:
         self[name] = self._recording.plain(name)
