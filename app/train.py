@@ -56,9 +56,13 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
     starter = find_starter(is_agent=True)
     before = attempts_before(folder.attempts(), starter)
     # Everything that can be wrong with the data is found here, once, before any rank starts.
-    _prepare(_with_microbatches(_continued(config, folder, before), folder), folder, before)
-    folder.keep_attempts(Attempts(before, starter.agent, starter.job))
-    code = start_ranks(config.strategy.ranks, "app.train", arguments, config.max_restarts)
+    dataset = _prepare(_with_microbatches(_continued(config, folder, before), folder, before), folder, before)
+    folder.keep_attempts(Attempts(before, (starter.agent,) if starter.agent else (), starter.job))
+
+    def ranks_after(ranks: int) -> int:
+        return _fewer(config, folder, dataset, ranks)
+
+    code = start_ranks(config.strategy.ranks, "app.train", arguments, config.max_restarts, ranks_after)
     if code:
         begun = folder.attempts()
         fault_file = folder.fault_of(begun.begun if begun else 1)
@@ -67,22 +71,39 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
     return 0
 
 
+def _fewer(config: RunConfig, folder: RunFolder, dataset: Dataset, ranks: int) -> int:
+    """The most ranks below ``ranks`` that can go on with the run, a plan made for them; ``ranks`` where none can, or
+    where fewer are not asked for."""
+    if config.min_ranks is None:
+        return ranks
+    for fewer in range(ranks - 1, config.min_ranks - 1, -1):
+        asked = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, ranks=fewer))
+        try:
+            _plan(_with_microbatches(_continued(asked, folder, 1), folder, 1), folder, dataset)
+        except (ValueError, RunError) as fault:
+            logging.getLogger("app.train").warning("cannot go on with %d ranks: %s", fewer, fault)
+        else:
+            return fewer
+    return ranks
+
+
 def _continued(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
     """``config``, resumed without being asked where ``before`` attempts of the same start left a checkpoint."""
     return dataclasses.replace(config, resume=config.resume or (before > 0 and folder.last.exists()))
 
 
-def _with_microbatches(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """``config`` with the number of microbatches decided: a resumed run goes on with its own, whatever its strategy is
-    now, because batch norm looks at one microbatch at a time.
+def _with_microbatches(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
+    """``config`` with the number of microbatches decided: a resumed run goes on with its own, whatever its strategy and
+    its ranks are now, because batch norm looks at one microbatch at a time. So does one that starts anew as there was
+    no checkpoint when it lost a rank, after ``before`` attempts.
 
     Raises:
         ValueError: the strategy cannot compute that number.
     """
     strategy = config.strategy
-    if strategy.undecided and not config.resume:
+    begun = folder.settings(again=before > 0).get("microbatches") if config.resume or before else None
+    if strategy.undecided and begun is None and not config.resume:
         return config
-    begun = folder.settings().get("microbatches") if config.resume else None
     m = begun if strategy.microbatches is None and begun is not None else strategy.m
     strategy = dataclasses.replace(strategy, microbatches=m)
     if faults := strategy_faults(strategy):
@@ -112,7 +133,7 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
         raise RunError(str(fault)) from fault
     guard = RankGuard(placement, config.strategy.timeout_s, folder.fault_of(before + 1), interrupt)
     try:
-        return _train_guarded(_with_microbatches(config, folder), folder, placement, guard, interrupt, before)
+        return _train_guarded(_with_microbatches(config, folder, before), folder, placement, guard, interrupt, before)
     except Exception as fault:
         if not guard.tells(fault):
             return USAGE if isinstance(fault, ValueError) else FAILED
@@ -178,7 +199,8 @@ def _train_guarded(
     session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
-        _say(describe_restart(before, loop.outcome.step, loop.repeated))
+        attempts = folder.attempts()
+        _say(describe_restart(before, loop.outcome.step, loop.repeated, attempts.ranks if attempts else ()))
     summary = RunSummary(session, folder, loop.outcome, loop.memory, before, loop.mlflow)
     for note in session.notes if placement.communicator.rank == 0 else ():
         _say(note)
@@ -215,6 +237,16 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     folder.write_json("env.json", describe_environment())
     with IndexProgress(_say) as progress:
         dataset = prepare(config, folder, progress)
+    _plan(config, folder, dataset)
+    return dataset
+
+
+def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
+    """Decide what was left to a planner, into the run folder.
+
+    Raises:
+        RunError: nothing fits.
+    """
     planned = config if dataset.tiles.sides is None else as_square(config, dataset.tiles.largest)
     learned = len(dataset.classes), dataset.task == "segment"
     if config.strategy.planned:
@@ -227,21 +259,24 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
         folder.keep_microbatches(decided(config.strategy, folder.path, "cpu").m)
     elif dataset.tiles.sides is not None:
         check_largest(config, dataset.tiles.largest, *learned)
-    return dataset
 
 
 def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, before: int) -> Dataset:
     """The dataset: made by the process that started the ranks, or by the first rank while the others wait."""
     from app.launch.place import started_by_us
+    from parallel.comm.objects import gather_objects
 
-    dataset = None
-    if placement.communicator.rank == 0:
+    dataset, starter = None, find_starter()
+    agents = gather_objects(placement.communicator, starter.agent)
+    if agents is not None:
         if started_by_us():
             folder.log_to_file()
         else:
             dataset = _prepare(config, folder, before)
-        starter = find_starter()
-        folder.keep_attempts(Attempts(before + 1, starter.agent, starter.job))
+        found = folder.attempts()
+        ranks = (*(found.ranks if found and before else ()), placement.communicator.world)
+        different = tuple(dict.fromkeys(agent for agent in agents if agent))
+        folder.keep_attempts(Attempts(before + 1, different, starter.job, ranks))
     placement.communicator.barrier()
     return prepare(config, folder, lambda told: None) if dataset is None else dataset  # it was told when it was made
 

@@ -42,6 +42,7 @@ from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
 from parallel.streaming.streamed_stages import streamed_stages
+from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.link import TeamLink
 from parallel.team.seat import modules_of_seat, plan_of_stage
 from parallel.team.team_plan import TeamPlans
@@ -137,9 +138,13 @@ def put_to_work(
     link, waits, plans = None, None, None
     if seating.together:
         waits = ToldWaits(holders.team, seating.ranks_on(seat))
-        link, plans = TeamLink(waits), TeamPlans(traced)
+        link, plans = TeamLink(waits), TeamPlans(traced, once=policy.stream is None)
+        boxed = None
+        if policy.stream is not None:
+            stored = policy.host_bytes and policy.host_bytes // _most_in_flight(schedule[seat])
+            boxed = BoxedParts(policy.stream, stored, host)
         cuts: Mapping[int, StageModule] = modules_of_seat(
-            traced, partition, numbers, strategy, link, plans, shape, device
+            traced, partition, numbers, strategy, link, plans, shape, device, boxed
         )
     else:
         cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[seat], host)

@@ -198,7 +198,10 @@ class Strategy:
             (self.statistics == "deferred", "deferred statistics are not of teams: keep them per-microbatch"),
             (self.shard_optimizer, "pairs share an optimizer between ranks, not teams: leave shard-optimizer out"),
             (bool(self.policy.parameters), "parameters on the host are not of teams: use offload-state=optimizer"),
-            (self.policy.stream is not None, "a member's box is not computed in boxes: leave --stream or --grid out"),
+            (
+                self.policy.stream is not None and self.name != SPATIAL.name,
+                "members' parts are computed box by box with --parallel spatial alone: leave --stream or --grid out",
+            ),
         ):
             if self.grids and set_:
                 faults.append(word)

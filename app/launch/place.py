@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,16 +53,23 @@ def started_by_us() -> bool:
     return STARTED_BY_US in os.environ
 
 
-def start_ranks(ranks: int, module: str, argv: Sequence[str], max_restarts: int = 0) -> int:
+def start_ranks(
+    ranks: int,
+    module: str,
+    argv: Sequence[str],
+    max_restarts: int = 0,
+    ranks_after: Callable[[int], int] | None = None,
+) -> int:
     """Run ``python -m module`` with ``argv`` in ``ranks`` processes; return the first failing rank's exit code.
 
     Args:
         max_restarts: how often all of them are started again after one has failed.
+        ranks_after: ranks of an attempt that failed -> those of the next; None: as many.
     """
-    from parallel.comm.torch_launch import launch_ranks
+    from parallel.comm.torch_launch import as_many, launch_ranks
 
     os.environ[STARTED_BY_US] = "1"
-    return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts)
+    return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts, ranks_after or as_many)
 
 
 def place(settings: StrategySettings) -> RankPlace:

@@ -3,15 +3,17 @@
 Takes the environment, the process that started this one, and the record that attempts leave in the run folder; gives
 how many attempts there were before. What starts ranks again is known by its process (torchrun, ``--ranks``) or by the
 number of its job (Slurm), not by the counters it hands out: of several torchrun agents, each counts the failures of its
-own node alone, so that after one rank's death the others are told that this is their first start.
+own node alone, so that after one rank's death the others are told that this is their first start. An attempt may have
+fewer ranks than the one before, or more, and another agent's rank may be its first: all agents are in the record.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.settings.launcher import STARTED_BY_US
 
@@ -40,12 +42,19 @@ class Attempts:
 
     Attributes:
         begun: how many, so far.
-        agent, job: of the starter.
+        agents, job: of the starter; of each rank's in the last attempt.
+        ranks: of each attempt.
     """
 
     begun: int
-    agent: str | None
+    agents: tuple[str, ...]
     job: str | None
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Attempts:
+        """The record as it was written."""
+        return cls(value["begun"], tuple(value["agents"]), value["job"], tuple(value["ranks"]))
 
 
 def find_starter(environment: Mapping[str, str] = os.environ, *, is_agent: bool = False) -> Starter:
@@ -71,19 +80,21 @@ def attempts_before(record: Attempts | None, starter: Starter) -> int:
     """
     if record is None:
         return 0
-    same_agent = starter.agent is not None and starter.agent == record.agent
+    same_agent = starter.agent is not None and starter.agent in record.agents
     same_job = starter.requeued and starter.job == record.job
     return record.begun if same_agent or same_job else 0
 
 
-def describe_restart(before: int, step: int, repeated: int) -> str:
+def describe_restart(before: int, step: int, repeated: int, ranks: Sequence[int] = ()) -> str:
     """Return the line that tells the user.
 
     Args:
         before: attempts before this one.
         step: steps that the last checkpoint holds; 0 when there is none.
         repeated: steps after it that an earlier attempt had done.
+        ranks: of each attempt, this one's last.
     """
     where = f"continuing from step {step}" if step else "no checkpoint was written yet, starting anew"
     again = f"; {repeated} more {'was' if repeated == 1 else 'were'} done and must be done again" if repeated else ""
-    return f"restarted (attempt {before + 1}): {where}{again}"
+    other = f" on {ranks[-1]} ranks in place of {ranks[-2]}" if len(set(ranks[-2:])) > 1 else ""
+    return f"restarted (attempt {before + 1}{other}): {where}{again}"

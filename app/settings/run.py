@@ -247,6 +247,10 @@ class RunConfig:
     max_restarts: int = 0
     """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
     torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
+    min_ranks: Suppress[int | None] = None
+    """Ranks that a run with --max-restarts may come down to: after an attempt in which one was lost comes one with a
+    rank fewer, and the next start has all of --ranks again. The steps are the same, whoever computes them. Default: as
+    many as --ranks. Under torchrun --nnodes MIN:MAX says it."""
     twin_steps: Suppress[int] = 5
     """Steps measured from memory after training, to tell reading from computing; 0: none."""
     mlflow: Suppress[str] = ""
@@ -277,6 +281,12 @@ class RunConfig:
             faults.append(f"--epochs must be above 0; got {self.epochs:g}")
         if self.max_restarts < 0:
             faults.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
+        least = self.min_ranks
+        if least is not None and not (0 < least <= self.strategy.ranks and self.max_restarts):
+            faults.append(
+                f"--developer min-ranks={least} is for runs with --max-restarts, from 1 to --ranks "
+                f"{self.strategy.ranks}; got --max-restarts {self.max_restarts}"
+            )
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
             faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
         if self.augmentation.augment == "cpu" and self.colour.method:

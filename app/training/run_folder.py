@@ -32,6 +32,7 @@ FREE_TO_CHANGE = frozenset(
     {
         "resume",
         "max_restarts",
+        "min_ranks",
         "steps",
         "epochs",
         "parallel",
@@ -138,7 +139,7 @@ class RunFolder:
 
     def attempts(self) -> Attempts | None:
         """What earlier attempts have left of themselves."""
-        return Attempts(**json.loads(self._attempts.read_text())) if self._attempts.exists() else None
+        return Attempts.from_json(json.loads(self._attempts.read_text())) if self._attempts.exists() else None
 
     def keep_attempts(self, attempts: Attempts) -> None:
         self.write_json(self._attempts.name, dataclasses.asdict(attempts))
@@ -152,9 +153,14 @@ class RunFolder:
         temporary.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
         temporary.replace(self.config)
 
-    def settings(self) -> dict[str, Any]:
-        """What the run in the folder was begun with, by flag; nothing when there is none."""
-        return out_of_blocks(yaml.safe_load(self.config.read_text())) if self.last.exists() else {}
+    def settings(self, *, again: bool = False) -> dict[str, Any]:
+        """What the run in the folder was begun with, by flag; nothing when there is none.
+
+        Args:
+            again: without a checkpoint, too: of an attempt that came to none.
+        """
+        begun = self.last.exists() or (again and self.config.exists())
+        return out_of_blocks(yaml.safe_load(self.config.read_text())) if begun else {}
 
     def tells_end(self, step: int) -> bool:
         """Whether the summary is there and is of a run that was completed with ``step`` steps."""

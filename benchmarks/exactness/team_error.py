@@ -20,6 +20,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.graph.partition import Partition
 from parallel.space.team import Grid
+from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.link import TeamLink
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import team_stages
@@ -57,9 +58,17 @@ class TeamErrors:
 
 
 def team_error(
-    model: nn.Module, shape: Sequence[int], grid: Grid, training: bool = True, patience_s: float = PATIENCE_S
+    model: nn.Module,
+    shape: Sequence[int],
+    grid: Grid,
+    training: bool = True,
+    patience_s: float = PATIENCE_S,
+    boxed: BoxedParts | None = None,
 ) -> TeamErrors:
     """Return the errors of one forward and backward pass of ``model``, in its own type, on tiles of ``shape``.
+
+    Args:
+        boxed: how members' parts are computed box by box, which gives images no gradient; None: at once.
 
     Raises:
         ValueError: the model is refused.
@@ -80,9 +89,10 @@ def team_error(
 
     def member(communicator: Communicator, _: None) -> dict[str, Any]:
         link, own = TeamLink(communicator), copy.deepcopy(traced)
-        stages = team_stages(own, Partition(own.graph, (0,)), {0: grid}, link, TeamPlans(own), CPU)
+        plans, whole = TeamPlans(own, once=boxed is None), Partition(own.graph, (0,))
+        stages = team_stages(own, whole, {0: grid}, link, plans, CPU, boxed=boxed)
         stage = stages[0].train(training)
-        image = images.clone().requires_grad_()
+        image = images.clone().requires_grad_(boxed is None)
         with stage.microbatch(shape, SEED) as passing:
             (value,) = stage(stage.own_tiles(image, shape))
         loss = _loss(value, weights) if link.member == 0 else sum(leaf.sum() for leaf in _floats(value))
@@ -109,7 +119,7 @@ def team_error(
     )
     return TeamErrors(
         max(relative_errors({"": expected.detach()}, {"": found.detach()})[""] for expected, found in pairs),
-        relative_errors({"": entering.grad}, {"": _total([each["image"] for each in members])})[""],
+        0.0 if boxed else relative_errors({"": entering.grad}, {"": _total([each["image"] for each in members])})[""],
         errors.get(worst, 0.0),
         max(statistics.values(), default=0.0),
         worst,

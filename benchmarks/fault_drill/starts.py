@@ -100,7 +100,7 @@ class ProcessRun:
         self._printed = out.with_suffix(".txt")
         with self._printed.open("w") as file:
             self._process = subprocess.Popen(
-                words, cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
             )
 
     def over(self) -> bool:
@@ -135,8 +135,8 @@ class JobRun:
     def __init__(self, slurm: Slurm, words: Sequence[str], out: Path) -> None:
         self._slurm = slurm
         self._printed = out.with_suffix(".txt")
-        environment = {**_environment(), "RUN": str(out)}
-        self._job = slurm.submit("--output", self._printed, *words, cwd=ROOT, environment=environment)
+        variables = {**environment(), "RUN": str(out)}
+        self._job = slurm.submit("--output", self._printed, *words, cwd=ROOT, environment=variables)
 
     def over(self) -> bool:
         return self._slurm.job(self._job)["JobState"] in ENDED
@@ -159,7 +159,7 @@ class JobRun:
         return self._printed.read_text() if self._printed.exists() else "the job has printed nothing"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """One thread a rank, as the ranks share a machine."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}

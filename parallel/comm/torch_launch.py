@@ -12,7 +12,7 @@ import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -29,12 +29,20 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 log = logging.getLogger(__name__)
 
 
-def launch_ranks(ranks: int, command: Sequence[str], max_restarts: int = 0) -> int:
+def as_many(ranks: int) -> int:
+    """Return ``ranks``: whoever is lost is replaced."""
+    return ranks
+
+
+def launch_ranks(
+    ranks: int, command: Sequence[str], max_restarts: int = 0, ranks_after: Callable[[int], int] = as_many
+) -> int:
     """Run ``command`` in ``ranks`` processes and wait for them; the first failing rank ends all others.
 
     Args:
         max_restarts: how often all ranks are started again after one has failed. Not once a signal has come: who asked
             the run to stop is not to see it start.
+        ranks_after: ranks of an attempt that failed -> those of the next.
 
     Returns:
         0 when every rank ended well, the exit code of the first rank that failed otherwise (128 + n after signal n); of
@@ -46,11 +54,14 @@ def launch_ranks(ranks: int, command: Sequence[str], max_restarts: int = 0) -> i
     asked_to_stop = threading.Event()
 
     def launch() -> None:
+        here = ranks
         for restart in range(max_restarts + 1):
-            codes.append(_launch_once(ranks, command))
+            codes.append(_launch_once(here, command))
             if not codes[-1] or restart == max_restarts or asked_to_stop.is_set():
                 return
-            log.warning("a rank ended with exit code %d: restart %d of %d", codes[-1], restart + 1, max_restarts)
+            before, here = here, ranks_after(here)
+            on = "" if here == before else f", on {here} ranks in place of {before}"
+            log.warning("a rank ended with exit code %d: restart %d of %d%s", codes[-1], restart + 1, max_restarts, on)
 
     others = set(psutil.Process().children())
 

@@ -12,9 +12,10 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from parallel.space.grid import ALIGNED, cell
+from parallel.space.grid import ALIGNED, cell, tile_cuts
 from parallel.space.rule import Rule
 from parallel.space.span import Span
 
@@ -130,6 +131,25 @@ class Territory:
         for rows, columns in self.all_owned(made):
             needs.append((rules[0].need(rows, taken[0]), rules[1].need(columns, taken[1])))
         return self._of(needs, taken)
+
+    def boxed(self, box: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return where the members' parts are cut into boxes of ``box`` px: rows and columns, in px of the tile."""
+        rows, columns = (
+            (0, *(first + cut for first, last in pairwise(cuts) for cut in tile_cuts(last - first, box)[1:]))
+            for cuts in self.cuts
+        )
+        return rows, columns
+
+    def boxes_of(self, member: int, boxed: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[range, range]:
+        """Return the numbers of the rows and columns of ``boxed`` that ``member`` has."""
+        row, column = divmod(member, self.grid.columns)
+        (top, bottom), (left, right) = self.cuts[0][row : row + 2], self.cuts[1][column : column + 2]
+        rows, columns = boxed
+        return range(rows.index(top), rows.index(bottom)), range(columns.index(left), columns.index(right))
+
+    def needed(self, needs: Sequence[Box], sides: Sides) -> Exchange:
+        """Return the exchange that gives each member what it ``needs`` of a map."""
+        return self._of(needs, sides)
 
     def gathered(self, sides: Sides) -> Exchange:
         """Return the exchange that gives member 0 all of a map, and the others nothing."""

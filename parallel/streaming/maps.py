@@ -6,6 +6,7 @@ Images may be there without being anywhere: boxes of them are made when they are
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Maps:
         device: that computes; boxes are fetched there.
         host: where the others lie.
         here: names of maps that lie on that device.
+        held: rows and columns of a map that are here, by name; of others all.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class Maps:
         device: torch.device,
         host: HostSpace,
         here: frozenset[str] = frozenset(),
+        held: Mapping[str, Box] = MappingProxyType({}),
     ) -> None:
+        self._held = held
         self._shapes, self._dims, self._device, self._host, self._here = shapes, dims, device, host, here
         self._whole: dict[str, Tensor] = {}
         self._boxes: dict[str, Boxes] = {}
@@ -60,37 +64,41 @@ class Maps:
         """Boxes are disjoint."""
         if name not in self._whole:
             self._whole[name] = self._made(name, value)
-        self._part(name, box).copy_(value)
+        self.part(name, box).copy_(value)
 
     def add(self, name: str, box: Box, value: Tensor) -> None:
         """Boxes overlap, and add up."""
         if name not in self._whole:
             self._whole[name] = self._made(name, value)
-        part = self._part(name, box)
+        part = self.part(name, box)
         part.add_(value.to(part.device))
 
     def fetch(self, name: str, box: Box) -> Tensor:
         """A box on the device that computes, detached; a copy of its own but for a whole map that lies there."""
         if name in self._boxes:
             return self._boxes[name].box(*box)
-        part = self._part(name, box).detach()
+        part = self.part(name, box).detach()
         layout = torch.channels_last if _channels_last(self._whole[name]) else torch.contiguous_format
         if name in self._here and part.shape == self._whole[name].shape:
             return part
         return part.to(self._device, copy=True, memory_format=layout)
 
-    def _part(self, name: str, box: Box) -> Tensor:
+    def part(self, name: str, box: Box) -> Tensor:
+        """A view of a box, where it lies."""
         part = self._whole[name]
-        for dim, span in zip(self._dims[name], box, strict=True):
+        held = self._held.get(name)
+        for axis, (dim, span) in enumerate(zip(self._dims[name], box, strict=True)):
             if span.size != part.shape[dim]:
-                part = part.narrow(dim, span.start, span.size)
+                part = part.narrow(dim, span.start - (held[axis].start if held else 0), span.size)
         return part
 
     def _made(self, name: str, like: Tensor) -> Tensor:
         """Zeros, in the type and layout of a box."""
-        shape = self._shapes[name]
+        shape = list(self._shapes[name])
+        for dim, span in zip(self._dims[name], self._held.get(name, ()), strict=False):
+            shape[dim] = span.size
         if not _channels_last(like):
-            return self._zeros(name, shape, like.dtype)
+            return self._zeros(name, tuple(shape), like.dtype)
         n, c, h, w = shape
         return self._zeros(name, (n, h, w, c), like.dtype).permute(0, 3, 1, 2)
 

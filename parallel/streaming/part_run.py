@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.space.grid import tile_cuts
+from parallel.space.box_bytes import Cuts
 from parallel.space.parts import Part, owned, wanted_from
 from parallel.space.proof import partition_faults, rule_faults, span_faults
 from parallel.space.span import Span
@@ -38,6 +38,7 @@ class PartPlan:
         finished: names of the values that a step is the last to use, by its name.
         users: steps that use a map, by its name.
         alone: names of steps that are the only ones to use what they take.
+        mine: rows and columns of boxes that are computed here; None: all.
     """
 
     steps: tuple[Step, ...]
@@ -49,10 +50,15 @@ class PartPlan:
     finished: Mapping[str, tuple[str, ...]]
     users: Mapping[str, tuple[Step, ...]]
     alone: frozenset[str]
+    mine: tuple[range, range] | None = None
 
     def boxes(self) -> list[tuple[int, int]]:
-        """(row, column) of every box that gives something."""
-        return [(r, c) for r in range(len(self.rows)) for c in range(len(self.columns)) if self.giving(r, c)]
+        """(row, column) of every box that is computed here and gives something."""
+        return self.boxes_of(self.mine or (range(len(self.rows)), range(len(self.columns))))
+
+    def boxes_of(self, numbers: tuple[range, range]) -> list[tuple[int, int]]:
+        """(row, column) of those of these rows and columns of boxes that give something."""
+        return [(row, column) for row in numbers[0] for column in numbers[1] if self.giving(row, column)]
 
     def giving(self, row: int, column: int) -> list[Step]:
         """What a box gives: not what has no px there."""
@@ -67,12 +73,21 @@ class PartPlan:
 
 
 def plan_part(
-    region: Region, steps: Sequence[Step], part: Part, leaving: Collection[str], tile: tuple[int, int]
+    region: Region,
+    steps: Sequence[Step],
+    part: Part,
+    leaving: Collection[str],
+    cuts: Cuts,
+    mine: tuple[range, range] | None = None,
 ) -> PartPlan:
-    """Return the part of a phase, whose ``steps`` these are."""
+    """Return the part of a phase, whose ``steps`` these are.
+
+    Args:
+        cuts: where its boxes begin and end, px of the tile.
+        mine: rows and columns of boxes that are computed here; None: all.
+    """
     own = tuple(steps[part.start : part.stop])
     given = tuple(wanted_from(steps, part.stop, leaving, part.start))
-    cuts = (tile_cuts(tile[0], part.box), tile_cuts(tile[1], part.box))
     cells = {step.name: (owned(step, cuts, 0), owned(step, cuts, 1)) for step in given}
     by_axis = []
     for axis in (0, 1):
@@ -106,7 +121,7 @@ def plan_part(
     for step in own:
         for name in step.maps:
             users[name] = (*users.get(name, ()), step)
-    return PartPlan(own, tuple(entering), given, by_axis[0], by_axis[1], cells, finished, users, alone)
+    return PartPlan(own, tuple(entering), given, by_axis[0], by_axis[1], cells, finished, users, alone, mine)
 
 
 def _single(region: Region, name: str) -> bool:

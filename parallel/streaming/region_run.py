@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel.offload.host_space import HostSpace
+from parallel.space.box_bytes import Cuts
 from parallel.space.boxes import plan_boxes
+from parallel.space.parts import Part
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
@@ -70,16 +72,51 @@ class RegionRun:
         self.region = region
         self._host = host or HostSpace()
         self.boxes = plan_boxes(region.on_paper(scale), box, stored_bytes)
-        side = self.boxes.model.side
         self.phases = [
             Phase(
                 phase.plain,
-                tuple(plan_part(region, phase.steps, part, phase.leaving, side) for part in phase.parts),
+                tuple(plan_part(region, phase.steps, part, phase.leaving, *self.cuts(part)) for part in phase.parts),
             )
             for phase in self.boxes.phases
         ]
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
+
+    def cuts(self, part: Part) -> tuple[Cuts, tuple[range, range] | None]:
+        """Where the boxes of a part begin and end, and which of them are computed here; None: all."""
+        return self.boxes.cuts(part), None
+
+    def maps(self, device: torch.device, here: frozenset[str]) -> Maps:
+        """Return where maps between parts, or their gradients, are kept."""
+        return Maps(self._shapes, self.region.dims, device, self._host, here)
+
+    def enter(self, maps: Maps, name: str, value: Tensor | Boxes) -> None:
+        """Take a map that enters."""
+        maps.put(name, value)
+
+    def plain(self, module: nn.Module, step: Step, known: Mapping[str, Any]) -> Any:
+        """Compute what has no rows, in the forward pass."""
+        return run_plain(module, self.region, step, known)
+
+    def leave(self, maps: Maps, name: str) -> Tensor:
+        """Return a map that leaves."""
+        return maps.whole(name)
+
+    def enter_gradient(self, maps: Maps, name: str, gradient: Tensor) -> None:
+        """Take the gradient of a map that leaves."""
+        maps.put(name, gradient)
+
+    def after_part(self, part: PartPlan, kept: Kept) -> None:
+        """The boxes of a part have given all that they give."""
+
+    def after_phase(self, phase: Phase, kept: Kept) -> None:
+        """The sums of a phase are those of all boxes here."""
+
+    def before_phase_backward(self, phase: Phase, kept: Kept, back: Gradients) -> None:
+        """The gradients of the sums of a phase are those of all that uses them here."""
+
+    def before_part_backward(self, part: PartPlan, kept: Kept, back: Gradients) -> None:
+        """The gradients of what a part gives are those of all that uses it here."""
 
     def forward(
         self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, beside: Mapping[str, Any]
@@ -91,23 +128,25 @@ class RegionRun:
             beside: what else enters, and steps are computed with, by name.
         """
         region, device = self.region, entering[0].device
-        kept = Kept(Maps(self._shapes, region.dims, device, self._host, frozenset(region.leaving)), dict(beside))
+        kept = Kept(self.maps(device, frozenset(region.leaving)), dict(beside))
         for name, value in zip(region.inputs, entering, strict=True):
-            kept.maps.put(name, value)
+            self.enter(kept.maps, name, value)
         with torch.no_grad():
             for phase in self.phases:
                 for step in phase.plain:
-                    kept.known[step.name] = run_plain(module, region, step, kept.known)
+                    kept.known[step.name] = self.plain(module, step, kept.known)
                 for part in phase.parts:
                     self._part_forward(module, part, kept)
+                    self.after_part(part, kept)
                     if not keep:
                         for name in self._last_uses.get(id(part), ()):
                             kept.maps.take(name)
+                self.after_phase(phase, kept)
         results = []
         for name in region.leaving:
             if name in kept.maps:
                 used_again = any(name in part.entering for phase in self.phases for part in phase.parts)
-                value = kept.maps.whole(name)
+                value = self.leave(kept.maps, name)
                 # What follows may change it in place.
                 results.append(value.clone() if used_again and keep else value.detach())
                 if not used_again:
@@ -153,8 +192,8 @@ class RegionRun:
         """
         region = self.region
         device = next(tensor.device for tensor in (*parameters, *gradients) if tensor is not None)
-        back = _Back(
-            Maps(self._shapes, region.dims, device, self._host, frozenset(asked)),
+        back = Gradients(
+            self.maps(device, frozenset(asked)),
             {},
             list(parameters),
             [None] * len(parameters),
@@ -163,12 +202,14 @@ class RegionRun:
             if gradient is None:
                 continue
             if name in region.dims:
-                back.maps.put(name, gradient)
+                self.enter_gradient(back.maps, name, gradient)
             else:
                 back.known[name] = gradient
         silent = {name for name in region.inputs if name not in asked}
         for phase in reversed(self.phases):
+            self.before_phase_backward(phase, kept, back)
             for part in reversed(phase.parts):
+                self.before_part_backward(part, kept, back)
                 self._part_backward(module, part, kept, back, silent)
                 for step in part.given:
                     kept.maps.take(step.name)
@@ -177,7 +218,7 @@ class RegionRun:
         found = {name: back.maps.take(name) if name in region.dims else back.known.get(name) for name in asked}
         return found, back.sums
 
-    def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: _Back, silent: set[str]) -> None:
+    def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: Gradients, silent: set[str]) -> None:
         region = self.region
         others = dict.fromkeys(name for step in part.steps for name in step.others if name not in region.fixed)
         known = dict(kept.known)
@@ -214,7 +255,7 @@ class RegionRun:
             back.count_parameters(found[len(sources) + len(leaves) :])
             del fetched, found, inputs
 
-    def _plain_backward(self, module: nn.Module, phase: Phase, kept: Kept, back: _Back) -> None:
+    def _plain_backward(self, module: nn.Module, phase: Phase, kept: Kept, back: Gradients) -> None:
         """Of what is computed once: all of a phase together."""
         steps = [step for step in phase.plain if step.name not in self.region.fixed]
         names = [step.name for step in steps if step.name in back.known]
@@ -247,7 +288,7 @@ class RegionRun:
 
 
 @dataclass
-class _Back:
+class Gradients:
     """Gradients that add up while boxes go back.
 
     Attributes:

@@ -18,7 +18,7 @@ from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.planned_region import PlannedRegion
 from parallel.streaming.read_region import READING, NothingInBoxes, read_region
-from parallel.streaming.region import WHOLE_TILE
+from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.region_run import RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
@@ -132,6 +132,14 @@ class StreamedRun:
         (output,) = self(stage, *values)
         return asked.of_whole(output)
 
+    def read(self, stage: nn.Module, entering: Mapping[str, Tensor | Boxes], given: Mapping[str, Any]) -> Region:
+        """Return what of the nodes can be computed in boxes."""
+        return read_region(stage, self._nodes, entering, given)
+
+    def planned_boxes(self, stage: nn.Module, region: Region) -> RegionRun:
+        """Return the region, planned."""
+        return RegionRun(region, self._box, self._stored_bytes, self._scale, self._host)
+
     def planned(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int] = ()) -> PlannedRegion:
         """The plan for values of these shapes and types.
 
@@ -155,7 +163,7 @@ class StreamedRun:
 
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> PlannedRegion:
         entering, given = parted(dict(zip(self._inputs, values, strict=True)))
-        region = read_region(stage, self._nodes, entering, given)
+        region = self.read(stage, entering, given)
         with READING:
             self._records = self._records or record(stage, region)
         tiles = next(iter(entering.values())).shape[0]
@@ -185,7 +193,7 @@ class StreamedRun:
         }
         filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
         return PlannedRegion(
-            RegionRun(region, self._box, self._stored_bytes, self._scale, self._host),
+            self.planned_boxes(stage, region),
             run,
             inputs,
             frozenset(filled.union(self._outputs)),

@@ -141,7 +141,7 @@ def _backward_whole(ctx: Any, gradient: Tensor, own: Tensor, halos: Sequence[Ten
     wide = work.whole(own, halos)
     if ctx.needs_input_grad[0]:
         to_wide, _, _ = work.backward(gradient, wide, pads, weight, ctx.bias, (True, False, False))
-        finish = handed_back(ctx.link, work.exchange, to_wide, torch.zeros_like(own), DIMS)
+        finish = handed_back(ctx.link, work.exchange, to_wide, own, DIMS)
         del to_wide
     wanted = (False, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
     _, to_weight, to_bias = work.backward(gradient, wide, pads, weight, ctx.bias, wanted)

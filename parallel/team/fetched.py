@@ -9,6 +9,7 @@ and Grady 2020, A linear algebraic approach to model parallelism in deep learnin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,15 +33,14 @@ def fetched(link: TeamLink, exchange: Exchange, own: Tensor, dims: Dims) -> Tens
 class _Fetched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, link: TeamLink, exchange: Exchange, dims: Dims) -> Tensor:
-        ctx.link, ctx.exchange, ctx.dims, ctx.form = link, exchange, dims, (own.shape, own.dtype, own.device)
+        ctx.link, ctx.exchange, ctx.dims = link, exchange, dims
+        ctx.own = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)  # its form alone
         halos = link.fetch(exchange, own, dims).wait()
         return put_together(exchange, link.member, own, halos, dims, exchange.boxes[link.member])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        shape, dtype, device = ctx.form
-        own = torch.zeros(shape, dtype=dtype, device=device)
-        finish = handed_back(ctx.link, ctx.exchange, gradients[0], own, ctx.dims)
+        finish = handed_back(ctx.link, ctx.exchange, gradients[0], ctx.own, ctx.dims)
         return finish(), None, None, None
 
 
@@ -59,25 +59,23 @@ def put_together(exchange: Exchange, member: int, own: Tensor, halos: Sequence[T
     return value
 
 
-def handed_back(link: TeamLink, exchange: Exchange, gradient: Tensor, own: Tensor, dims: Dims) -> Any:
-    """Send the gradients of what was fetched to their owners, and add this member's own to ``own``.
+def handed_back(link: TeamLink, exchange: Exchange, gradient: Tensor, form: Tensor, dims: Dims) -> Any:
+    """Send the gradients of what was fetched to their owners.
 
     Args:
         gradient: of the needed box.
-        own: zeros, or what the gradient of this member's part is added to.
+        form: of shape and type of this member's part.
 
     Returns:
-        () -> ``own``, with what the others hand back added to it.
+        () -> gradient of this member's part, with what the others hand back.
     """
     member = link.member
     box, at = exchange.boxes[member], exchange.owned[member]
     pieces = exchange.pieces[member]
     halos = link.give_back(
-        exchange, [cut(gradient, dims, piece.box, box) for piece in pieces if piece.owner != member], own, dims
+        exchange, [cut(gradient, dims, piece.box, box) for piece in pieces if piece.owner != member], form, dims
     )
-    for piece in pieces:
-        if piece.owner == member:
-            cut(own, dims, piece.box, at).add_(cut(gradient, dims, piece.box, box))
+    own = _own_of(gradient, box, at, [piece.box for piece in pieces if piece.owner == member], form, dims)
 
     def finish() -> Tensor:
         for (_, sent), arrived in zip(exchange.leaving(member), halos.wait(), strict=True):
@@ -85,6 +83,34 @@ def handed_back(link: TeamLink, exchange: Exchange, gradient: Tensor, own: Tenso
         return own
 
     return finish
+
+
+def _own_of(gradient: Tensor, box: Box, at: Box, looked_at: Sequence[Box], form: Tensor, dims: Dims) -> Tensor:
+    """The gradient of this member's part ``at``, zero where nobody looked at it. It is written once: pages that are
+    touched for zeros first cost as much as the rest of a pass over a large map."""
+    if [*looked_at] == [at]:
+        return cut(gradient, dims, at, box).clone(memory_format=layout(gradient))
+    own = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+    for part in looked_at:
+        cut(own, dims, part, at).copy_(cut(gradient, dims, part, box))
+    return own
+
+
+def all_of_own(exchange: Exchange, member: int, patch: Patch, rules: tuple[Any, Any], own: Tensor) -> Patch | None:
+    """Return a patch of this member's part as it is, in place of ``patch``, which leaves out its last rows or columns
+    as a window that moves by several does not come to them; None where a convolution would make more of it.
+
+    So the map is not copied, and neither is its gradient.
+    """
+    need, have, at = patch.need, patch.have, exchange.owned[member]
+    if any(h.start != o.start or h.stop > o.stop for h, o in zip(have, at, strict=True)):
+        return None
+    more = [o.stop - h.stop for h, o in zip(have, at, strict=True)]
+    wide = tuple(type(n)(n.start, n.stop + m) for n, m in zip(need, more, strict=True))
+    made = [(w.size - rule.reach) // rule.stride + 1 for w, rule in zip(wide, rules, strict=True)]
+    if made != [span.size for span in patch.box]:
+        return None
+    return replace(patch, tensor=own, need=(wide[0], wide[1]), have=at)
 
 
 def patch_of(exchange: Exchange, member: int, value: Any, made: Box, sides: tuple[int, int], dims: Dims) -> Patch:

@@ -124,6 +124,10 @@ class TeamLink:
         arriving = [(target, tensor) for (target, _), tensor in zip(sent, tensors, strict=True)]
         return Halos(tensors, self._swap(leaving, arriving))
 
+    def swap(self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]) -> Halos:
+        """Begin to send (target, pieces) and to receive (owner, places), in the order that all members keep to."""
+        return Halos([tensor for _, tensor in arriving], self._swap(leaving, arriving))
+
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum over the members, the same bits on each; of a forward pass."""
         if self.tape is not None:

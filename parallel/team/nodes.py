@@ -16,7 +16,7 @@ from parallel.streaming.patch import Patch
 from parallel.streaming.read_dropout import MASK
 from parallel.streaming.read_norm import MOMENTS
 from parallel.team.convolution import DIMS, convolve_side_by_side
-from parallel.team.fetched import fetched, patch_of
+from parallel.team.fetched import all_of_own, fetched, patch_of
 from parallel.team.link import cut
 from parallel.team.norm import merged_moments, normalised_side_by_side
 from parallel.team.passing import Pass
@@ -57,9 +57,18 @@ class NodeRun:
         Args:
             asked: sums that the model's output is wanted as, a map that lies in parts (``gives_parts``).
         """
-        known = dict(zip(self._inputs, values, strict=True))
+        return self._rest(stage, passing, values, {}, asked)
+
+    def _rest(
+        self, stage: nn.Module, passing: Pass, values: Sequence[Any], made: Mapping[str, Any], asked: BoxSums | None
+    ) -> tuple[Any, ...]:
+        """Run the nodes; where there is what they ``made`` in boxes, those that follow."""
+        known = {**dict(zip(self._inputs, values, strict=True)), **made}
+        done = passing.plan.steps if made else frozenset()
         member = _Member(stage, passing, known, self._random, self._entering)
         for node in self._nodes:
+            if node.name in done:
+                continue
             known[node.name] = member.value(node) if asked is None or node.op != "output" else member.sums(node, asked)
             for name in self._finished.get(node.name, ()):
                 known.pop(name, None)
@@ -192,12 +201,13 @@ class _Member:
         sources = self._sources(node)
         if operation.convolution is not None:
             (source,) = sources
-            exchange = self._plan.exchange(node.name, operation, source.name)
+            exchange, own = self._plan.exchange(node.name, operation, source.name), self._known[source.name]
+            patch = self._patch(node, operation, source, own)
             if not exchange.quiet:
-                own = self._known[source.name]
-                patch = self._patch(node, operation, source, own)
                 operands = operation.convolution(self._arguments(node, {source.name: patch}, known, False))
                 return convolve_side_by_side(self._link, exchange, own, patch, operation.rules, operands)
+            if (whole := all_of_own(exchange, self._link.member, patch, operation.rules, own)) is not None:
+                return operation.compute(self._arguments(node, {source.name: whole}, known, False))
         patches = self._patches(node, operation)
         if operation.drawn is not None:
             known = {node.name + MASK: self._own_draw(node, operation.drawn, patches)}

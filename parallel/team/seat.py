@@ -13,6 +13,7 @@ from torch import nn
 from parallel.graph.partition import Partition
 from parallel.memory.segments import segments_of
 from parallel.strategy import Strategy
+from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.link import TeamLink
 from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.team.team_stage import TeamStage, team_stages
@@ -33,6 +34,7 @@ def modules_of_seat(
     plans: TeamPlans,
     shape: tuple[int, ...],
     device: torch.device,
+    boxed: BoxedParts | None = None,
 ) -> Mapping[int, TeamStage]:
     """Return the stages ``numbers``, which this rank computes with the others on its seat.
 
@@ -51,7 +53,7 @@ def modules_of_seat(
             raise ValueError(f"--parallel spatial finds nothing to divide: {layer} {reason}; use --parallel ddp")
     segments = {number: segments_of(partition, number, strategy.policy) for number in numbers}
     grids = {number: strategy.grid_of(number) for number in numbers}
-    stages = team_stages(traced, partition, grids, link, plans, device, segments)
+    stages = team_stages(traced, partition, grids, link, plans, device, segments, boxed)
     _leave_shapes(traced.model, stages.values())
     return stages
 

@@ -87,8 +87,14 @@ def _gathered(territory: Territory, sides: Any) -> Exchange:
     return territory.gathered(sides)
 
 
-def plan_team(model: nn.Module, nodes: Sequence[fx.Node], shape: Sequence[int], grid: Grid) -> TeamPlan:
-    """Return the plan for tiles of ``shape`` (n, 3, h, w), of a model in the mode that ``nodes`` are of."""
+def plan_team(
+    model: nn.Module, nodes: Sequence[fx.Node], shape: Sequence[int], grid: Grid, once: bool = True
+) -> TeamPlan:
+    """Return the plan for tiles of ``shape`` (n, 3, h, w), of a model in the mode that ``nodes`` are of.
+
+    Args:
+        once: each member computes its part at once; False: in boxes, and again in the backward pass.
+    """
     territory = Territory(grid, (shape[2], shape[3]))
     parameter = next(model.parameters())
     images = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(tuple(shape))
@@ -103,16 +109,21 @@ def plan_team(model: nn.Module, nodes: Sequence[fx.Node], shape: Sequence[int], 
         reason = refuse(territory.side)
         return TeamPlan(territory, None, ("the tile", reason or ""))
     try:
-        region = read_region(model, nodes, {entering: images}, refuse=refuse, once=True)
+        region = read_region(model, nodes, {entering: images}, refuse=refuse, once=once)
     except NothingInBoxes as reason:
         return TeamPlan(territory, None, reason.ends_at)
     return TeamPlan(territory, region, region.ends_at)
 
 
 class TeamPlans:
-    """Plans of a model for tiles and grids of all kinds, each made when it is first asked for."""
+    """Plans of a model for tiles and grids of all kinds, each made when it is first asked for.
 
-    def __init__(self, traced: Traced) -> None:
+    Args:
+        once: as for ``plan_team``.
+    """
+
+    def __init__(self, traced: Traced, once: bool = True) -> None:
+        self._once = once
         self._traced = traced
         self._made: dict[tuple[Grid, tuple[int, ...], bool], TeamPlan] = {}
 
@@ -124,5 +135,5 @@ class TeamPlans:
             nodes = list((traced.training if training else traced.evaluation).graph.nodes)
             with left_as_it_was(traced.model):
                 traced.model.train(training)
-                self._made[key] = plan_team(traced.model, nodes, shape, grid)
+                self._made[key] = plan_team(traced.model, nodes, shape, grid, self._once)
         return self._made[key]

@@ -21,6 +21,7 @@ from parallel.space.span import Span
 from parallel.space.team import Box, Grid
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
+from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
 from parallel.team.link import Tape, TeamLink, cut
 from parallel.team.nodes import NodeRun
 from parallel.team.passing import Pass
@@ -183,12 +184,14 @@ def team_stages(
     plans: TeamPlans,
     device: torch.device,
     segments: Mapping[int, Sequence[Segment]] = MappingProxyType({}),
+    boxed: BoxedParts | None = None,
 ) -> dict[int, TeamStage]:
     """Return this member's modules of the stages that ``grids`` has.
 
     Args:
         grids: of the team, by number of the stage.
         segments: that a stage is run in, where any are computed again.
+        boxed: how members' parts are computed box by box; None: at once.
 
     Raises:
         ValueError: evaluation sends values between stages in the place of others.
@@ -203,6 +206,9 @@ def team_stages(
                 f"evaluation sends {next(iter(slots))} where training sends {next(iter(slots.values()))}, and a team "
                 "could not tell which rows of it are whose: cut the model elsewhere (--developer cuts)"
             )
+        if boxed is not None:
+            (grid,) = grids.values()
+            return TeamRun(BoxedNodes(nodes, inputs, outputs, random, boxed, grid, link))
         return TeamRun(NodeRun(nodes, inputs, outputs, random))
 
     made: dict[int, TeamStage] = {}

@@ -13,17 +13,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import yaml
 
+from app import train as train_module
 from app.launch.restart import Attempts, Starter, attempts_before, describe_restart, find_starter
 from app.settings.run import DataSettings, RunConfig
+from app.settings.strategy import StrategySettings
 from app.training.run_folder import RunFolder
 from tests.app.conftest import QUICK, ROOT, summary_of, train_command, train_environment
 
+NO_SIDES = SimpleNamespace(sides=None)
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
@@ -31,14 +35,16 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
     ("record", "starter", "before"),
     [
         (None, Starter(agent="node 7"), 0),
-        (Attempts(2, "node 7", None), Starter(agent="node 7"), 2),
-        (Attempts(2, "node 7", None), Starter(agent="node 8"), 0),
-        (Attempts(2, None, None), Starter(), 0),
-        (Attempts(1, None, "33"), Starter(job="33", requeued=True), 1),
-        (Attempts(1, "node 7", "33"), Starter("node 8", "33", requeued=True), 1),
+        (Attempts(2, ("node 7",), None), Starter(agent="node 7"), 2),
+        (Attempts(2, ("node 7",), None), Starter(agent="node 8"), 0),
+        # The agent of the first rank was lost, and another's rank is the first now.
+        (Attempts(2, ("node 7", "node 8"), None), Starter(agent="node 8"), 2),
+        (Attempts(2, (), None), Starter(), 0),
+        (Attempts(1, (), "33"), Starter(job="33", requeued=True), 1),
+        (Attempts(1, ("node 7",), "33"), Starter("node 8", "33", requeued=True), 1),
         # A second run in one allocation, and a job that was never requeued into the folder of another.
-        (Attempts(1, "node 7", "33"), Starter("node 8", "33"), 0),
-        (Attempts(1, None, "33"), Starter(job="34", requeued=True), 0),
+        (Attempts(1, ("node 7",), "33"), Starter("node 8", "33"), 0),
+        (Attempts(1, (), "33"), Starter(job="34", requeued=True), 0),
     ],
 )
 def test_attempts_are_those_of_the_same_start(record: Attempts | None, starter: Starter, before: int) -> None:
@@ -64,6 +70,8 @@ def test_a_restart_is_told_with_the_work_that_is_lost() -> None:
         "(attempt 3): continuing from step 40; 7 more were done and must be done again"
     )
     assert "starting anew; 1 more was done" in describe_restart(1, 0, 1)
+    assert describe_restart(1, 40, 0, (4, 3)).startswith("restarted (attempt 2 on 3 ranks in place of 4): continuing")
+    assert describe_restart(2, 40, 0, (4, 3, 3)).startswith("restarted (attempt 3): continuing")
 
 
 def test_a_further_attempt_leaves_settings_and_earlier_faults_as_they_are(tmp_path: Path) -> None:
@@ -87,6 +95,45 @@ def test_a_further_attempt_leaves_settings_and_earlier_faults_as_they_are(tmp_pa
 def test_the_number_of_restarts_is_checked() -> None:
     faults = RunConfig(DataSettings(Path("slides")), max_restarts=-1).validate()
     assert "--max-restarts must be at least 0; got -1" in faults
+
+
+def test_ranks_that_a_run_may_come_down_to_are_checked() -> None:
+    def faults(**settings: int) -> list[str]:
+        strategy = StrategySettings(parallel="ddp", ranks=4, batch=12)
+        return RunConfig(DataSettings(Path("slides")), strategy=strategy, **settings).validate()
+
+    assert faults(min_ranks=3, max_restarts=1) == []
+    for settings in ({"min_ranks": 3}, {"min_ranks": 5, "max_restarts": 1}, {"min_ranks": 0, "max_restarts": 1}):
+        assert any("min-ranks" in fault for fault in faults(**settings))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "least", "left"),
+    [
+        (StrategySettings(parallel="ddp", ranks=4, batch=12), None, 4),
+        (StrategySettings(parallel="ddp", ranks=4, batch=12), 2, 3),
+        # Three ranks make no groups of two.
+        (StrategySettings(parallel="1f1b", ranks=4, stages=2, batch=12, microbatches=4), 2, 2),
+        (StrategySettings(parallel="1f1b", ranks=4, stages=2, batch=12, microbatches=4), 3, 4),
+    ],
+)
+def test_a_run_that_lost_a_rank_goes_on_with_as_many_as_can(
+    strategy: StrategySettings, least: int | None, left: int, tmp_path: Path
+) -> None:
+    config = RunConfig(DataSettings(Path("slides")), strategy=strategy, out=tmp_path, max_restarts=1, min_ranks=least)
+    folder, dataset = RunFolder(tmp_path), SimpleNamespace(classes=("a", "b"), task="classify", tiles=NO_SIDES)
+    folder.open(replace(config, strategy=replace(strategy, microbatches=strategy.m)), again=False)
+    assert train_module._fewer(config, folder, dataset, 4) == left  # type: ignore[arg-type]
+
+
+def test_an_attempt_without_a_checkpoint_keeps_the_microbatches(tmp_path: Path) -> None:
+    ddp = StrategySettings(parallel="ddp", ranks=4, batch=12)
+    config = RunConfig(DataSettings(Path("slides")), strategy=ddp, out=tmp_path)
+    folder = RunFolder(tmp_path)
+    folder.open(train_module._with_microbatches(config, folder, 0))
+    fewer = replace(config, strategy=replace(ddp, ranks=3))
+    assert train_module._with_microbatches(fewer, folder, 1).strategy.microbatches == 4
+    assert train_module._with_microbatches(fewer, folder, 0).strategy.microbatches == 3
 
 
 STEPS, EVERY = 30, 4

@@ -96,6 +96,21 @@ def test_ranks_that_fail_are_started_again_as_often_as_asked(tmp_path: Path) -> 
         assert "a rank ended with exit code 11: restart 1 of 2" in printed
 
 
+FEWER = START.replace("[sys.executable, *sys.argv[1:]])", "sys.argv[1:], 2, lambda ranks: ranks - 1)").replace(
+    "launch_ranks(2", "launch_ranks(3"
+)
+
+
+def test_ranks_that_fail_may_be_started_again_as_fewer(tmp_path: Path) -> None:
+    fails = "import os, pathlib, sys; world = os.environ['WORLD_SIZE']; "
+    fails += f"pathlib.Path({str(tmp_path)!r}, world + os.environ['RANK']).touch(); sys.exit(int(world) > 2)"
+    command = [sys.executable, "-c", FEWER, sys.executable, "-c", fails]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("2")) == ["20", "21"]
+    assert "restart 1 of 2, on 2 ranks in place of 3" in done.stderr
+
+
 def test_ranks_that_fail_once_they_were_asked_to_stop_are_not_started_again(tmp_path: Path) -> None:
     process = restarting(tmp_path, 9)
     deadline = time.monotonic() + 60

@@ -1,0 +1,184 @@
+"""A member's part of a region, computed box by box: the boxes of its part of the tile, rims of others fetched once.
+
+Phases, parts and the order of sums are planned for the whole tile, so that all members come to the same messages. A map
+between parts lies with each member as far as its later boxes look, its own part and rows of others; these are fetched
+when the map is there, and their gradients are handed back, and added, before the part that made it goes back. Sums are
+merged over the members when a phase ends, their gradients summed when its backward pass begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.space.box_bytes import Cuts
+from parallel.space.parts import Part
+from parallel.space.span import Span
+from parallel.space.step import Step
+from parallel.space.team import Box, Exchange, Grid, Territory
+from parallel.streaming.images import Boxes
+from parallel.streaming.maps import Maps
+from parallel.streaming.part_run import PartPlan
+from parallel.streaming.region import Region
+from parallel.streaming.region_run import Gradients, Kept, Phase, RegionRun
+from parallel.team.link import TeamLink
+from parallel.team.passing import Pass
+
+
+class BoxedRegion(RegionRun):
+    """One member's part of a region, planned for tiles of one size.
+
+    Args:
+        grid: of the team.
+        link: to the other members.
+        random: names of nodes that may draw.
+        options: of ``RegionRun``.
+
+    Attributes:
+        passing: the forward pass under way.
+    """
+
+    passing: Pass
+
+    def __init__(
+        self, region: Region, box: int, grid: Grid, link: TeamLink, random: Collection[str], **options: Any
+    ) -> None:
+        self._link, self._grid, self._random = link, grid, random
+        super().__init__(region, box, **options)
+        self._territory = Territory(grid, self.boxes.model.side)
+        self._exchanges = self._find_exchanges()
+        self._held = {name: exchange.boxes[link.member] for name, exchange in self._exchanges.items()}
+
+    def cuts(self, part: Part) -> tuple[Cuts, tuple[range, range] | None]:
+        territory = Territory(self._grid, self.boxes.model.side)
+        boxed = territory.boxed(part.box)
+        return boxed, territory.boxes_of(self._link.member, boxed)
+
+    def maps(self, device: torch.device, here: frozenset[str]) -> Maps:
+        return Maps(self._shapes, self.region.dims, device, self._host, here, self._held)
+
+    def enter(self, maps: Maps, name: str, value: Tensor | Boxes) -> None:
+        assert isinstance(value, Tensor)
+        if self._exchanges[name].quiet:
+            maps.put(name, value)
+        else:
+            maps.write(name, self._own(name), value)
+            self._fetch(maps, name, value.device)
+
+    def plain(self, module: nn.Module, step: Step, known: Mapping[str, Any]) -> Any:
+        if self.region.nodes[step.name].name not in self._random:
+            return super().plain(module, step, known)
+        return self.passing.drawn(lambda: super(BoxedRegion, self).plain(module, step, known))
+
+    def leave(self, maps: Maps, name: str) -> Tensor:
+        return maps.part(name, self._own(name))
+
+    def enter_gradient(self, maps: Maps, name: str, gradient: Tensor) -> None:
+        maps.write(name, self._own(name), gradient)
+
+    def after_part(self, part: PartPlan, kept: Kept) -> None:
+        for step in part.given:
+            if not step.sums and not self._exchanges[step.name].quiet:
+                self._fetch(kept.maps, step.name, self.region.forms[step.name][2])
+
+    def after_phase(self, phase: Phase, kept: Kept) -> None:
+        for name in _sums(phase):
+            merge, value = self.region.operations[name].merge, kept.known[name]
+            if merge is None:
+                kept.known[name] = self._link.sum_back(value)
+                continue
+            table = value.new_zeros((self._link.members, *value.shape))
+            table[self._link.member] = value
+            total, *others = self._link.sum_back(table).unbind()
+            for other in others:
+                total = merge(total, other)
+            kept.known[name] = total
+
+    def before_phase_backward(self, phase: Phase, kept: Kept, back: Gradients) -> None:
+        for name in _sums(phase):
+            if name in self.region.flows:
+                gradient = back.known[name] if name in back.known else torch.zeros_like(kept.known[name])
+                back.known[name] = self._link.sum_back(gradient)
+
+    def before_part_backward(self, part: PartPlan, kept: Kept, back: Gradients) -> None:
+        for step in part.given:
+            name = step.name
+            if step.sums or name not in self.region.flows or self._exchanges[name].quiet:
+                continue
+            if name not in back.maps:
+                back.maps.put(name, torch.zeros_like(kept.maps.whole(name)))
+            self._give_back(back.maps, name, self.region.forms[name][2])
+
+    def _own(self, name: str) -> Box:
+        return self._territory.owned(self._link.member, self.region.sides[name])
+
+    def _fetch(self, maps: Maps, name: str, device: torch.device) -> None:
+        """Fetch of others what is held here of a map, and send what others hold."""
+        exchange, member = self._exchanges[name], self._link.member
+        pieces = exchange.arriving(member)
+        leaving = [(target, _sent(maps.part(name, box), device)) for target, box in exchange.leaving(member)]
+        arriving = [(piece.owner, _room(maps.part(name, piece.box), device)) for piece in pieces]
+        for piece, value in zip(pieces, self._link.swap(leaving, arriving).wait(), strict=True):
+            maps.part(name, piece.box).copy_(value)
+
+    def _give_back(self, gradients: Maps, name: str, device: torch.device) -> None:
+        """Send the gradients of what others own to them, and add those that come to this member's own."""
+        exchange, member = self._exchanges[name], self._link.member
+        sent = exchange.leaving(member)
+        leaving = [(p.owner, _sent(gradients.part(name, p.box), device)) for p in exchange.arriving(member)]
+        arriving = [(target, _room(gradients.part(name, box), device)) for target, box in sent]
+        for (_, box), value in zip(sent, self._link.swap(leaving, arriving).wait(), strict=True):
+            gradients.add(name, box, value)
+
+    def _find_exchanges(self) -> dict[str, Exchange]:
+        """By name of a map between parts, or that enters or leaves: who holds what of it."""
+        region, territory, members = self.region, self._territory, range(self._grid.members)
+        looked_at: dict[str, list[list[Box]]] = {}
+        for name in region.inputs:
+            looked_at[name] = [[territory.owned(member, region.sides[name])] for member in members]
+        for phase, planned in zip(self.phases, self.boxes.phases, strict=True):
+            for part, paper in zip(phase.parts, planned.parts, strict=True):
+                boxed = territory.boxed(paper.box)
+                given = [step.name for step in part.given if not step.sums]
+                for name in given:
+                    looked_at[name] = [[territory.owned(member, region.sides[name])] for member in members]
+                # In its backward pass a part finds what it gave, with rims, where its own steps look at it.
+                names = (*part.entering, *(name for name in given if name in part.users))
+                for member in members:
+                    for row, column in part.boxes_of(territory.boxes_of(member, boxed)):
+                        rows, columns = part.rows[row], part.columns[column]
+                        for name in names:
+                            if name in rows and name in columns:
+                                looked_at[name][member].append((rows[name], columns[name]))
+        return {
+            name: territory.needed([_hull(boxes) for boxes in by_member], region.sides[name])
+            for name, by_member in looked_at.items()
+        }
+
+
+def _sums(phase: Phase) -> list[str]:
+    """Return names of the sums that a phase ends with, in order."""
+    return [step.name for part in phase.parts for step in part.given if step.sums]
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box around ``boxes``."""
+    rows, columns = zip(*boxes, strict=True)
+    return _around(rows), _around(columns)
+
+
+def _around(spans: Sequence[Span]) -> Span:
+    return Span(min(span.start for span in spans), max(span.stop for span in spans))
+
+
+def _sent(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy as it is sent: on the device that computes, contiguous."""
+    return value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _room(like: Tensor, device: torch.device) -> Tensor:
+    """Return where a piece arrives."""
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
