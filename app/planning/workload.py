@@ -6,6 +6,7 @@ and tile.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from parallel.cost.layer_cost import Costs
 from parallel.engine.sharding_units import sharding_units
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.graph.sides import GraphsBySide
+from parallel.plan.largest_tile import LIMIT
 from parallel.plan.side_by_side import Divisible
 from parallel.plan.streamed import Streamed
 from parallel.plan.task import Task
@@ -72,6 +74,9 @@ class Workload:
     _sides: dict[torch.dtype | None, GraphsBySide] = field(default_factory=dict, init=False, repr=False, compare=False)
     _recorded: list[Recorded] = field(default_factory=list, init=False, repr=False, compare=False)
     _regions: list[Region] = field(default_factory=list, init=False, repr=False, compare=False)
+    _refused: list[tuple[nn.Module, dict[str, str]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def at(self, tile: int) -> Workload:
         """The same on tiles of another side. The model is followed once for all of them, where its path is the same,
@@ -80,6 +85,7 @@ class Workload:
         object.__setattr__(other, "_followed", self._followed)
         object.__setattr__(other, "_sides", self._sides)
         object.__setattr__(other, "_recorded", self._recorded)
+        object.__setattr__(other, "_refused", self._refused)
         return other
 
     def build(self) -> nn.Module:
@@ -120,6 +126,10 @@ class Workload:
             return dataclasses.replace(traced, graph=graph)
         again = run_again(traced, self._shape, autocast=autocast)
         graphs.add(self.tile, again.graph)
+        if graphs.count == 2:  # several sides are asked for: all of them lie below this one, which is run once
+            with contextlib.suppress(ValueError):
+                widest = run_again(traced, (1, 3, LIMIT, LIMIT), autocast=autocast)
+                graphs.add(LIMIT, widest.graph)
         return again
 
     def _with_loss(self, traced: Traced) -> LayerGraph:
@@ -145,17 +155,24 @@ class Workload:
         plain = self._with_loss(traced)
         mixed = self._run_again(traced, self.autocast) if self.autocast else traced
         kept = self._with_loss(mixed) if self.autocast else plain
-        refused = {}
-        for name, prepare in (("zero-bubble", DeferredWeights), ("fsdp", sharding_units)):
-            try:
-                prepare(model)
-            except ValueError as fault:
-                refused[name] = str(fault)
+        refused = self._refused_by(traced)
         one_copy = copies_fault(traced.updated)
         slots = SLOTS[self.optimizer] + self.averages
         in_boxes = functools.partial(self._streamed, traced, estimate)
         in_teams = functools.partial(self._divisible, traced, plain, estimate)
         return Task(kept, estimate(plain), batch, slots, refused, one_copy, in_boxes, in_teams)
+
+    def _refused_by(self, traced: Traced) -> dict[str, str]:
+        """Return strategy -> why the model cannot be trained with it; asked of a model once, whatever its tiles."""
+        if not self._refused or self._refused[0][0] is not traced.model:
+            refused = {}
+            for name, prepare in (("zero-bubble", DeferredWeights), ("fsdp", sharding_units)):
+                try:
+                    prepare(traced.model)
+                except ValueError as fault:
+                    refused[name] = str(fault)
+            self._refused[:] = [(traced.model, refused)]
+        return self._refused[0][1]
 
     def _divisible(
         self, traced: Traced, plain: LayerGraph, estimate: Callable[[LayerGraph], Callable[[int], Costs]]

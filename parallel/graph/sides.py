@@ -33,6 +33,11 @@ class GraphsBySide:
         self._numbers: dict[int, Numbers] = {}
         self._agree = False
 
+    @property
+    def count(self) -> int:
+        """Sides that were run."""
+        return len(self._graphs)
+
     def add(self, side: int, graph: LayerGraph) -> None:
         """Take the graph of one more side, which was run."""
         self._graphs[side] = graph

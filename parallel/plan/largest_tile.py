@@ -2,11 +2,12 @@
 
 Takes what can tell whether a strategy fits at a tile side, and which ways of needing less memory are open; gives the
 largest side, and what stands in the way of the next. Bytes grow with the side, so what fits at one side fits at every
-smaller one. No torch here.
+smaller one; and about as its px do, so that two sides tell where to look for the third. No torch here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ STEP = 64
 """Tile sides are multiples of this many px, which every model's strides divide."""
 FINE = 32
 """Tiles in boxes are found to this part of their side: a plan of them takes a second, and few more px change little."""
+GUESSES = 4
+"""Sides that are tried where bytes in proportion to px say that the last which fits is; then the middle is."""
 LIMIT = 1 << 16
 """Px; slides are seldom wider."""
 
@@ -93,11 +96,26 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
     while low < LIMIT and fits(min(2 * low, LIMIT)):
         low = min(2 * low, LIMIT)
     high = min(2 * low, LIMIT)
+    guesses = 0 if savings == BOXES else GUESSES
     while high - low > (max(STEP, low // FINE) if savings == BOXES else STEP):
-        middle = (low + high) // 2 // STEP * STEP
-        if fits(middle):
+        middle = _likely(low, high, known[low], known[high]) if guesses else None
+        guesses -= guesses > 0
+        if fits(middle := middle or (low + high) // 2 // STEP * STEP):
             low = middle
         else:
             high = middle
     doubled = None if 2 * low > LIMIT else least(2 * low, name, savings)
     return LargestTile(name, savings, low, known[low], known.get(high) if high > low else None, doubled)
+
+
+def _likely(low: int, high: int, fitting: PlanRow | None, over: PlanRow | None) -> int | None:
+    """Return the largest side between ``low``, which fits, and ``high``, which does not, that fits if bytes grow with
+    the px of the tile; None where their bytes do not tell."""
+    if not (fitting and over and fitting.peak_bytes and over.peak_bytes):
+        return None
+    least, most = max(fitting.peak_bytes), max(over.peak_bytes)
+    room = most - over.over_bytes - least
+    if most <= least or room < 0:
+        return None
+    side = math.isqrt(low**2 + (high**2 - low**2) * room // (most - least)) // STEP * STEP
+    return min(max(side, low + STEP), high - STEP)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from parallel.graph.op import Op
 from parallel.space.rule import Window
 from parallel.space.span import Span
 from parallel.space.step import Step
+from parallel.streaming.alike import called, form
+from parallel.streaming.backward_work import backward_work, tensors_of
 from parallel.streaming.operation import Arguments
 from parallel.streaming.part_run import resolver, run_plain
 from parallel.streaming.patch import Patch
+from parallel.streaming.read_node import module_of
 from parallel.streaming.region import Region
 from parallel.trace.fake_run import once_each, state_of
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
@@ -102,16 +103,54 @@ class _Recording(nn.Module):
         for name in region.given:
             self._known[name] = torch.empty(meta[name][0], dtype=meta[name][1], device="meta")
         self.records: dict[str, StepRecord] = {}
+        self._alike: dict[Hashable, Step] = {}
 
     def forward(self) -> None:
         state = {storage_of(tensor) for tensor in state_of(self.module).values()}
         for step in self._region.steps:
-            if not step.plain:
-                self._run(step, state)
+            if step.plain:
+                continue
+            key = self._key(step)
+            if key is not None and (same := self._alike.get(key)) is not None:
+                self._as_before(step, same)
+                continue
+            self._run(step, state)
+            if key is not None:
+                self._alike[key] = step
 
     def plain(self, name: str) -> Any:
         """The value of a step without rows."""
         return run_plain(self.module, self._region, self.plain_steps[name], self._known)
+
+    def _key(self, step: Step) -> Hashable:
+        """Return what is equal for steps that are recorded alike; None for a step like no other."""
+        region, node = self._region, self._region.nodes[step.name]
+        if any(name in self.plain_steps and not self._known.made(name) for name in step.others):
+            return None  # it is the first to ask for what has no rows, which is recorded with it
+        calls = called(
+            module_of(self.module, node),
+            node,
+            {name: k for k, name in enumerate(step.maps)},
+            resolver(self.module, region, self._known),
+        )
+        if calls is None or not all(isinstance(self._values[name], Tensor) for name in step.maps):
+            return None
+        wants = tuple(name not in region.inputs or name in region.flows for name in step.maps)
+        maps = tuple((form(self._values[n].detach()), region.sides[n], region.dims[n]) for n in step.maps)
+        others = tuple((form(self._known[name]), name in region.fixed) for name in step.others)
+        known = (step.rules, step.sides, step.sums, self._alone(step))
+        return calls, step.name.removeprefix(node.name), maps, wants, others, known
+
+    def _as_before(self, step: Step, same: Step) -> None:
+        """Take for ``step`` what was recorded of one that is alike."""
+        record, names = (
+            self.records[same.name],
+            dict(zip((*same.maps, same.name), (*step.maps, step.name), strict=True)),
+        )
+        saves = tuple(names[name] for name in record.saves)
+        self.records[step.name] = replace(record, saves=saves, lies_in=names.get(record.lies_in, ""))
+        values = self._known if step.sums else self._values
+        values[step.name] = values[same.name]
 
     def _run(self, step: Step, state: set[StorageWeakRef]) -> None:
         region, operation = self._region, self._region.operations[step.name]
@@ -137,12 +176,12 @@ class _Recording(nn.Module):
             with recorder, saved_tensors_hooks(pack, lambda tensor: tensor):
                 value = operation.compute(given)
         ops = tuple(recorder.ops)
-        takes = {storage_of(tensor): name for name, v in taken.items() for tensor in _tensors(v)}
-        gives = dict.fromkeys((storage_of(tensor) for tensor in _tensors(value)), step.name)
+        takes = {storage_of(tensor): name for name, v in taken.items() for tensor in tensors_of(v)}
+        gives = dict.fromkeys((storage_of(tensor) for tensor in tensors_of(value)), step.name)
         names = {**takes, **gives}
         px = math.prod(step.sides) * region.forms[region.inputs[0]][0][0]
         params = self._trained(step)
-        work, hands_on = _backward(value, list(leaves.values()), [*others.values(), *params])
+        work, hands_on = backward_work(value, list(leaves.values()), [*others.values(), *params])
         self.records[step.name] = StepRecord(
             tuple(dict.fromkeys(names[storage] for storage in kept if storage in names)),
             sum(size for storage, size in kept.items() if storage not in names) / px,
@@ -211,63 +250,18 @@ class _Known(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self._recording.plain_steps
 
+    def made(self, name: str) -> bool:
+        """Return whether somebody asked for a value."""
+        return super().__contains__(name)
+
     def __missing__(self, name: str) -> Any:
         self[name] = self._recording.plain(name)
         return self[name]
 
 
-def _backward(value: Any, leaves: Sequence[Any], others: Sequence[Tensor]) -> tuple[int, bool]:
-    """Run the backward pass; return (work space, the gradient is handed on).
-
-    Args:
-        leaves: of the maps.
-        others: parameters, and values without rows.
-    """
-    outputs = [tensor for tensor in _tensors(value) if tensor.requires_grad]
-    used = [tensor for tensor in _tensors(leaves) if tensor.requires_grad]
-    if not outputs or not (used or others):
-        return 0, False
-    pulled = [torch.empty_like(output) for output in outputs]
-    with _Living() as living:
-        gradients = torch.autograd.grad(outputs, [*used, *others], pulled, allow_unused=True)
-    given = {storage_of(tensor) for tensor in pulled}
-    fresh = {storage_of(g): g.untyped_storage().nbytes() for g in gradients if g is not None}
-    of_maps = [storage_of(g) for g in gradients[: len(used)] if g is not None]
-    made = sum(size for storage, size in fresh.items() if storage not in given)
-    return max(0, living.peak - made), bool(of_maps) and all(storage in given for storage in of_maps)
-
-
-class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes of the storages made in its block while they live; ``peak``: the most at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._made: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage_of(tensor).cdata for tensor in _tensors((args, kwargs))}
-        value = func(*args, **(kwargs or {}))
-        made = [storage_of(tensor) for tensor in _tensors(value)]
-        self._made.update({storage.cdata: storage for storage in made if storage.cdata not in given})
-        total = 0
-        for key, storage in list(self._made.items()):
-            alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-            if alive is None:
-                del self._made[key]
-            else:
-                total += alive.nbytes()
-        self.peak = max(self.peak, total)
-        return value
-
-
 def _without_data(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _leaf(value: Any, wants: bool) -> Any:

@@ -32,6 +32,22 @@ def test_the_next_side_does_not_fit(memory: int) -> None:
     assert len(asked) - 1 <= len(set(asked)) <= 20  # twice the side may have been asked for before
 
 
+@pytest.mark.parametrize("fixed", [0, 1000**2, -(10**9)])
+def test_bytes_of_the_rows_shorten_the_search(fixed: int) -> None:
+    """They are right, shifted, or no guide at all: the answer is the same."""
+    memory, asked = 5000**2, []
+
+    def least(tile: int, name: str, savings: Savings) -> PlanRow:
+        asked.append(tile)
+        peak = fixed + tile**2 if fixed >= 0 else 1
+        over = max(0, tile**2 - memory)
+        return PlanRow(Strategy(name, 1, 1, 1), peak_bytes=(peak,), over_bytes=over)
+
+    (found,) = largest_tiles(["single"], [PLAIN], least)
+    assert found.tile == 4992
+    assert len(set(asked)) <= (12 if fixed >= 0 else 16)
+
+
 def test_what_never_fits_and_what_always_does() -> None:
     never, always = largest_tiles(
         ["never", "always"], [PLAIN], lambda tile, name, savings: row(name, int(name == "never"))
