@@ -37,7 +37,6 @@ from parallel.offload.host_space import HostSpace
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Action, Kind
-from parallel.schedule.microbatch import share_of
 from parallel.schedule.seating import Seating
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss, Stage
@@ -185,7 +184,7 @@ def put_to_work(
         prediction=Inference(stages, routes, seating, messenger, rank, inputs, transfers),
         full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, seating, communicator),
         inputs=inputs,
-        share=share_of(seating.group_of(rank), placement.groups, strategy.m),
+        share=strategy.share_of(seating.group_of(rank)),
         batch=batch,
         m=strategy.m,
         link=link,

@@ -17,10 +17,12 @@ from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.schedule.action import Schedule
 from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
+from parallel.schedule.microbatch import share_of
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, placement_for
 from parallel.schedule.seating import Seating
+from parallel.schedule.shares import Shares
 from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import from_csv
 from parallel.space.team import Grid
@@ -51,6 +53,7 @@ class Strategy:
         gradient_bytes: of a stage's gradients summed at once over the ranks that hold it, from its last backward pass
             on; 0: all, once this rank has computed everything; None: as ``GradReducer`` does.
         grids: of the teams on the seats of a group, which divide each tile among their ranks; empty: one rank a seat.
+        shares: microbatches of each group; empty: consecutive ones, as many for each.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Strategy:
     compile: bool = False
     gradient_bytes: int | None = None
     grids: tuple[Grid, ...] = ()
+    shares: Shares = ()
 
     @property
     def group_ranks(self) -> int:
@@ -81,6 +85,14 @@ class Strategy:
     def groups(self) -> int:
         """Data-parallel groups, d."""
         return self.ranks // self.group_ranks
+
+    def share_of(self, group: int) -> Sequence[int]:
+        """Return the microbatches that a group computes, rising.
+
+        Raises:
+            ValueError: there are not as many as groups.
+        """
+        return self.shares[group] if self.shares else share_of(group, self.groups, self.m)
 
     @property
     def splits(self) -> bool:
@@ -225,7 +237,7 @@ class Strategy:
         """
         placement = self.placement
         if self.schedule_csv is None:
-            schedule = build_schedule(self.name, placement, self.m)
+            schedule = build_schedule(self.name, placement, self.m, self.shares)
         else:
             schedule = from_csv(self.schedule_csv)
         check(schedule, placement, links)

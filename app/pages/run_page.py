@@ -28,6 +28,7 @@ FIGURES = {
     "unreadable": ("Validation tiles that cannot be read", ", left out of the scores"),
     "global_batch": ("Tiles per step", ""),
     "microbatches": ("Microbatches per step", ""),
+    "shares": ("Microbatches of each group", ""),
     "tile_px": ("Tile side", " px"),
     "slide_sides": ("Whole slides: smallest, median, largest", " px"),
     "mpp": ("Resolution", " µm/px"),

@@ -7,6 +7,7 @@ ranks there are. Letters: D stages, d groups of D ranks, m microbatches of the g
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
 from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.schedule.registry import default_microbatches
+from parallel.schedule.shares import Shares, parse_counts, read_owners
 from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
 
@@ -80,6 +82,10 @@ class StrategySettings:
     microbatches: int | None = None
     """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per group with
     mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has as many tiles."""
+    shares: str = "equal"
+    """Microbatches that each rank with ddp, or each data-parallel group, computes of a step, for devices of unequal
+    speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; or a CSV file with the columns
+    microbatch,group, a line for each. The same numbers whoever computes what."""
     recompute: str = "none"
     """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
     all but what enters a rank's stage; block: all but what enters a block of the model; a number: all but what enters
@@ -227,10 +233,31 @@ class StrategySettings:
         """Microbatches of the global batch."""
         if self.microbatches is not None:
             return self.microbatches
+        if self.shares != "equal":
+            return sum(map(len, self.asked_shares))
         if not self.splits:
             return self.world
         usual = self.groups * default_microbatches(self.name, self.depth)
         return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
+
+    @functools.cached_property
+    def asked_shares(self) -> Shares:
+        """``shares`` as microbatches of each group; empty: equal, or not to be read, as ``share_faults`` says."""
+        with contextlib.suppress(ValueError, OSError):
+            return self.read_shares()
+        return ()
+
+    def read_shares(self) -> Shares:
+        """Return ``shares`` as microbatches of each group; empty: equal.
+
+        Raises:
+            ValueError: they are neither counts nor a file of them.
+            OSError: there is no such file.
+        """
+        if self.shares == "equal":
+            return ()
+        counts = parse_counts(self.shares)
+        return read_owners(Path(self.shares).read_text()) if counts is None else counts
 
     def to_strategy(self, device: str) -> Strategy:
         """Return what is asked for as the engine's own value; where a planner has yet to choose, as for a model that
@@ -264,4 +291,5 @@ class StrategySettings:
             compile=self.compile,
             gradient_bytes=self.bucket_bytes,
             grids=self.grids,
+            shares=self.asked_shares,
         )

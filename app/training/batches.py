@@ -69,7 +69,7 @@ class RankReading:
 
     def sharded(self, stream: TileStream) -> TileStream:
         """``stream`` in global batches, of which this rank reads its part."""
-        rows = range(self.ranges[0].start, self.ranges[-1].stop)
+        rows = tuple(itertools.chain(*self.ranges))
         images, targets = (
             [row for tiles, want in zip(self.ranges, self.wants, strict=True) if want[k] for row in tiles]
             for k in range(2)

@@ -145,6 +145,7 @@ def _whole(
         device=device,
         bucket_bytes=strategy.gradient_bytes,
         updated=updated if policy.segmented or policy.moves else (),
+        shares=strategy.shares,
     )
 
 

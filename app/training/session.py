@@ -32,6 +32,7 @@ from models.weights_report import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_space import HostSpace
 from parallel.schedule.microbatch import split_batch
+from parallel.schedule.shares import FINE, coarseness
 from parallel.strategy import Strategy
 from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind
@@ -247,11 +248,26 @@ def build_session(
         model.parameters,
         watchdog,
         model.loaded,
-        model.notes,
+        (*model.notes, *_share_notes(strategy)),
         failed,
         host,
         cache,
     )
+
+
+def _share_notes(strategy: Strategy) -> Iterator[str]:
+    """Which group computes what, and whether microbatches are too few to follow speeds."""
+    if not strategy.shares:
+        return
+    counts, groups = [len(share) for share in strategy.shares], strategy.groups
+    yield f"shares of the {strategy.m} microbatches of a step: {', '.join(map(str, counts))}"
+    if strategy.m < FINE * groups:
+        lost = coarseness(strategy.m, groups)
+        yield (
+            f"{strategy.m} microbatches in {groups} shares follow speeds coarsely: even the best shares may take "
+            f"{lost:.0%} longer than finer ones would; from --microbatches {FINE * groups} on it is at most "
+            f"{coarseness(FINE * groups, groups):.0%}"
+        )
 
 
 def _part(engine: TrainingEngine, shape: tuple[int, int, int, int]) -> tuple[TileBox, TileBox] | None:

@@ -151,6 +151,7 @@ class RunSummary:
             "ranks": self._communicator.world,
             "stages": strategy.depth,
             "grids": [str(grid) for grid in strategy.grids] or None,
+            "shares": [list(share) for share in strategy.shares] or None,
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.offload,
             "offload_state": strategy.policy.state,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from parallel.offload.rng import drawing
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.schedule.microbatch import microbatch_seed, share_of
+from parallel.schedule.shares import Shares
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.recompute_context import recompute_context
 from parallel.stage.stage import Loss, SummedLoss
@@ -58,6 +59,7 @@ class DataParallelEngine:
             rank alone.
         bucket_bytes: of gradients averaged at once beside the last backward pass; 0: all, at its end; None: as the
             communicator does.
+        shares: microbatches of each rank, all of them together; empty: consecutive ones, as many for each.
 
     Raises:
         ValueError: ``batch``, ``m`` and the number of ranks do not fit together.
@@ -80,6 +82,7 @@ class DataParallelEngine:
         device: torch.device | None = None,
         bucket_bytes: int | None = None,
         updated: Collection[str] = (),
+        shares: Shares = (),
     ) -> None:
         if batch < m:
             raise ValueError(
@@ -90,7 +93,8 @@ class DataParallelEngine:
         self.module = module
         self.optimizer = optimizer
         self.counted = True
-        self.share = share_of(communicator.rank, communicator.world, m)
+        rank, world = communicator.rank, communicator.world
+        self.share: Sequence[int] = shares[rank] if shares else share_of(rank, world, m)
         self._loss = loss
         self._communicator = communicator
         self._batch = batch

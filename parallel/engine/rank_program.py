@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.engine.grad_reducer import GradReducer
@@ -47,7 +47,7 @@ class RankProgram:
     prediction: Inference
     full_state: FullStateDict
     inputs: str
-    share: range
+    share: Sequence[int]
     batch: int
     m: int
     link: TeamLink | None = None

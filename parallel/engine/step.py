@@ -6,7 +6,7 @@ ranks, stages or replicas stand behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -77,8 +77,8 @@ def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
 class TrainingEngine(Protocol):
     """One optimiser step of a model over a fixed group of ranks."""
 
-    share: range
-    """Microbatches of the global batch that this rank's group of ranks computes."""
+    share: Sequence[int]
+    """Microbatches of the global batch that this rank's group of ranks computes, rising."""
 
     counted: bool
     """What this rank reads counts; of a team, whose members read parts of the same tiles, that is one rank."""

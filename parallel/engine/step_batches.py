@@ -17,7 +17,7 @@ class StepBatches:
         microbatches: drawn as far as is needed, no further.
     """
 
-    def __init__(self, microbatches: Iterable[Microbatch], share: range) -> None:
+    def __init__(self, microbatches: Iterable[Microbatch], share: Iterable[int]) -> None:
         self._source = iter(microbatches)
         self._numbers = iter(share)
         self._shapes: dict[int, tuple[int, ...]] = {}

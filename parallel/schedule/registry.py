@@ -7,7 +7,8 @@ rank of every data-parallel group, with the microbatch numbers of the global bat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parallel.schedule.action import Action, Schedule
@@ -16,6 +17,7 @@ from parallel.schedule.gems import mast, master
 from parallel.schedule.generators import gpipe, interleaved, mp_basic, one_f_one_b, zero_bubble
 from parallel.schedule.microbatch import share_of
 from parallel.schedule.placement import Placement
+from parallel.schedule.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,12 @@ def placement_for(name: str, *, groups: int, depth: int, chunks: int = 1, teams:
     return placement
 
 
-def build_schedule(name: str, placement: Placement, m: int) -> Schedule:
-    """The schedule of all groups: group g computes its share of the microbatches, consecutive ones.
+def build_schedule(name: str, placement: Placement, m: int, shares: Shares = ()) -> Schedule:
+    """The schedule of all groups: group g computes its share of the microbatches.
 
     Args:
         m: microbatches of the global batch.
+        shares: of the groups; empty: consecutive ones, as many for each.
 
     Raises:
         ValueError: no schedule has this name, or it cannot run on this mesh or with ``m``.
@@ -142,10 +145,14 @@ def build_schedule(name: str, placement: Placement, m: int) -> Schedule:
             f"mast computes 2 microbatches a group, {2 * groups} in {groups} groups, not {m}: set --microbatches "
             f"{2 * groups}, or use master, which is mast for any number"
         )
+    if shares and (len(shares) != groups or sorted(itertools.chain(*shares)) != list(range(m))):
+        faults.append(f"shares {shares} do not give {m} microbatches to {groups} data-parallel groups, each to one")
+    elif shares and name == "mast" and {len(share) for share in shares} != {2}:
+        faults.append("mast computes 2 microbatches a group: use master for other shares")
     _raise_all(faults)
     schedule: Schedule = {}
     for g in range(groups):
-        share = share_of(g, groups, m)
+        share = shares[g] if shares else share_of(g, groups, m)
         extra = (placement.stages // placement.depth,) if kind.chunks else ()
         for k, actions in kind.build(placement.depth, len(share), *extra).items():
             schedule[g * placement.depth + k] = [_renumbered(action, share) for action in actions]
@@ -189,6 +196,6 @@ def _raise_all(faults: list[str]) -> None:
         raise ValueError("; ".join(faults))
 
 
-def _renumbered(action: Action, share: range) -> Action:
+def _renumbered(action: Action, share: Sequence[int]) -> Action:
     assert action.microbatch is not None
     return dataclasses.replace(action, microbatch=share[action.microbatch])

@@ -59,7 +59,7 @@ class TileStream:
     cut: PictureCrop | None = None
     boxes: tuple[TileBox, TileBox] | None = None
     global_batch: int = 1
-    rows: range = range(1)
+    rows: Sequence[int] = range(1)
     image_rows: Sequence[int] = (0,)
     target_rows: Sequence[int] = (0,)
     max_bytes: int = 1 << 30
@@ -153,7 +153,9 @@ class TileStream:
             raise ValueError(f"the global batch is at least 1 tile; got {global_batch}")
         return replace(self, global_batch=global_batch).shard(range(global_batch))
 
-    def shard(self, rows: range, images: Sequence[int] | None = None, targets: Sequence[int] | None = None) -> Self:
+    def shard(
+        self, rows: Sequence[int], images: Sequence[int] | None = None, targets: Sequence[int] | None = None
+    ) -> Self:
         """Return a stream of the rows of each global batch that are this rank's; all by default.
 
         Args:

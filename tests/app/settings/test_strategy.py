@@ -192,3 +192,21 @@ def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> Non
     assert len(found) == len(messages)
     for message, fault in zip(messages, found, strict=True):
         assert message in fault
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"shares": "3,1", "microbatches": 6}, "gives 4 microbatches, and --microbatches is 6"),
+        ({"shares": "2,1,1"}, "is of 3 shares, and there are 2 ranks"),
+        ({"shares": "4,0"}, "every group computes a microbatch at least"),
+        ({"shares": "nowhere.csv"}, "there is no file nowhere.csv"),
+        ({"shares": "3,1", "parallel": "fsdp"}, "takes no --shares 3,1: use ddp"),
+        ({"shares": "3,1", "parallel": "auto"}, "of a strategy that nothing is planned for"),
+        ({"shares": "1,3", "parallel": "mast", "ranks": 4, "stages": 2}, "2 microbatches per group; got --shares 1,3"),
+    ],
+)
+def test_shares_that_do_not_fit(given: dict[str, Any], said: str) -> None:
+    asked = StrategySettings(**{"parallel": "ddp", "ranks": 2, **given})
+    assert [fault for fault in strategy_faults(asked) if said in fault], strategy_faults(asked)
+    assert not strategy_faults(StrategySettings(parallel="ddp", ranks=2, shares="3,1"))

@@ -61,7 +61,7 @@ def test_a_rank_reads_the_microbatches_it_wants() -> None:
     assert not reading.apart
     assert reading.sizes == (2, 2, 1)
     stream = reading.sharded(stream_of())
-    assert (stream.rows, stream.image_rows, stream.target_rows) == (range(5), (0, 1, 4), (4,))
+    assert (stream.rows, stream.image_rows, stream.target_rows) == ((0, 1, 2, 3, 4), (0, 1, 4), (4,))
     with iter(stream) as tiles:
         parts = list(microbatches_of(feed_of(tiles), next(tiles), (2, 2, 1)))
     assert [(part.images is not None, part.targets is not None) for part in parts] == [
@@ -73,7 +73,7 @@ def test_a_rank_reads_the_microbatches_it_wants() -> None:
 def test_a_group_reads_its_own_part_of_the_batch() -> None:
     ranges = split_batch(7, 4)[2:]
     stream = RankReading.of(recorded(), 7, ranges, [BOTH, BOTH]).sharded(stream_of())
-    assert stream.rows == range(4, 7)
+    assert stream.rows == (4, 5, 6)
 
 
 def test_labels_follow_the_tile_that_was_read_on_the_rank_with_the_pixels() -> None:

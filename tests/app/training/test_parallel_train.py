@@ -192,6 +192,15 @@ def test_a_run_goes_on_under_another_strategy(order: tuple[str, str], run: Run, 
     assert_same(resumed, single)
 
 
+def test_ranks_read_their_shares_and_go_on_under_others(run: Run, single: Ran, tmp_path: Path) -> None:
+    (tmp_path / "owners.csv").write_text("\n".join(["microbatch,group", *(f"{i},{int(i != 1)}" for i in range(M))]))
+    assert_same(run(parallel="ddp", ranks=2, shares=str(tmp_path / "owners.csv")), single)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
+        run(parallel="gpipe", ranks=4, stages=2, shares=f"{M - 1},1")
+    assert_same(run(parallel="ddp", ranks=2, shares=f"1,{M - 1}", resume=tmp_path / "1"), single)
+
+
 def interrupted_after(steps: int) -> Callable[..., bool]:
     finish = TrainingLoop._finish_step
 

@@ -1,0 +1,75 @@
+"""Shares of groups: the best counts, and what is read or refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.schedule.placement import Placement
+from parallel.schedule.registry import build_schedule
+from parallel.schedule.shares import coarseness, parse_counts, read_owners, shares
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), world=st.integers(1, 3), m=st.integers(3, 9))
+def test_no_other_counts_end_sooner(data: st.DataObject, world: int, m: int) -> None:
+    numbers = st.lists(st.floats(0.1, 5.0), min_size=world, max_size=world)
+    seconds, fixed = data.draw(numbers), data.draw(numbers)
+
+    def end(counts: tuple[int, ...]) -> float:
+        return max(c + n * t for c, n, t in zip(fixed, counts, seconds, strict=True))
+
+    every = (counts for counts in itertools.product(range(1, m + 1), repeat=world) if sum(counts) == m)
+    best = shares(m, seconds, fixed)
+    assert sum(best) == m
+    assert min(best) >= 1
+    assert end(best) == pytest.approx(min(map(end, every)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seconds=st.lists(st.floats(0.5, 5.0), min_size=2, max_size=4), m=st.integers(4, 64))
+def test_steps_are_no_longer_than_coarseness_says(seconds: list[float], m: int) -> None:
+    counts = shares(m, seconds)
+    end = max(n * t for n, t in zip(counts, seconds, strict=True))
+    slowest_alone = max(seconds)
+    ideal = m / sum(1 / t for t in seconds)
+    assert end <= max(slowest_alone, ideal * (1 + coarseness(m, len(seconds)))) * (1 + 1e-12)
+
+
+def test_equal_and_proportional_speeds() -> None:
+    assert shares(8, [1.0, 1.0]) == (4, 4)
+    assert shares(11, [1.0, 2.0, 3.0]) == (6, 3, 2)
+    with pytest.raises(ValueError, match="cannot keep 2 groups busy"):
+        shares(1, [1.0, 1.0])
+
+
+def test_counts_and_owners() -> None:
+    assert parse_counts("3, 1") == ((0, 1, 2), (3,))
+    assert parse_counts("shares.csv") is None
+    assert read_owners("microbatch,group\n2,0\n0,1\n1,0\n") == ((1, 2), (0,))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "got nothing"),
+        ("a,b\n0,0\n", "got a,b"),
+        ("microbatch,group\n0,x\n", "got 0,x"),
+        ("microbatch,group\n0,0\n0,1\n", "microbatch 0 stands in it twice"),
+        ("microbatch,group\n0,0\n2,1\n", "1 is missing"),
+        ("microbatch,group\n0,0\n1,2\n", r"got groups \[0, 2\]"),
+    ],
+)
+def test_files_that_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_owners(text)
+
+
+def test_schedules_take_shares_that_are_whole() -> None:
+    rows = build_schedule("gpipe", Placement(2, 2, 2, 1), 3, ((0, 2), (1,)))
+    assert [{action.microbatch for action in rows[rank]} for rank in range(4)] == [{0, 2}, {0, 2}, {1}, {1}]
+    with pytest.raises(ValueError, match="each to one"):
+        build_schedule("gpipe", Placement(2, 2, 2, 1), 3, ((0, 2), (2,)))
