@@ -151,7 +151,6 @@ class Workload:
             ValueError: as ``trace``.
         """
         traced = self._traced()
-        model = traced.model
         plain = self._with_loss(traced)
         mixed = self._run_again(traced, self.autocast) if self.autocast else traced
         kept = self._with_loss(mixed) if self.autocast else plain

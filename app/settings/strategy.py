@@ -233,7 +233,7 @@ class StrategySettings:
         """Microbatches of the global batch."""
         if self.microbatches is not None:
             return self.microbatches
-        if self.shares != "equal":
+        if self.asked_shares:
             return sum(map(len, self.asked_shares))
         if not self.splits:
             return self.world

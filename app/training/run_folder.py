@@ -39,6 +39,7 @@ FREE_TO_CHANGE = frozenset(
         "ranks",
         "stages",
         "grid",
+        "shares",
         "chunks",
         "cuts",
         "schedule",
