@@ -1,6 +1,6 @@
-"""Shares of unequal workers: which data-parallel group computes which microbatches, and how many are best.
+"""Shares of unequal workers: which data-parallel group computes which microbatches.
 
-Takes what a user asks for, or seconds; gives the microbatches of each group. A share is another assignment of the same
+Takes what a user asks for; gives the microbatches of each group. A share is another assignment of the same
 microbatches: weights, random numbers and running statistics go by the number of a microbatch, whoever computes it.
 Letters: m microbatches, W groups (with ``ddp`` a rank each).
 """
@@ -8,7 +8,6 @@ Letters: m microbatches, W groups (with ``ddp`` a rank each).
 from __future__ import annotations
 
 import csv
-import heapq
 import io
 import itertools
 from collections.abc import Sequence
@@ -20,34 +19,6 @@ FINE = 8
 """Microbatches for each group from which on shares follow speeds closely enough not to be warned of."""
 
 COLUMNS = ["microbatch", "group"]
-
-
-def shares(microbatches: int, seconds: Sequence[float], fixed: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Return how many microbatches each group computes so that the last one is done soonest, one at least.
-
-    The next microbatch goes to the group that would be done with it first, which is optimal: no other assignment
-    finishes as many within the same time.
-
-    Args:
-        seconds: of one microbatch in each group, above 0.
-        fixed: seconds of a step that each group needs whatever its share; None: none.
-
-    Raises:
-        ValueError: fewer microbatches than groups, or as many numbers are not given.
-    """
-    constant = [0.0] * len(seconds) if fixed is None else list(fixed)
-    if not seconds or len(constant) != len(seconds) or min(seconds) <= 0:
-        raise ValueError(f"seconds above 0, and fixed ones, for each group; got {list(seconds)} and {constant}")
-    if microbatches < len(seconds):
-        raise ValueError(f"{microbatches} microbatches cannot keep {len(seconds)} groups busy")
-    counts = [1] * len(seconds)
-    ends = [(constant[g] + 2 * seconds[g], g) for g in range(len(seconds))]
-    heapq.heapify(ends)
-    for _ in range(microbatches - len(seconds)):
-        _, g = ends[0]
-        counts[g] += 1
-        heapq.heapreplace(ends, (constant[g] + (counts[g] + 1) * seconds[g], g))
-    return tuple(counts)
 
 
 def consecutive(counts: Sequence[int]) -> Shares:

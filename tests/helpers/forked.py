@@ -70,7 +70,7 @@ def run_ranks(
 def launched_here(folder: Path) -> Iterator[None]:
     """While this lasts, ranks that ``app`` starts of itself are forked."""
 
-    def launch_ranks(ranks: int, command: Sequence[str], max_restarts: int = 0) -> int:
+    def launch_ranks(ranks: int, command: Sequence[str], max_restarts: int = 0, ranks_after: object = None) -> int:
         _, minus_m, module, *argv = command
         assert (minus_m, max_restarts) == ("-m", 0)
         codes, printed = run_ranks(ranks, module, argv, folder)

@@ -1,8 +1,6 @@
-"""Shares of groups: the best counts, and what is read or refused."""
+"""Shares of groups: what is read or refused, and how coarse they are."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -10,40 +8,19 @@ from hypothesis import strategies as st
 
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule
-from parallel.schedule.shares import coarseness, parse_counts, read_owners, shares
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), world=st.integers(1, 3), m=st.integers(3, 9))
-def test_no_other_counts_end_sooner(data: st.DataObject, world: int, m: int) -> None:
-    numbers = st.lists(st.floats(0.1, 5.0), min_size=world, max_size=world)
-    seconds, fixed = data.draw(numbers), data.draw(numbers)
-
-    def end(counts: tuple[int, ...]) -> float:
-        return max(c + n * t for c, n, t in zip(fixed, counts, seconds, strict=True))
-
-    every = (counts for counts in itertools.product(range(1, m + 1), repeat=world) if sum(counts) == m)
-    best = shares(m, seconds, fixed)
-    assert sum(best) == m
-    assert min(best) >= 1
-    assert end(best) == pytest.approx(min(map(end, every)))
+from parallel.schedule.shares import coarseness, parse_counts, read_owners
 
 
 @settings(max_examples=60, deadline=None)
 @given(seconds=st.lists(st.floats(0.5, 5.0), min_size=2, max_size=4), m=st.integers(4, 64))
 def test_steps_are_no_longer_than_coarseness_says(seconds: list[float], m: int) -> None:
-    counts = shares(m, seconds)
+    counts = [1] * len(seconds)
+    for _ in range(m - len(seconds)):  # the next goes to whoever would be done with it first: no counts end sooner
+        counts[min(range(len(seconds)), key=lambda g: (counts[g] + 1) * seconds[g])] += 1
     end = max(n * t for n, t in zip(counts, seconds, strict=True))
     slowest_alone = max(seconds)
     ideal = m / sum(1 / t for t in seconds)
     assert end <= max(slowest_alone, ideal * (1 + coarseness(m, len(seconds)))) * (1 + 1e-12)
-
-
-def test_equal_and_proportional_speeds() -> None:
-    assert shares(8, [1.0, 1.0]) == (4, 4)
-    assert shares(11, [1.0, 2.0, 3.0]) == (6, 3, 2)
-    with pytest.raises(ValueError, match="cannot keep 2 groups busy"):
-        shares(1, [1.0, 1.0])
 
 
 def test_counts_and_owners() -> None:
