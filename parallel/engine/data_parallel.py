@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from parallel.comm.communicator import Communicator
 from parallel.comm.sent_bytes import sum_bytes
 from parallel.engine.optimizer_step import parameters_and_gradients, state_of
+from parallel.engine.own_time import OwnTime
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, measured
 from parallel.engine.weight_average import swap_average
 from parallel.memory.policy import ActivationPolicy
@@ -109,6 +110,7 @@ class DataParallelEngine:
         self._replica: Callable[..., Any] | None = self._distributed(module)
         self._statistics = running_statistics(module, communicator, statistics)
         self._saved_tensors = saved_tensors or SavedTensors(ActivationPolicy(), self._device)
+        self._time = self._stopwatch()
         self._updated = UpdatedBuffers(module, updated)
         assert communicator.world == 1 or not self._updated
         self._saved_tensors.copies_of(self._updated)
@@ -119,6 +121,9 @@ class DataParallelEngine:
     def _distributed(self, module: nn.Module) -> Callable[..., Any]:
         """What forward passes of training go through."""
         return self._communicator.replicate(module, self._bucket_bytes)
+
+    def _stopwatch(self) -> OwnTime:
+        return OwnTime(self.module.parameters() if self._communicator.world > 1 else ())
 
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)
@@ -140,9 +145,11 @@ class DataParallelEngine:
         measured = torch.zeros((2, self._m), dtype=torch.float64)
         losses, sizes = measured
         self._statistics.begin_step(self._m)
-        source = iter(microbatches)
+        self._time.begin_step()
+        source = map(self._time.begun, microbatches)
         for i in self.share:
             losses[i], sizes[i] = self._accumulate(i, next(source), step)
+            self._time.end(i, i == self.share[-1] and self._communicator.world > 1)
         self._statistics.end_step()
         tiles = int(sizes.sum())
         self._communicator.all_reduce(measured)
@@ -158,7 +165,8 @@ class DataParallelEngine:
             self._before_update()
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
-        return StepResult(loss=float(losses @ (sizes / self._batch)), tiles=tiles)
+        loss = float(losses @ (sizes / self._batch))
+        return StepResult(loss, tiles, tuple(self._time.seconds), self._time.waited_s)
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
         """Forward and backward of microbatch ``i``; gives its own mean loss, on the CPU, and its tiles."""

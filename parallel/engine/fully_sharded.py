@@ -18,6 +18,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.sent_bytes import part_bytes
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.optimizer_step import MakeOptimizer
+from parallel.engine.own_time import OwnTime
 from parallel.engine.sharding_units import sharding_units
 from parallel.engine.step import Microbatch, measured
 from parallel.schedule.microbatch import share_of
@@ -82,6 +83,9 @@ class FullyShardedEngine(DataParallelEngine):
 
     def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
         return self._shards.forward
+
+    def _stopwatch(self) -> OwnTime:
+        return OwnTime((), together=True)
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
         last = i == self.share[-1]

@@ -60,10 +60,14 @@ class StepResult:
     Attributes:
         loss: mean over the global batch, the same on every rank.
         tiles: those this rank accounts for; summed over the ranks every tile trained on counts once.
+        seconds: microbatches that this rank computed whole, and what each took without waiting for other ranks.
+        waited_s: from the end of its own computing until it had the sums of all ranks' gradients; None: not known.
     """
 
     loss: float
     tiles: int
+    seconds: tuple[tuple[int, float], ...] = ()
+    waited_s: float | None = None
 
 
 def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
