@@ -23,6 +23,8 @@ from parallel.comm.communicator import (
     Work,
     cannot_shard,
 )
+from parallel.comm.counters import Counters
+from parallel.comm.mpi_counters import MpiCounters
 from parallel.comm.mpi_request import MPI, MpiProgress, MpiWork, lost
 from parallel.comm.objects import in_memory_order
 from parallel.comm.replicate import AveragedModule
@@ -133,6 +135,11 @@ class MpiCommunicator:
         part._device_memory = self._device_memory
         part._take(comm)
         return part
+
+    def counters(self, count: int) -> Counters:
+        alone = self.subgroup(range(self.world))
+        assert alone is not None
+        return MpiCounters(alone, count)
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module

@@ -146,10 +146,7 @@ class DataParallelEngine:
         losses, sizes = measured
         self._statistics.begin_step(self._m)
         self._time.begin_step()
-        source = map(self._time.begun, microbatches)
-        for i in self.share:
-            losses[i], sizes[i] = self._accumulate(i, next(source), step)
-            self._time.end(i, i == self.share[-1] and self._communicator.world > 1)
+        self._compute(microbatches, step, losses, sizes)
         self._statistics.end_step()
         tiles = int(sizes.sum())
         self._communicator.all_reduce(measured)
@@ -168,11 +165,21 @@ class DataParallelEngine:
         loss = float(losses @ (sizes / self._batch))
         return StepResult(loss, tiles, tuple(self._time.seconds), self._time.waited_s)
 
+    def _compute(self, microbatches: Iterable[Microbatch], step: int, losses: Tensor, sizes: Tensor) -> None:
+        """Forward and backward of what this rank computes, and the sum of gradients over the ranks."""
+        source = map(self._time.begun, microbatches)
+        for i in self.share:
+            losses[i], sizes[i] = self._accumulate(i, next(source), step)
+            self._time.end(i, summed=self._sums_after(i) and self._communicator.world > 1)
+
+    def _sums_after(self, i: int) -> bool:
+        """Whether the backward pass of ``i`` sums gradients over the ranks: once a step; the others only add up."""
+        return i == self.share[-1]
+
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
         """Forward and backward of microbatch ``i``; gives its own mean loss, on the CPU, and its tiles."""
         assert self._replica is not None, "step after close"
-        last = i == self.share[-1]
-        # Gradients are exchanged once a step, by the last backward; the others only add up locally.
+        last = self._sums_after(i)
         waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[attr-defined]
         with waits:
             loss = self._forward(i, microbatch, step)

@@ -33,7 +33,7 @@ class OwnTime:
         self._together = together
         self.seconds: list[tuple[int, float]] = []
         self.waited_s: float | None = None
-        self._begun_s = self._ready_s = 0.0
+        self._begun_s = self._ready_s = self._ended_s = 0.0
         hook = _told(weakref.ref(self))
         for parameter in parameters:
             if parameter.requires_grad and not parameter.is_cuda:
@@ -42,26 +42,29 @@ class OwnTime:
 
     def begin_step(self) -> None:
         self.seconds, self.waited_s = [], None
+        self._ended_s = time.perf_counter()
 
     def begun(self, microbatch: Microbatch) -> Microbatch:
         """Return ``microbatch``, whose computing begins now."""
         self._ready_s, self._begun_s = 0.0, time.perf_counter()
         return microbatch
 
-    def end(self, i: int, summed: bool) -> None:
+    def end(self, i: int, summed: bool = False) -> None:
         """Microbatch ``i`` is computed.
 
         Args:
-            summed: and the gradients of all are summed over the ranks.
+            summed: and its backward pass has summed the gradients of all over the ranks.
         """
-        now_s = time.perf_counter()
-        if self._together:
+        self._ended_s = self._ready_s if summed else time.perf_counter()
+        if self._together or not self._ended_s:
             return
-        if not summed:
-            self.seconds.append((i, now_s - self._begun_s))
-        elif self._ready_s:
-            self.seconds.append((i, self._ready_s - self._begun_s))
-            self.waited_s = now_s - self._ready_s
+        self.seconds.append((i, self._ended_s - self._begun_s))
+        if summed:
+            self.summed()
+
+    def summed(self) -> None:
+        """The gradients of all are summed over the ranks."""
+        self.waited_s = time.perf_counter() - self._ended_s
 
     def _tell(self) -> None:
         self._ready_s = time.perf_counter()

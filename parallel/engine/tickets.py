@@ -1,0 +1,59 @@
+"""Data parallelism whose ranks draw their microbatches: slow and late workers compute fewer.
+
+The gradient is that of fixed shares, whoever computed what. Its sum begins once nothing is left to draw, since no rank
+knows before which microbatch is its last; a rank that drew none adds zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from parallel.comm.replicate import AveragedModule
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
+from parallel.schedule.tickets import Tickets
+
+
+@runtime_checkable
+class DrawnMicrobatches(Protocol):
+    """A step's microbatches, those of the rank's own share read ahead."""
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        """Those of the share."""
+        ...
+
+    def take(self, i: int) -> Microbatch:
+        """Return microbatch ``i``: those of the share in order, and any other, each once."""
+        ...
+
+
+class TicketEngine(DataParallelEngine):
+    """As ``DataParallelEngine``, with ``step`` given ``DrawnMicrobatches``; ``share`` is what is read ahead.
+
+    The last bits of sums follow the order in which ranks came to draw.
+    """
+
+    def _distributed(self, module: nn.Module) -> Callable[..., Any]:
+        world = self._communicator.world
+        self._counters = self._communicator.counters(Tickets.counters_for(world))
+        self._tickets = Tickets(self._counters.add, self._communicator.rank, world, self._m)
+        return AveragedModule(module, self._communicator, self._bucket_bytes)
+
+    def _compute(self, microbatches: Iterable[Microbatch], step: int, losses: Tensor, sizes: Tensor) -> None:
+        assert isinstance(self._replica, AveragedModule), "step after close"
+        assert isinstance(microbatches, DrawnMicrobatches), "a step of tickets is given what can be taken in any order"
+        for i in self._tickets.of_step():
+            losses[i], sizes[i] = self._accumulate(i, self._time.begun(microbatches.take(i)), step)
+            self._time.end(i)
+        self._replica.average()
+        self._time.summed()
+
+    def _sums_after(self, i: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._counters.close()
+        super().close()
