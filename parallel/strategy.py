@@ -54,6 +54,7 @@ class Strategy:
             on; 0: all, once this rank has computed everything; None: as ``GradReducer`` does.
         grids: of the teams on the seats of a group, which divide each tile among their ranks; empty: one rank a seat.
         shares: microbatches of each group; empty: consecutive ones, as many for each.
+        tickets: ranks that compute the whole model draw the microbatches of each step from each other.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Strategy:
     gradient_bytes: int | None = None
     grids: tuple[Grid, ...] = ()
     shares: Shares = ()
+    tickets: bool = False
 
     @property
     def group_ranks(self) -> int:

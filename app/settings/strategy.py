@@ -18,7 +18,7 @@ from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
 from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.schedule.registry import default_microbatches
-from parallel.schedule.shares import Shares, parse_counts, read_owners
+from parallel.schedule.shares import FINE, Shares, parse_counts, read_owners
 from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
 
@@ -40,6 +40,9 @@ Parallel = Literal[
 
 AHEAD = {"cuda": 256 << 20, "cpu": 0}
 """Bytes of activations on their way to or from the host, by kind of device."""
+
+TICKETS = "tickets"
+"""Of ``--shares``: microbatches are drawn while a step runs."""
 
 JOIN_S = 50.0
 """Together with what connecting takes, a trouble of the start is told within a minute."""
@@ -80,12 +83,14 @@ class StrategySettings:
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
-    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per group with
-    mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has as many tiles."""
+    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp (8 with
+    --shares tickets), 1 per group with mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has as many
+    tiles."""
     shares: str = "equal"
     """Microbatches that each rank with ddp, or each data-parallel group, computes of a step, for devices of unequal
-    speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; or a CSV file with the columns
-    microbatch,group, a line for each. The same numbers whoever computes what."""
+    speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; tickets: with ddp, drawn while a step
+    runs, the next by whoever is free; or a CSV file with the columns microbatch,group, a line for each. The same
+    numbers whoever computes what."""
     recompute: str = "none"
     """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
     all but what enters a rank's stage; block: all but what enters a block of the model; a number: all but what enters
@@ -235,6 +240,8 @@ class StrategySettings:
             return self.microbatches
         if self.asked_shares:
             return sum(map(len, self.asked_shares))
+        if self.shares == TICKETS:
+            return max(self.world, min(FINE * self.world, self.batch))
         if not self.splits:
             return self.world
         usual = self.groups * default_microbatches(self.name, self.depth)
@@ -254,7 +261,7 @@ class StrategySettings:
             ValueError: they are neither counts nor a file of them.
             OSError: there is no such file.
         """
-        if self.shares == "equal":
+        if self.shares in ("equal", TICKETS):
             return ()
         counts = parse_counts(self.shares)
         return read_owners(Path(self.shares).read_text()) if counts is None else counts
@@ -292,4 +299,5 @@ class StrategySettings:
             gradient_bytes=self.bucket_bytes,
             grids=self.grids,
             shares=self.asked_shares,
+            tickets=self.shares == TICKETS,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
+from parallel.engine.tickets import DrawnMicrobatches
 from parallel.schedule.microbatch import microbatch_seed
 from parallel.space.span import Span
 from parallel.stage.stage import Loss
@@ -246,7 +248,7 @@ def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Com
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(trial.steps):
-        microbatches = (_handed(trial, trial.microbatch(step, i, engine.wants(i))) for i in engine.share)
+        microbatches = DrawnMicrobatches(engine.share, functools.partial(_made, trial, engine, step))
         losses.append(engine.step(microbatches, step, trial.lr).loss)
         gradients = gradients or {name: gradient.clone() for name, gradient in engine.gradients().items()}
     state = engine.state_dict()
@@ -257,8 +259,9 @@ def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Com
     return [StepsResult(losses, gradients, state["model"]) for losses, gradients in ranks]
 
 
-def _handed(trial: ExactnessTrial, microbatch: Microbatch) -> Microbatch:
-    """A microbatch as the engine takes it."""
+def _made(trial: ExactnessTrial, engine: TrainingEngine, step: int, i: int) -> Microbatch:
+    """Microbatch ``i`` as the engine takes it."""
+    microbatch = trial.microbatch(step, i, engine.wants(i))
     if not trial.by_boxes or microbatch.images is None:
         return microbatch
     return microbatch._replace(images=CroppedImages(whole(microbatch.images)))

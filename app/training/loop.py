@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from app.training.run_folder import RunFolder
 from app.training.session import Session
 from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
-from parallel.engine.step import NonFiniteLoss, StepResult
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
@@ -123,7 +124,10 @@ class TrainingLoop:
                 wait_s = watch.lap()
                 result = self._step(batch, outcome.step)
                 step_s = wait_s + watch.lap()
-                stop = self._finish_step(result, batch.replaced * self._session.engine.counted, step_s, wait_s)
+                if drawn := self._session.drawn:
+                    wait_s += drawn.waited_s
+                replaced = drawn.replaced if drawn else batch.replaced * self._session.engine.counted
+                stop = self._finish_step(result, replaced, step_s, wait_s)
                 self._check_replaced()
                 self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
@@ -145,13 +149,20 @@ class TrainingLoop:
     def _step(self, batch: Batch, step: int) -> StepResult:
         session = self._session
         try:
-            microbatches = microbatches_of(self._feed, batch, session.reading.sizes)
-            with self.memory.watching(itertools.chain(session.engine.on_device(), self._feed.held())):
+            held = itertools.chain(session.engine.on_device(), self._feed.held())
+            with self._microbatches(batch) as microbatches, self.memory.watching(held):
                 result = session.engine.step(microbatches, step, session.learning_rate(step))
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
         session.watchdog.rest()
         return result
+
+    def _microbatches(self, batch: Batch) -> contextlib.AbstractContextManager[Iterable[Microbatch]]:
+        """Those of a step, as long as it takes."""
+        session = self._session
+        if session.drawn is not None:
+            return session.drawn.of_step(self._feed, batch)
+        return contextlib.nullcontext(microbatches_of(self._feed, batch, session.reading.sizes))
 
     def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
         """Which tiles of which slides were in the microbatches whose loss is not finite, on whatever rank."""

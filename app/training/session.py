@@ -24,6 +24,7 @@ from app.settings.fields import flat
 from app.settings.run import RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset
+from app.training.drawn_tiles import DrawnTiles
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_loss, build_run_model
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
@@ -68,6 +69,7 @@ class Session:
         failed: where tiles are written down that cannot be read.
         host: where tiles and maps lie that are computed box by box; None: tiles are not.
         cache: keeps tiles as they were read; None: nothing does.
+        drawn: reads microbatches that ranks draw from each other; None: each computes its share.
     """
 
     config: RunConfig
@@ -92,6 +94,7 @@ class Session:
     failed: FailedSlides
     host: HostSpace | None
     cache: TileCache | None
+    drawn: DrawnTiles | None
 
     @functools.cached_property
     def epoch_length(self) -> int:
@@ -120,6 +123,8 @@ class Session:
     def close(self) -> None:
         """Close slides and leave the other ranks. The engine lets go of them first: a process group that something
         still holds when the interpreter ends takes the process down with it."""
+        if self.drawn is not None:
+            self.drawn.close()
         self.pool.close()
         self.engine.close()
         self.placement.communicator.close()
@@ -229,6 +234,9 @@ def build_session(
     part = None if dataset.tiles.sides is not None else _part(engine, (max(map(len, ranges)), 3, height, width))
     reading = functools.partial(RankReading.of, placement.communicator, config.strategy.batch, shares, part=part)
     training_reading = reading([engine.wants(i) for i in engine.share])
+    training_stream = read_ahead(config, training_reading.sharded(stream), placement, host)
+    training_pixels = pixels(augmentation_of(config), train_rows)
+    drawn = DrawnTiles(training_stream, training_pixels, ranges, engine.share) if strategy.tickets else None
     return Session(
         config,
         strategy,
@@ -236,8 +244,8 @@ def build_session(
         placement,
         engine,
         loss,
-        read_ahead(config, training_reading.sharded(stream), placement, host),
-        pixels(augmentation_of(config), train_rows),
+        training_stream,
+        training_pixels,
         pixels(AugmentSettings(augment="none"), validation_rows),
         pool,
         training_reading,
@@ -252,19 +260,21 @@ def build_session(
         failed,
         host,
         cache,
+        drawn,
     )
 
 
 def _share_notes(strategy: Strategy) -> Iterator[str]:
     """Which group computes what, and whether microbatches are too few to follow speeds."""
-    if not strategy.shares:
-        return
     counts, groups = [len(share) for share in strategy.shares], strategy.groups
-    yield f"shares of the {strategy.m} microbatches of a step: {', '.join(map(str, counts))}"
-    if strategy.m < FINE * groups:
+    if strategy.shares:
+        yield f"shares of the {strategy.m} microbatches of a step: {', '.join(map(str, counts))}"
+    if strategy.tickets:
+        yield f"the {strategy.m} microbatches of a step are drawn by {groups} ranks, the next by whoever is free"
+    if strategy.m < FINE * groups and (strategy.shares or strategy.tickets):
         lost = coarseness(strategy.m, groups)
         yield (
-            f"{strategy.m} microbatches in {groups} shares follow speeds coarsely: even the best shares may take "
+            f"{strategy.m} microbatches for {groups} follow speeds coarsely: even the best shares may take "
             f"{lost:.0%} longer than finer ones would; from --microbatches {FINE * groups} on it is at most "
             f"{coarseness(FINE * groups, groups):.0%}"
         )

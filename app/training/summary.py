@@ -63,9 +63,9 @@ class RunSummary:
 
     def finished(self, peak_bytes: int) -> None:
         """The run came to its end, or was interrupted and saved. Called by all ranks."""
-        peaks = torch.zeros((6, self._communicator.world), dtype=torch.int64)
+        peaks = torch.zeros((7, self._communicator.world), dtype=torch.int64)
         own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
-        own += self._on_host
+        own += [*self._on_host, self._drawn]
         peaks[:, self._communicator.rank] = torch.tensor(own)
         self._communicator.all_reduce(peaks)
         self._add_up_cache()
@@ -80,7 +80,14 @@ class RunSummary:
             device_bytes = self._memory.device_bytes or 0
             self._write(
                 "failed",
-                [[peak_bytes], [peak_resident_bytes()], [device_bytes], [], *([size] for size in self._on_host)],
+                [
+                    [peak_bytes],
+                    [peak_resident_bytes()],
+                    [device_bytes],
+                    [],
+                    *([size] for size in self._on_host),
+                    [self._drawn],
+                ],
                 error,
             )
 
@@ -101,6 +108,12 @@ class RunSummary:
         """Bytes of tiles and maps at most: in memory and in files."""
         host = self._session.host
         return [host.peak_memory_bytes, host.peak_file_bytes] if host else [0, 0]
+
+    @property
+    def _drawn(self) -> int:
+        """Microbatches that this rank drew."""
+        drawn = self._session.drawn
+        return 0 if drawn is None else drawn.drawn
 
     def _write(self, status: str, peaks: list[list[int]], error: str | None, step: StepRecord | None = None) -> None:
         summary = {
@@ -182,6 +195,7 @@ class RunSummary:
             "file_bytes": peaks[5] if self._session.host else None,
             "memory_limit_bytes": self._memory.limit,
             "sent_bytes": peaks[3] or None,
+            "microbatches_drawn": peaks[6] if self._session.drawn else None,
             "final_loss": outcome.loss,
             "metrics": outcome.metrics,
             "best": outcome.best,

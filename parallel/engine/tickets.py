@@ -6,8 +6,9 @@ knows before which microbatch is its last; a rank that drew none adds zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,17 +18,21 @@ from parallel.engine.step import Microbatch
 from parallel.schedule.tickets import Tickets
 
 
-@runtime_checkable
-class DrawnMicrobatches(Protocol):
-    """A step's microbatches, those of the rank's own share read ahead."""
+@dataclass(frozen=True, eq=False)
+class DrawnMicrobatches:
+    """A step's microbatches, to be had in any order.
+
+    Attributes:
+        share: those that are usually this rank's.
+        take: gives microbatch i, each once; those of the share in order.
+    """
+
+    share: Sequence[int]
+    take: Callable[[int], Microbatch]
 
     def __iter__(self) -> Iterator[Microbatch]:
-        """Those of the share."""
-        ...
-
-    def take(self, i: int) -> Microbatch:
-        """Return microbatch ``i``: those of the share in order, and any other, each once."""
-        ...
+        """Those of the share, for an engine that computes these."""
+        return map(self.take, self.share)
 
 
 class TicketEngine(DataParallelEngine):
@@ -44,7 +49,7 @@ class TicketEngine(DataParallelEngine):
 
     def _compute(self, microbatches: Iterable[Microbatch], step: int, losses: Tensor, sizes: Tensor) -> None:
         assert isinstance(self._replica, AveragedModule), "step after close"
-        assert isinstance(microbatches, DrawnMicrobatches), "a step of tickets is given what can be taken in any order"
+        assert isinstance(microbatches, DrawnMicrobatches), "no rank knows beforehand what it draws"
         for i in self._tickets.of_step():
             losses[i], sizes[i] = self._accumulate(i, self._time.begun(microbatches.take(i)), step)
             self._time.end(i)

@@ -118,7 +118,8 @@ class DeviceFeed:
                     sent.leave_host()  # the host buffer is free from here on
                 yield sent.take()
         finally:
-            sent.cancel()  # of a step that was given up
+            sent.cancel()  # of a step that was given up, or that other ranks computed the rest of
+            sent.leave_host()
 
     def close(self) -> None:
         """Wait for what is under way, and drop it."""

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, TCPStore
 
-from parallel.comm.communicator import Communicator
+from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.local import LocalCommunicator
+from parallel.comm.torch_counters import torch_counters
+from parallel.comm.torch_store import PRIVATE_STORE
 from tests.helpers.ranks import run_on_ranks
 
 TIMES = 200
@@ -43,6 +46,24 @@ def test_every_sum_is_given_once(launcher: Any, tmp_path: Path) -> None:
     of_pair = sorted(number for rank in ranks[:2] for number in rank[2])
     assert of_pair == list(range(-2 * TIMES, 0))
     assert len(ranks[2]) == 2
+
+
+def test_a_store_at_an_address_counts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PRIVATE_STORE, raising=False)
+    store = HashStore()
+    one, same, other = (torch_counters(store, name, 2, "rank 0 of 2", True) for name in ("a", "a", "b"))
+    assert [one.add(1, 2), same.add(1, 3), other.add(1, -1), one.add(0, 0)] == [2, 5, -1, 0]
+
+
+def test_a_store_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PRIVATE_STORE, raising=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    client = TCPStore("127.0.0.1", store.port, is_master=False)
+    counters = torch_counters(client, "a", 1, "rank 1 of 2", False)
+    assert counters.add(0, 1) == 1
+    del store
+    with pytest.raises(CommunicationError, match=r"rank 1 of 2: drawing a microbatch failed: .*rank 0, which keeps"):
+        counters.add(0, 1)
 
 
 def test_one_rank_counts_alone() -> None:

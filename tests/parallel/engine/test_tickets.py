@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, NonFiniteLoss
-from parallel.engine.tickets import TicketEngine
+from parallel.engine.tickets import DrawnMicrobatches, TicketEngine
 from parallel.schedule.microbatch import microbatch_seed, split_batch
 from tests.helpers.ranks import run_on_ranks
 
@@ -48,13 +47,9 @@ def tiles(dtype: str, step: int) -> tuple[Tensor, Tensor]:
 class Drawn:
     """Microbatches of a step; ranks take uneven times for them, so that all draw from all."""
 
-    def __init__(self, dtype: str, step: int, engine: TicketEngine) -> None:
+    def __init__(self, dtype: str, step: int) -> None:
         self._images, self._labels = tiles(dtype, step)
-        self._share = engine.share
         self.taken: list[int] = []
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        return map(self.take, self._share)
 
     def take(self, i: int) -> Microbatch:
         time.sleep(random.uniform(0, 0.004))
@@ -70,17 +65,17 @@ def drawn_run(communicator: Communicator, dtype: str) -> dict[str, Any]:
     engine = TicketEngine(model, F.cross_entropy, rule, communicator, batch=BATCH, m=M, seed=SEED)
     losses, taken = [], []
     for step in range(STEPS):
-        drawn = Drawn(dtype, step, engine)
-        result = engine.step(drawn, step, 0.1)
+        drawn = Drawn(dtype, step)
+        result = engine.step(DrawnMicrobatches(engine.share, drawn.take), step, 0.1)
         losses.append(result.loss)
         taken.append(drawn.taken)
         assert [i for i, _ in result.seconds] == drawn.taken
     gradients = {name: value.clone() for name, value in engine.gradients().items()}
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    drawn = Drawn(dtype, 0, engine)
+    drawn = Drawn(dtype, 0)
     drawn._images[-1] = float("nan")
     with pytest.raises(NonFiniteLoss) as caught:
-        engine.step(drawn, 0, 0.1)
+        engine.step(DrawnMicrobatches(engine.share, drawn.take), 0, 0.1)
     assert caught.value.microbatches == [M - 1]
     engine.close()
     return {"losses": losses, "taken": taken, "gradients": gradients, "state": state}
@@ -153,8 +148,8 @@ def beside_a_late_rank(communicator: Communicator, _: Any) -> list[int]:
     model = Late(1.5 if communicator.rank == 0 else 0.0)
     rule = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = TicketEngine(model, F.cross_entropy, rule, communicator, batch=BATCH, m=M, seed=SEED)
-    drawn = Drawn("float32", 0, engine)
-    engine.step(drawn, 0, 0.1)
+    drawn = Drawn("float32", 0)
+    engine.step(DrawnMicrobatches(engine.share, drawn.take), 0, 0.1)
     return drawn.taken
 
 
