@@ -124,22 +124,40 @@ class Boxes:
             for part in phase.parts:
                 yield phase, part
 
-    @functools.cached_property
+    @property
+    def square(self) -> bool:
+        """Rows and columns are alike, and cut alike."""
+        return self.model.square
+
+    def map_bytes(self, name: str) -> int:
+        """Return the bytes of a map as it is stored."""
+        return self.model.sizes[name]
+
+    def counts(self, part: Part, axis: int) -> dict[int, int]:
+        """Return by number of a kind of box along an axis how many of them are computed here."""
+        return _counts(self.cuts(part)[axis])
+
+    @property
     def host_bytes(self) -> int:
+        """Of what lies on the host besides the tile."""
+        return self.stored_bytes
+
+    @functools.cached_property
+    def stored_bytes(self) -> int:
         """Of the maps between parts, and of their gradients, at the fullest moment: maps are there when the forward
         pass ends, gradients come as parts go back, and both go with the part that made them."""
-        sizes, parts = self.model.sizes, []
+        parts = []
         for phase, part in self.parts():
             steps = phase.steps[part.start : part.stop]
             made = {step.name for step in steps}
             fetched = {name for step in steps for name in step.maps} - made
-            parts.append(({step.name for step in _given(phase, part)}, fetched - self.model.images))
+            parts.append(({step.name for step in given_by(phase, part)}, fetched - self.model.images))
         stored = set().union(*(given & other for given, _ in parts for _, other in parts))
         gradients: set[str] = set()
         most = 0
         for given, fetched in reversed(parts):
             gradients |= fetched & stored
-            most = max(most, sum(sizes[name] for name in stored) + sum(sizes[name] for name in gradients))
+            most = max(most, sum(map(self.map_bytes, (*stored, *gradients))))
             stored -= given
             gradients -= given
         return most
@@ -151,8 +169,7 @@ class Boxes:
         most = summed = 0.0
         for phase, part in reversed(list(self.parts())):
             own = sum(step.param_bytes for step in phase.steps[part.start : part.stop])
-            cuts = self.cuts(part)
-            several = len(cuts[0]) > 2 or len(cuts[1]) > 2
+            several = any(sum(self.counts(part, axis).values()) > 1 for axis in range(2))
             most = max(most, summed + own * several + self.part_bytes(phase, part))
             summed += own
         return round(most)
@@ -160,16 +177,15 @@ class Boxes:
     def part_bytes(self, phase: PhaseParts, part: Part) -> float:
         """Return the bytes of the fullest box of a part."""
         rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
-        square = self.model.square
-        return self._needs(phase, part, [(r, c) for r in rows for c in columns if r <= c or not square]).bytes
+        return self._needs(phase, part, [(r, c) for r in rows for c in columns if r <= c or not self.square]).bytes
 
     def work(self, phase: PhaseParts, part: Part) -> tuple[dict[str, float], dict[str, float]]:
         """Return by step the share of it that a usual box computes, and that all boxes compute together: 1 and what
         their rims add."""
-        steps, across = phase.steps[part.start : part.stop], _given(phase, part)
+        steps, across = phase.steps[part.start : part.stop], given_by(phase, part)
         usual, of_all = ({step.name: 1.0 for step in steps} for _ in range(2))
         for axis, (cuts, middle) in enumerate(zip(self.cuts(part), self._usual(part), strict=True)):
-            counts = _counts(cuts)
+            counts = self.counts(part, axis)
             needs = {kind: AxisNeeds(across, self.model.sides, cuts, axis, kind) for kind in {*counts, middle}}
             for step in reversed(steps):
                 sizes = {kind: need.begin_with(step).size for kind, need in needs.items()}
@@ -179,21 +195,20 @@ class Boxes:
 
     def stored_by(self, phase: PhaseParts, part: Part) -> set[str]:
         """Return names of the maps that a part gives to later ones."""
-        return {step.name for step in _given(phase, part) if not step.sums} - set(self.model.leaving)
+        return {step.name for step in given_by(phase, part) if not step.sums} - set(self.model.leaving)
 
     def fetched_bytes(self, phase: PhaseParts, part: Part) -> float:
         """Return the bytes that all boxes of a part fetch."""
-        rows, columns = self.cuts(part)
         box = self._needs(phase, part, [self._usual(part)]).boxes[0]
-        return box.fetched_bytes * (len(rows) - 1) * (len(columns) - 1)
+        return box.fetched_bytes * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
 
     def _usual(self, part: Part) -> tuple[int, int]:
         return telling_boxes(self.cuts(part))[0]
 
     def _needs(self, phase: PhaseParts, part: Part, boxes: Sequence[tuple[int, int]]) -> PartNeeds:
         """What some boxes of a part take."""
-        model, across = self.model, _given(phase, part)
-        needs = PartNeeds(across, model.sides, model.sizes, self.cuts(part), boxes, model.images, model.square)
+        model, across = self.model, given_by(phase, part)
+        needs = PartNeeds(across, model.sides, model.sizes, self.cuts(part), boxes, model.images, self.square)
         for step in reversed(phase.steps[part.start : part.stop]):
             needs.begin_with(step)
         return needs
@@ -244,11 +259,11 @@ def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) 
             raise ValueError(f"--stream: {min(several)} is several maps, which are used on both sides of a sum")
         parts = divide(phase.steps, phase.leaving, model.sides, tile, barred, model.steps) if phase.steps else []
         planned.append(PhaseParts(phase.plain, phase.steps, phase.leaving, tuple(parts)))
-        within = [step for part in parts for step in _given(planned[-1], part) if step.name not in phase.leaving]
+        within = [step for part in parts for step in given_by(planned[-1], part) if step.name not in phase.leaving]
         tile = replace(tile, stored_bytes=max(0, tile.stored_bytes - sum(step.value_bytes for step in within)))
     return Boxes(model, tuple(planned))
 
 
-def _given(phase: PhaseParts, part: Part) -> list[Step]:
-    """What leaves a part."""
+def given_by(phase: PhaseParts, part: Part) -> list[Step]:
+    """Return the steps whose values leave a part."""
     return wanted_from(phase.steps, part.stop, phase.leaving, part.start)

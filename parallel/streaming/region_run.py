@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from parallel.offload.host_space import HostSpace
 from parallel.space.box_bytes import Cuts
-from parallel.space.boxes import plan_boxes
+from parallel.space.boxes import Boxes as PlannedBoxes
+from parallel.space.boxes import StreamedModel, plan_boxes
 from parallel.space.parts import Part
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
@@ -71,7 +72,7 @@ class RegionRun:
     ) -> None:
         self.region = region
         self._host = host or HostSpace()
-        self.boxes = plan_boxes(region.on_paper(scale), box, stored_bytes)
+        self.boxes = self.planned(region.on_paper(scale), box, stored_bytes)
         self.phases = [
             Phase(
                 phase.plain,
@@ -81,6 +82,10 @@ class RegionRun:
         ]
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._last_uses = self._find_last_uses()
+
+    def planned(self, model: StreamedModel, box: int, stored_bytes: int | None) -> PlannedBoxes:
+        """Return the region in boxes, on paper."""
+        return plan_boxes(model, box, stored_bytes)
 
     def cuts(self, part: Part) -> tuple[Cuts, tuple[range, range] | None]:
         """Where the boxes of a part begin and end, and which of them are computed here; None: all."""

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from parallel.space.box_bytes import Cuts
+from parallel.space.boxes import StreamedModel
 from parallel.space.parts import Part
 from parallel.space.span import Span
 from parallel.space.step import Step
-from parallel.space.team import Box, Exchange, Grid, Territory
+from parallel.space.team import Box, Exchange, Grid
+from parallel.space.team_boxes import TeamBoxes, plan_team_boxes
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_run import PartPlan
@@ -42,20 +44,22 @@ class BoxedRegion(RegionRun):
     """
 
     passing: Pass
+    boxes: TeamBoxes
 
     def __init__(
         self, region: Region, box: int, grid: Grid, link: TeamLink, random: Collection[str], **options: Any
     ) -> None:
         self._link, self._grid, self._random = link, grid, random
         super().__init__(region, box, **options)
-        self._territory = Territory(grid, self.boxes.model.side)
+        self._territory = self.boxes.territory
         self._exchanges = self._find_exchanges()
         self._held = {name: exchange.boxes[link.member] for name, exchange in self._exchanges.items()}
 
     def cuts(self, part: Part) -> tuple[Cuts, tuple[range, range] | None]:
-        territory = Territory(self._grid, self.boxes.model.side)
-        boxed = territory.boxed(part.box)
-        return boxed, territory.boxes_of(self._link.member, boxed)
+        return self.boxes.cuts(part), self.boxes.places(self._link.member, part)
+
+    def planned(self, model: StreamedModel, box: int, stored_bytes: int | None) -> TeamBoxes:
+        return plan_team_boxes(model, box, self._grid, stored_bytes)
 
     def maps(self, device: torch.device, here: frozenset[str]) -> Maps:
         return Maps(self._shapes, self.region.dims, device, self._host, here, self._held)
@@ -141,14 +145,13 @@ class BoxedRegion(RegionRun):
             looked_at[name] = [[territory.owned(member, region.sides[name])] for member in members]
         for phase, planned in zip(self.phases, self.boxes.phases, strict=True):
             for part, paper in zip(phase.parts, planned.parts, strict=True):
-                boxed = territory.boxed(paper.box)
                 given = [step.name for step in part.given if not step.sums]
                 for name in given:
                     looked_at[name] = [[territory.owned(member, region.sides[name])] for member in members]
                 # In its backward pass a part finds what it gave, with rims, where its own steps look at it.
                 names = (*part.entering, *(name for name in given if name in part.users))
                 for member in members:
-                    for row, column in part.boxes_of(territory.boxes_of(member, boxed)):
+                    for row, column in part.boxes_of(self.boxes.places(member, paper)):
                         rows, columns = part.rows[row], part.columns[column]
                         for name in names:
                             if name in rows and name in columns:
