@@ -30,8 +30,8 @@ from parallel.space.team import Grid
 WHOLE = ("single", "ddp", "fsdp")
 """Strategies that do not split the model into stages: each rank computes all of it."""
 
-STREAMED = ("single", "ddp")
-"""Strategies whose tiles may be computed box by box."""
+STREAMED = ("single", "ddp", SPATIAL.name)
+"""Strategies whose tiles, or members' parts of them, are planned box by box."""
 
 
 @dataclass(frozen=True)

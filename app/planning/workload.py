@@ -29,6 +29,7 @@ from parallel.plan.largest_tile import LIMIT
 from parallel.plan.side_by_side import Divisible
 from parallel.plan.streamed import Streamed
 from parallel.plan.task import Task
+from parallel.space.team import Grid
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import with_sums
 from parallel.streaming.read_region import read_region
@@ -47,7 +48,7 @@ class Recorded:
 
     records: Mapping[str, StepRecord]
     side: int
-    fitted: dict[int, int] = field(default_factory=dict)
+    fitted: dict[tuple[int, tuple[Grid, ...]], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from parallel.plan.stages import StageCache, slower_link
 from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
-from parallel.strategy import STREAMED, Strategy
+from parallel.strategy import Strategy
 
 GAIN = 4 / 3
 """Times as fast, at most, as with all of it computed again: a forward pass is about a third of both."""
@@ -199,8 +199,8 @@ class Planner:
         return None if fitting is None else self._timed(fitting)
 
     def _in_boxes(self, candidate: Strategy) -> Fitting | None:
-        sides = self.cutting.box_sides
-        if candidate.name not in STREAMED or not sides:
+        sides = self.cutting.box_sides(candidate)
+        if not sides:
             return None
 
         def fitting(side: int) -> Fitting:
@@ -209,9 +209,9 @@ class Planner:
             return found
 
         assert self.task.streamed is not None
-        fitted, tiles = self.task.streamed.fitted, self.cutting.tiles(candidate)
-        if fitted.get(tiles) in sides and fitting(fitted[tiles]).fits:
-            return fitting(fitted[tiles])
+        fitted, key = self.task.streamed.fitted, (self.cutting.tiles(candidate), candidate.grids)
+        if fitted.get(key) in sides and fitting(fitted[key]).fits:
+            return fitting(fitted[key])
         if not (smallest := fitting(sides[0])).fits:
             return smallest
         low, high = 0, len(sides)
@@ -219,7 +219,7 @@ class Planner:
             middle = (low + high) // 2
             low, high = (middle, high) if fitting(sides[middle]).fits else (low, middle)
         if high < len(sides):
-            fitted[tiles] = sides[low]
+            fitted[key] = sides[low]
         return fitting(sides[low])
 
     def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:

@@ -26,6 +26,7 @@ from parallel.memory.policy import MIB, SMALLEST
 from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.memory.recompute_beside_offload import runs_beside_offload
 from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
+from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
@@ -38,7 +39,7 @@ from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.step_cost import StageCost
 from parallel.space.team import Grid
-from parallel.strategy import Strategy
+from parallel.strategy import STREAMED, Strategy
 
 MANY = 400
 """Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
@@ -48,6 +49,8 @@ AHEAD = 2
 """Of the largest pieces of memory that a layer keeps, as many are brought back to a GPU ahead of their use."""
 ROUNDED = 2
 """Bytes that ``rank_bytes`` may round away at most, of smaller microbatches."""
+OWN_MAPS = 0.95
+"""Of the host's bytes that a member of a team stores maps in, for those of its own part."""
 LEAST_S = 1e-12
 """Of a layer's forward pass."""
 
@@ -86,10 +89,12 @@ class StageCache:
         divisible = self.task.divisible
         return None if divisible is None else TeamParts(divisible, self.task.graph, self.cluster)
 
-    @property
-    def box_sides(self) -> list[int]:
-        """Of boxes that tiles may be computed in, in px; empty where the model cannot be."""
-        return [] if self._streamed is None else self._streamed.sides
+    def box_sides(self, candidate: Strategy) -> list[int]:
+        """Return the sides of boxes that a candidate's tiles, or members' parts of them, may be computed in, in px;
+        none where they cannot be."""
+        if self._streamed is None or candidate.name not in STREAMED:
+            return []
+        return self._streamed.sides(self._size(candidate)[1])
 
     def within_host(self, candidate: Strategy) -> Strategy:
         """Return ``candidate``, computed box by box, with fewer maps stored where the host has not memory for those
@@ -99,12 +104,16 @@ class StageCache:
         tiles = self.tiles(candidate)
         if policy.host_bytes is not None or not host or self._streamed.fits_host(candidate, tiles, host):
             return candidate
-        return candidate.under(host_bytes=max(1, int(host) - self._streamed.tile_bytes(tiles)))
+        left = int(host) - self._streamed.tile_bytes(tiles)
+        if candidate.grids:  # rows of others that a member holds come to what it stores of its own
+            left = int(OWN_MAPS * left)
+        return candidate.under(host_bytes=max(1, left))
 
     def limit_in_boxes(self, candidate: Strategy) -> Limit:
         """Return what stands in the way of a larger tile, of a candidate that is computed box by box."""
         assert self._streamed is not None
-        return self._streamed.limit(candidate, self.tiles(candidate), self._memory_of(candidate))
+        held = self.rank_bytes(candidate, Partition(self.of(candidate)[0], (0,)), 0)
+        return self._streamed.limit(candidate, self.tiles(candidate), held)
 
     @property
     def most_stages(self) -> int:
@@ -254,13 +263,20 @@ class StageCache:
     def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
         """Return the bytes of a rank of the first group; of any where each computes the whole model."""
         memory, policy = self._memory_of(candidate), candidate.policy
-        if policy.stream is not None and self._streamed is not None:
-            return self._streamed.rank_bytes(candidate, self.tiles(candidate), memory)
+        boxes = self._streamed if policy.stream is not None else None
+        if boxes is not None and not candidate.splits:
+            return boxes.rank_bytes(candidate, self.tiles(candidate), memory)
         if not candidate.splits:
             stage = memory.of_stage(partition, 0, policy)
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
             return whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stage)
         schedule, placement = schedule_of(candidate)
+
+        def held(stage: int) -> StageBytes:
+            if boxes is not None:
+                return boxes.stage_bytes(candidate, self.tiles(candidate), memory)
+            return memory.of_stage(partition, stage, policy)
+
         (of_rank,) = rank_bytes(
             partition,
             placement,
@@ -269,7 +285,7 @@ class StageCache:
             shard_optimizer=candidate.shard_optimizer,
             weights=weights_of(candidate, self.task.batch),
             device=self.cluster.kind,
-            stages={stage: memory.of_stage(partition, stage, policy) for stage, _ in placement.held_by(rank)},
+            stages={stage: held(stage) for stage, _ in placement.held_by(rank)},
             summed=bool(candidate.grids),
         )
         return of_rank

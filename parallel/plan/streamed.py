@@ -24,9 +24,11 @@ from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.plan.limit import Limit
 from parallel.schedule.step_cost import StageCost
-from parallel.space.boxes import Boxes, StreamedModel, plan_boxes
+from parallel.space.boxes import Boxes, StreamedModel, given_by, plan_boxes
 from parallel.space.phases import most_stored, phases_of
 from parallel.space.step import Step
+from parallel.space.team import Grid
+from parallel.space.team_boxes import TeamBoxes, plan_team_boxes, side_by_side
 from parallel.strategy import Strategy
 
 SIDES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -37,6 +39,11 @@ MAP_PASSES = 4
 """Times that a byte which a box fetches is moved: copied in both passes, its gradient read and added."""
 STORED_PASSES = 3
 """Likewise of a map that is stored: written, and its gradient zeroed and read."""
+NEIGHBOURS = 2
+"""Members that one fetches rims of a map from."""
+
+_Key = tuple[int, int, int | None, Grid | None]
+"""Side of the boxes, tiles of a microbatch, bytes of maps that are stored, and the grid of the team."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,8 @@ class Streamed:
         ops: by name of a step, what its forward pass computes of a tile of ``side`` px.
         whole: the loss is computed with it, box by box: nothing follows.
         estimate: gives what the layers of a graph cost, by tiles of a microbatch.
-        fitted: by tiles of a microbatch, the side of the largest boxes that fitted the device on tiles of some size:
-            they take about as much on tiles of any.
+        fitted: by tiles of a microbatch and grids of teams, the side of the largest boxes that fitted the device on
+            tiles of some size: they take about as much on tiles of any.
     """
 
     model: StreamedModel
@@ -57,7 +64,7 @@ class Streamed:
     side: int
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     whole: bool = False
-    fitted: dict[int, int] = field(default_factory=dict)
+    fitted: dict[tuple[int, tuple[Grid, ...]], int] = field(default_factory=dict)
 
 
 class StreamedStages:
@@ -71,15 +78,27 @@ class StreamedStages:
 
     def __init__(self, streamed: Streamed, cluster: Cluster, slots: int) -> None:
         self._streamed, self._cluster, self._slots = streamed, cluster, slots
-        self._models: dict[int, StreamedModel] = {}
-        self._crossing: dict[int, int] = {}
-        self._boxes: dict[tuple[int, int, int | None], Boxes] = {}
-        self._seconds: dict[tuple[int, int, int | None], tuple[float, float]] = {}
+        self._regions: dict[Grid | None, StreamedModel | None] = {None: streamed.model}
+        self._models: dict[tuple[int, Grid | None], StreamedModel] = {}
+        self._crossing: dict[tuple[int, Grid | None], int] = {}
+        self._boxes: dict[_Key, Boxes] = {}
+        self._seconds: dict[_Key, tuple[float, float]] = {}
 
-    @property
-    def sides(self) -> list[int]:
-        """Of boxes to try: smaller than the tile."""
-        return [side for side in SIDES if side < max(self._streamed.model.side)]
+    def sides(self, grid: Grid | None = None) -> list[int]:
+        """Of boxes to try: smaller than the tile, or the part of a member of a team of ``grid``; none where such a team
+        has nothing to divide."""
+        if self._region(grid) is None:
+            return []
+        rows, columns = self._streamed.model.side
+        largest = max(rows, columns) if grid is None else max(-(-rows // grid.rows), -(-columns // grid.columns))
+        return [side for side in SIDES if side < largest]
+
+    def _region(self, grid: Grid | None) -> StreamedModel | None:
+        """What is computed box by box: of members of a team, as far as every one has a part."""
+        if grid not in self._regions:
+            assert grid is not None
+            self._regions[grid] = side_by_side(self._streamed.model, grid)
+        return self._regions[grid]
 
     def boxes(self, strategy: Strategy, tiles: int) -> Boxes:
         """Return the boxes of a candidate.
@@ -87,38 +106,50 @@ class StreamedStages:
         Args:
             tiles: of its largest microbatch.
         """
-        policy = strategy.policy
-        assert policy.stream is not None
-        key = (policy.stream, tiles, policy.host_bytes)
+        key = side, _, stored, grid = _key(strategy, tiles)
         if key not in self._boxes:
-            self._boxes[key] = plan_boxes(self._model(tiles), policy.stream, policy.host_bytes)
+            model = self._model(tiles, grid)
+            made = plan_boxes(model, side, stored) if grid is None else plan_team_boxes(model, side, grid, stored)
+            self._boxes[key] = made
         return self._boxes[key]
 
-    def _model(self, tiles: int) -> StreamedModel:
-        if tiles not in self._models:
-            self._models[tiles] = self._streamed.model.of_tiles(tiles)
-        return self._models[tiles]
+    def _model(self, tiles: int, grid: Grid | None) -> StreamedModel:
+        if (tiles, grid) not in self._models:
+            region = self._region(grid)
+            assert region is not None, grid
+            self._models[tiles, grid] = region.of_tiles(tiles)
+        return self._models[tiles, grid]
 
     def rank_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> RankBytes:
-        """Return the bytes of a rank.
+        """Return the bytes of a rank that computes the whole model.
 
         Args:
             memory: of the graph of the whole model and its loss, for such a microbatch.
         """
+        name, ranks, m = strategy.name, strategy.ranks, strategy.m
+        stage = self.stage_bytes(strategy, tiles, memory)
+        return whole_bytes(name, ranks, m, memory.graph, self._slots, self._cluster.kind, stage=stage)
+
+    def stage_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> StageBytes:
+        """Return the bytes of the only stage, of a team's largest member.
+
+        Args:
+            memory: as ``rank_bytes`` takes it, or of the graph of the largest member's part.
+        """
         boxes, graph = self.boxes(strategy, tiles), memory.graph
-        parameters, box, start = sum(graph.owned_bytes), boxes.device_bytes, self._end(graph)
+        parameters, box, start = sum(graph.owned_bytes), boxes.device_bytes, self._end(strategy, graph)
         of_rest = after = forward = 0
         if start < len(graph.layers):
             rest = memory.plain((start, len(graph.layers)))
             of_rest, after, forward = max(rest.first_backward, rest.forward), rest.parameters, rest.forward
         # What leaves the region as a map waits on the device for its gradient while boxes go back.
-        leaving = sum(2 * boxes.model.sizes[name] for name in boxes.model.leaving if name in boxes.model.sides)
-        first = max(of_rest, after + leaving + box)
-        several = StageBytes(
-            parameters, 0, 0, forward, forward, parameters + max(of_rest, leaving + box), first, 0, 0, 0, 0
-        )
-        name, ranks, m = strategy.name, strategy.ranks, strategy.m
-        return whole_bytes(name, ranks, m, graph, self._slots, self._cluster.kind, stage=several)
+        leaving = sum(2 * boxes.own_bytes(name) for name in boxes.model.leaving if name in boxes.model.sides)
+        own = boxes.entering_bytes
+        first = own + max(of_rest, after + leaving + box)
+        # Gradients that a team sums lie in buckets, which is counted elsewhere.
+        beside = 0 if strategy.grids else parameters
+        again = own + beside + max(of_rest, leaving + box)
+        return StageBytes(parameters, own, own, own + forward, own + forward, again, first, 0, 0, 0, 0)
 
     def host_bytes(self, strategy: Strategy, tiles: int) -> int:
         """Return the bytes of maps between parts, and of the tiles of a microbatch."""
@@ -127,25 +158,27 @@ class StreamedStages:
     def fits_host(self, strategy: Strategy, tiles: int, limit: float) -> bool:
         """Return whether ``host_bytes`` are within ``limit``; known without a plan where maps between phases alone take
         more."""
-        if tiles not in self._crossing:
-            model = self._model(tiles)
-            self._crossing[tiles] = most_stored(phases_of(model.steps, model.leaving), model.sizes, model.images)
-        return self._crossing[tiles] + self.tile_bytes(tiles) <= limit and self.host_bytes(strategy, tiles) <= limit
+        key = tiles, _grid(strategy)
+        if key not in self._crossing:
+            model = self._model(*key)
+            of_all = most_stored(phases_of(model.steps, model.leaving), model.sizes, model.images)
+            self._crossing[key] = of_all // strategy.members  # the largest member has as much at least
+        return self._crossing[key] + self.tile_bytes(tiles) <= limit and self.host_bytes(strategy, tiles) <= limit
 
     def tile_bytes(self, tiles: int) -> int:
         """Return the bytes of the tiles of a microbatch, on the host."""
         return tiles * TILE_PX_BYTES * math.prod(self._streamed.model.side)
 
-    def limit(self, strategy: Strategy, tiles: int, memory: StageMemory) -> Limit:
+    def limit(self, strategy: Strategy, tiles: int, held: RankBytes) -> Limit:
         """Return what takes most of the device, or of the host where that lacks more.
 
         Args:
-            memory: as ``rank_bytes`` takes it.
+            held: by the fullest rank.
         """
-        boxes, held = self.boxes(strategy, tiles), self.rank_bytes(strategy, tiles, memory)
+        boxes = self.boxes(strategy, tiles)
         host, box = self.host_bytes(strategy, tiles), boxes.device_bytes
         if host - self._cluster.host_bytes > held.total - self._cluster.usable_bytes:
-            maps, normed = boxes.host_bytes, len(boxes.phases) > 2
+            maps, normed = boxes.stored_bytes, len(boxes.phases) > 2
             if host > 2 * maps:
                 return Limit("tile on the host", host - maps)
             return Limit("maps of norms on the host" if normed else "maps on the host", maps)
@@ -163,12 +196,15 @@ class StreamedStages:
         Args:
             graph, costs: of the whole model and its loss.
         """
-        boxes, start = self.boxes(strategy, tiles), self._end(graph)
+        boxes, start = self.boxes(strategy, tiles), self._end(strategy, graph)
         (whole,) = stage_costs(Partition(graph, (0,)), costs)
         forward = sum(cost.forward_s for cost in costs.layers[start:])
         backward = sum(cost.backward_s for cost in costs.layers[start:])
         once, again = self._region_s(strategy, tiles)
         moved = self._moved(boxes) / self._cluster.copy_bandwidth
+        if isinstance(boxes, TeamBoxes):
+            told = self._told_s(boxes)
+            once, again = once + told, again + told
         return dataclasses.replace(
             whole,
             forward_s=forward + once + moved / 3,
@@ -178,18 +214,28 @@ class StreamedStages:
             activation_bytes=0,
         )
 
-    def _end(self, graph: LayerGraph) -> int:
+    def _told_s(self, boxes: TeamBoxes) -> float:
+        """Seconds of what members tell each other in one pass: what they look at of others' maps, and sums."""
+        members = boxes.territory.grid.members
+        link = self._cluster.link(0, members - 1)
+        assert link is not None
+        fetched = [size for size in boxes.fetched_of_others.values() if size]
+        sums = [step for phase, part in boxes.parts() for step in given_by(phase, part) if step.sums]
+        rims = sum(NEIGHBOURS * link.latency_s + size / link.bandwidth for size in fetched)
+        return rims + sum(self._cluster.sum_s(members * step.value_bytes, range(members)) for step in sums)
+
+    def _end(self, strategy: Strategy, graph: LayerGraph) -> int:
         """Position in ``graph`` of what follows the region."""
-        if self._streamed.whole:
+        region = self._region(_grid(strategy))
+        assert region is not None
+        if self._streamed.whole and region is self._streamed.model:
             return len(graph.layers)
-        made = {step.name for step in self._streamed.model.steps}
+        made = {step.name for step in region.steps}
         return 1 + max(position for name, position in graph.position.items() if name in made)
 
     def _region_s(self, strategy: Strategy, tiles: int) -> tuple[float, float]:
         """(forward pass, backward pass with all computed again), seconds."""
-        policy = strategy.policy
-        assert policy.stream is not None
-        key = (policy.stream, tiles, policy.host_bytes)
+        key = _key(strategy, tiles)
         if key not in self._seconds:
             boxes, layers, times, at_hand = self.boxes(strategy, 1), [], [], []
             for number, (phase, part) in enumerate(boxes.parts()):
@@ -219,7 +265,16 @@ class StreamedStages:
     def _moved(self, boxes: Boxes) -> float:
         """Bytes that are moved between device and host."""
         fetched = sum(boxes.fetched_bytes(phase, part) for phase, part in boxes.parts())
-        return MAP_PASSES * fetched + STORED_PASSES * boxes.host_bytes
+        return MAP_PASSES * fetched + STORED_PASSES * boxes.stored_bytes
+
+
+def _grid(strategy: Strategy) -> Grid | None:
+    return strategy.grids[0] if strategy.grids else None
+
+
+def _key(strategy: Strategy, tiles: int) -> _Key:
+    assert strategy.policy.stream is not None
+    return strategy.policy.stream, tiles, strategy.policy.host_bytes, _grid(strategy)
 
 
 def _scaled(op: Op, scale: float, param_bytes: int) -> Op:

@@ -133,6 +133,15 @@ class Boxes:
         """Return the bytes of a map as it is stored."""
         return self.model.sizes[name]
 
+    def own_bytes(self, name: str) -> int:
+        """Return the bytes of a map that are made here."""
+        return self.model.sizes[name]
+
+    @property
+    def entering_bytes(self) -> int:
+        """Of what enters and lies whole on the device: nothing, since tiles wait on the host."""
+        return 0
+
     def counts(self, part: Part, axis: int) -> dict[int, int]:
         """Return by number of a kind of box along an axis how many of them are computed here."""
         return _counts(self.cuts(part)[axis])

@@ -1,0 +1,103 @@
+"""What a plan says of members whose parts are computed in boxes, beside what they hold, and what lives meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from app.settings.optimization import OptimizerSettings
+from app.training.engines import build_engine, build_optimizer
+from benchmarks.out_of_core.problem import planner
+from models.losses import PixelClassLoss, TileClassLoss
+from models.registry import build_model
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.step import Microbatch
+from parallel.offload.live_bytes import LiveBytes, not_counted
+from parallel.plan.savings import BOXES
+from parallel.space.team import Grid
+from parallel.strategy import Strategy
+from parallel.streaming.read_region import read_region
+from parallel.team.boxed_region import BoxedRegion
+from parallel.team.link import TeamLink
+from parallel.trace.trace_alone import trace_as_it_runs
+
+GIB = 2**30
+BATCH = 2
+
+
+def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _: None) -> int:
+    """Most bytes that live of one member in its second step, beside the tile."""
+    segments = model.startswith("unet")
+    with not_counted():
+        targets = torch.zeros((1, px, px) if segments else (1,), dtype=torch.int64)
+        image = torch.randn(1, 3, px, px).contiguous(memory_format=torch.channels_last)
+    live = LiveBytes()
+    with live:
+        torch.manual_seed(0)
+        engine = build_engine(
+            strategy,
+            build_model(model, classes=2).to(memory_format=torch.channels_last),
+            PixelClassLoss() if segments else TileClassLoss(),
+            functools.partial(build_optimizer, OptimizerSettings(lr=1e-3)),
+            communicator,
+            batch=strategy.m,
+            tile=px,
+            seed=0,
+            device=torch.device("cpu"),
+        )
+        gc.collect()
+        for number in range(2):
+            live.reset_peak()
+            engine.step([Microbatch(image, targets, tuple(image.shape)) for _ in engine.share], number, 0.0)
+    engine.close()
+    return live.peak_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "px", "grid", "box"),
+    [("resnet18", 256, "2x1", 64), ("resnet18", 256, "1x2", 128), ("unet_w4", 256, "2x1", 64)],
+)
+def test_bytes_are_those_planned(model: str, px: int, grid: str, box: int) -> None:
+    team = Grid.parse(grid)
+    strategy = Strategy("spatial", team.members, 1, BATCH, grids=(team,)).under(stream=box)
+    row = planner(model, px, team.members, 2 * GIB, BATCH).forecast(strategy)
+    assert row is not None
+    members = run_on_threads(team.members, functools.partial(step, model, px, row.strategy), [None] * team.members)
+    assert max(row.peak_bytes) == pytest.approx(max(members), rel=0.1)
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2), Grid(1, 3)])
+def test_members_hold_as_much_of_each_map_as_on_paper(grid: Grid) -> None:
+    network = nn.Sequential(
+        nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3, dilation=2)
+    )
+    traced = trace_as_it_runs(network, (1, 3, 96, 96), torch.float32)
+    nodes = list(traced.training.graph.nodes)
+    region = read_region(traced.model, nodes, {nodes[0].name: torch.zeros(1, 3, 96, 96)})
+
+    def held(communicator: Communicator, _: None) -> dict[str, tuple[int, int]]:
+        run = BoxedRegion(region, 16, grid, TeamLink(communicator), ())
+        assert run._held.keys() == run.boxes.held.keys()
+        paper.update(run.boxes.held)
+        return {name: (rows.size, columns.size) for name, (rows, columns) in run._held.items()}
+
+    paper: dict[str, tuple[int, int]] = {}
+    members = run_on_threads(grid.members, held, [None] * grid.members)
+    for name, sides in paper.items():
+        assert sides == tuple(max(each[name][axis] for each in members) for axis in range(2)), name
+
+
+def test_a_team_is_tried_in_boxes_where_its_parts_do_not_fit() -> None:
+    plans = planner("resnet18", 1024, 2, 300 * 2**20, BATCH)
+    row = plans.least("spatial", 2, BOXES)
+    assert row is not None and row.fits, row
+    assert row.strategy.grids == (Grid(2, 1),)
+    assert row.strategy.policy.stream is not None
+    assert row.step_s is None
+    assert plans.timed(row).step_s
