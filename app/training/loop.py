@@ -20,6 +20,7 @@ from app.checkpoint.periodic import Checkpoints
 from app.launch.signals import Interrupt
 from app.settings.cli import RunError
 from app.training.batches import microbatches_of
+from app.training.idle_time import IdleTime
 from app.training.memory_limit import MemoryLimit
 from app.training.metrics_log import MetricsLog
 from app.training.mlflow_log import MlflowLog
@@ -59,7 +60,7 @@ class TrainingLoop:
         self._communicator = session.placement.communicator
         self._tiles = iter(session.stream)
         self._unsettled = True
-        self.outcome = Outcome(Throughput(session.config.strategy.batch))
+        self.outcome = Outcome(Throughput(session.config.strategy.batch), IdleTime(self._communicator.world))
         strategy = session.config.strategy
         self.memory = MemoryLimit(
             strategy.memory_bytes,
@@ -214,8 +215,12 @@ class TrainingLoop:
         outcome = self.outcome
         due = self._is_first and self._checkpoints.due(outcome.step + 1)
         unsettled = self._session.reading.unsettled(self._feed)
-        votes = torch.tensor([int(self._interrupt.requested), result.tiles, int(due), replaced, int(unsettled)])
+        own = [int(self._interrupt.requested), result.tiles, int(due), replaced, int(unsettled)]
+        votes = torch.zeros(len(own) + self._communicator.world, dtype=torch.int64)
+        votes[: len(own)] = torch.tensor(own)
+        votes[len(own) + self._communicator.rank] = IdleTime.told(result.waited_s)
         self._communicator.all_reduce(votes)
+        outcome.idle.add(votes[len(own) :].tolist(), step_s)
         self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result.loss, step_s, wait_s, self._session)
         outcome.step += 1
         outcome.images += int(votes[1])

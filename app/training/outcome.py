@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.settings.cli import RunError
+from app.training.idle_time import IdleTime
 from app.training.throughput import Throughput
 from parallel.schedule.shares import Shares
 
@@ -34,6 +35,7 @@ class Outcome:
     """
 
     throughput: Throughput
+    idle: IdleTime
     step: int = 0
     images: int = 0
     replaced: int = 0

@@ -124,6 +124,9 @@ class RunSummary:
             f"{status}: {summary['steps']} steps, {summary['images']} tiles, "
             f"{_number(speed)} images/s ({_number(twin)} fed from memory)"
         )
+        if idle := summary["idle_fraction"]:
+            each = ", ".join(f"rank {rank} {fraction:.1%}" for rank, fraction in enumerate(idle))
+            self.say(f"ranks waited for each other {sum(idle) / len(idle):.1%} of the time: {each}")
         if early := summary["stopped_early"]:
             best = ""
             if "best_step" in early:
@@ -183,6 +186,7 @@ class RunSummary:
             "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,
             "pixels_per_second": None if speed is None else speed * float(tiles.pixels[session.train_rows].mean()),
             "data_wait_fraction": outcome.throughput.data_wait_fraction,
+            "idle_fraction": outcome.idle.fractions,
             "tile_cache": self._cache,
             "peak_memory_bytes": peaks[0],
             "peak_resident_bytes": peaks[1],
