@@ -104,7 +104,9 @@ class TorchCommunicator:
         self._departures = Departures()
         self._counted: collections.Counter[tuple[int, ...]] = collections.Counter()
         # All ranks decide from the same table, or some would make groups that the others do not.
-        self.kinds = join_group(backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s)
+        self.kinds = join_group(
+            backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s
+        )
         self._nccl = has_gpu_each(self.kinds)
         self._prove_membership()
 
