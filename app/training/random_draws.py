@@ -17,11 +17,11 @@ from parallel.trace.fake_run import empty_like, once_each, state_of
 from parallel.trace.trace import left_as_it_was
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what draws."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(
@@ -31,10 +31,18 @@ class _Draws(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs or {}):
             self.names.append(func.overloadpacket.__name__)
         call: Callable[..., Any] = func
         return call(*args, **(kwargs or {}))
+
+
+def _drops(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """False for attention that could drop, and is called with nothing to drop."""
+    names = [argument.name for argument in func._schema.arguments]
+    called = {argument.name: argument.default_value for argument in func._schema.arguments}
+    called |= dict(zip(names, args, strict=False)) | dict(given)
+    return bool(called.get("dropout_p", 1.0))
 
 
 def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:
@@ -46,7 +54,7 @@ def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:
     Raises:
         ValueError: a training pass of ``model`` draws, or cannot be looked into.
     """
-    watch, training = _Draws(), model.training
+    watch = _Draws()
     dtype = next((p.dtype for p in model.parameters()), torch.float32).to_real()
     with left_as_it_was(model), torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), watch:
         values = once_each(state_of(model), lambda t: empty_like(t, torch.device("cpu")))
@@ -59,11 +67,9 @@ def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:
                 f"differently ({str(fault).splitlines()[0] if str(fault) else type(fault).__name__}): use devices of "
                 "one kind"
             ) from fault
-        finally:
-            model.train(training)
-    if watch.names:
+    if drawn := ", ".join(dict.fromkeys(watch.names)):
         raise ValueError(
-            f"--device mixed: the model draws random numbers ({', '.join(dict.fromkeys(watch.names))}), and a CPU and a "
+            f"--device mixed: the model draws random numbers ({drawn}), and a CPU and a "
             "GPU draw others from one seed, so that the step would depend on who computes what: use a model without "
             "dropout, or devices of one kind"
         )

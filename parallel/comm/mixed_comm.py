@@ -42,7 +42,7 @@ class MixedWork:
         self.described = described
         self.ready: Any = None
         if flat.is_cuda:
-            self.ready = torch.cuda.Event()
+            self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.ready.record(torch.cuda.current_stream(flat.device))
         self._over = threading.Event()
         self._fault: Exception | None = None
@@ -88,7 +88,9 @@ class MixedCommunicator:
         self._kinds = tuple(kinds)
         self._device = device or torch.device("cpu")
         self._sums: Sums = WAYS[way](inner, kinds, PART_BYTES, self._device.type == "cuda")
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._begun: queue.SimpleQueue[MixedWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

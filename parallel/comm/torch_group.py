@@ -1,7 +1,8 @@
 """The process group of a run, joined within a time limit: the store, all ranks there, then connections between them.
 
 Takes this rank, what it computes on, the number of ranks and the environment that says where they meet; leaves
-torch.distributed's default group, whose backend follows from what all of them compute on. Every trouble on the way is told in one message, within a minute by default.
+torch.distributed's default group, whose backend follows from what all of them compute on. Every trouble on the way is
+told in one message, within a minute by default.
 """
 
 from __future__ import annotations
