@@ -196,7 +196,7 @@ def _mixed(
             "--device mixed: ranks share a GPU, and those that are not on a CPU need one each: start fewer ranks on a "
             "machine, or more of them on its CPU (--cpu-ranks)"
         )
-    return MixedCommunicator(joined, kinds, settings.mixed_sums or "host", device)
+    return MixedCommunicator(joined, kinds, settings.mixed_sums or "device", device)
 
 
 def device_of(settings: StrategySettings) -> torch.device:

@@ -136,7 +136,7 @@ class StrategySettings:
     """Ranks of each machine, the last ones, that compute on its CPU with --device mixed."""
     mixed_sums: Suppress[Literal["host", "device"] | None] = None
     """Where gradients are summed with --device mixed. host: in the memory of each machine, then between machines;
-    device: a CPU rank hands its gradients to a GPU rank, and the GPUs sum. Default: host."""
+    device: a CPU rank hands its gradients to a GPU rank, and the GPUs sum. Default: device."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
     channels_last: Suppress[bool] = True

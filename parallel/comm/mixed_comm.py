@@ -25,8 +25,9 @@ from parallel.comm.replicate import AveragedModule
 Way = Literal["host", "device"]
 WAYS: dict[Way, type[HostSums] | type[DeviceSums]] = {"host": HostSums, "device": DeviceSums}
 
-PART_BYTES = 8 << 20
-"""Summed at once; longer tensors in several parts, so that shared memory does not grow with the model."""
+PART_BYTES = 32 << 20
+"""Summed at once, which holds a bucket of gradients; longer tensors in several parts, so that shared memory does not
+grow with the model."""
 
 
 class MixedWork:
@@ -87,6 +88,7 @@ class MixedCommunicator:
         self._inner = inner
         self._kinds = tuple(kinds)
         self._device = device or torch.device("cpu")
+        self._part_bytes = PART_BYTES
         self._sums: Sums = WAYS[way](inner, kinds, PART_BYTES, self._device.type == "cuda")
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -179,7 +181,7 @@ class MixedCommunicator:
 
     def _sum(self, work: MixedWork) -> None:
         flat = work.flat
-        step = max(1, PART_BYTES // flat.element_size())
+        step = self._part_bytes // flat.element_size()
         with contextlib.ExitStack() as held:
             if flat.is_cuda:
                 assert self._stream is not None

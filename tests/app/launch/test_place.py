@@ -101,4 +101,4 @@ def test_sums_go_the_way_that_is_asked_for(asked: str | None) -> None:
         communicator.all_reduce(tensor)
         return communicator.way, tensor.item()
 
-    assert run_on_threads(2, summed) == [(asked or "host", 3.0)] * 2
+    assert run_on_threads(2, summed) == [(asked or "device", 3.0)] * 2
