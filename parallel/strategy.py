@@ -22,7 +22,7 @@ from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, placement_for
 from parallel.schedule.seating import Seating
-from parallel.schedule.shares import Shares
+from parallel.schedule.shares import Changes, Shares
 from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import from_csv
 from parallel.space.team import Grid
@@ -54,6 +54,8 @@ class Strategy:
             on; 0: all, once this rank has computed everything; None: as ``GradReducer`` does.
         grids: of the teams on the seats of a group, which divide each tile among their ranks; empty: one rank a seat.
         shares: microbatches of each group; empty: consecutive ones, as many for each.
+        changes: steps from which other shares are in force.
+        rebalanced: shares follow the speed of ranks that compute the whole model.
         tickets: ranks that compute the whole model draw the microbatches of each step from each other.
     """
 
@@ -71,6 +73,8 @@ class Strategy:
     gradient_bytes: int | None = None
     grids: tuple[Grid, ...] = ()
     shares: Shares = ()
+    changes: Changes = ()
+    rebalanced: bool = False
     tickets: bool = False
 
     @property

@@ -15,6 +15,8 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.exactness.run --only threads 1x2 float32 --again", "16 cells: 16 passed"),
         ("benchmarks.exactness.keeping --only dropout gpipe --again", "12 cells: 12 passed"),
         ("benchmarks.sleeping_stages.run --unit 0.005 --steps 1", "m D (F + B)"),
+        ("benchmarks.workers.run --unit 0.005 --steps 8", "max n t"),
+        ("benchmarks.workers.real --rounds 1 --tile 64", "times equal shares"),
         ("benchmarks.activation_bytes.run --model resnet11_v2 --px 32 --depths 2", "max(A_k, A_{D-1-k})"),
         ("benchmarks.memory.run --models resnet11_v2 --px 64 --ranks 2 --strategies 1f1b", "Error of the prediction"),
         ("benchmarks.links.run --models unet_w2 --px 32", "only supports adjacent-stage"),

@@ -37,6 +37,7 @@ FIGURES = {
     "images_per_second_no_data": ("Speed, fed from memory", " images/s"),
     "megapixels_per_second": ("Pixels trained on", " Mpx/s"),
     "data_wait_fraction": ("Waiting for data", " of the step time"),
+    "idle_fraction": ("Waiting for the gradients of slower ranks, by rank", " of the step time"),
     "cached": ("Tiles read from the cache", ""),
     "cache_damaged": ("Of its tiles, damaged and read anew", ""),
     "cache_full": ("The cache takes no more tiles", ""),

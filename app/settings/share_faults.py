@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.settings.strategy import TICKETS, StrategySettings
+from app.settings.strategy import AUTO, TICKETS, StrategySettings
 
 
 def share_faults(settings: StrategySettings) -> list[str]:
@@ -17,20 +17,25 @@ def share_faults(settings: StrategySettings) -> list[str]:
         return [f"--parallel {settings.name} {why}, and takes no --shares {text}: use ddp, or leave it out"]
     if settings.schedule is not None:
         return [f"--developer schedule says who computes what: leave --shares {text} out"]
-    if text == TICKETS:
+    if text in (AUTO, TICKETS):
         if settings.name == "ddp":
             return []
         return [
-            f"--shares tickets are drawn by ranks that each compute the whole model, and --parallel {settings.name} "
-            "says beforehand who computes what: use ddp, or shares such as 3,1"
+            f"--shares {text} is for ranks that each compute the whole model, and --parallel {settings.name} lays down "
+            "beforehand who computes what: use ddp, or shares such as 3,1"
         ]
     try:
-        shares = settings.read_shares()
+        changes = settings.read_shares()
     except FileNotFoundError:
-        return [f"--shares takes equal, tickets, counts such as 3,1, or a CSV file; there is no file {text}"]
+        return [f"--shares takes equal, auto, tickets, counts such as 3,1, or a CSV file; there is no file {text}"]
     except (OSError, ValueError) as fault:
         return [f"--shares {text}: {fault}"]
-    faults = []
+    faults, shares = [], changes[0][1]
+    if changes[1:] and settings.name != "ddp":
+        faults.append(
+            f"--parallel {settings.name} keeps the shares that it begins with, and {text} changes them at step "
+            f"{changes[1][0]}: use ddp"
+        )
     whose = "ranks" if settings.group_ranks == 1 else f"groups of {settings.group_ranks} ranks"
     if len(shares) != settings.groups:
         faults.append(

@@ -18,7 +18,7 @@ from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
 from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.schedule.registry import default_microbatches
-from parallel.schedule.shares import FINE, Shares, parse_counts, read_owners
+from parallel.schedule.shares import FINE, Changes, parse_counts, read_changes
 from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
 
@@ -41,8 +41,8 @@ Parallel = Literal[
 AHEAD = {"cuda": 256 << 20, "cpu": 0}
 """Bytes of activations on their way to or from the host, by kind of device."""
 
-TICKETS = "tickets"
-"""Of ``--shares``: microbatches are drawn while a step runs."""
+AUTO, TICKETS = "auto", "tickets"
+"""Of ``--shares``: they follow measured speeds; microbatches are drawn while a step runs."""
 
 JOIN_S = 50.0
 """Together with what connecting takes, a trouble of the start is told within a minute."""
@@ -84,13 +84,13 @@ class StrategySettings:
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
     """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp (8 with
-    --shares tickets), 1 per group with mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has as many
-    tiles."""
+    --shares auto and tickets), 1 per group with mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has
+    as many tiles."""
     shares: str = "equal"
     """Microbatches that each rank with ddp, or each data-parallel group, computes of a step, for devices of unequal
-    speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; tickets: with ddp, drawn while a step
-    runs, the next by whoever is free; or a CSV file with the columns microbatch,group, a line for each. The same
-    numbers whoever computes what."""
+    speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; with ddp, auto: as the speeds measured
+    in the run ask for, tickets: drawn while a step runs, the next by whoever is free; or a CSV file with the columns
+    microbatch,group, a line for each, or the shares.csv of an earlier run. The same numbers whoever computes what."""
     recompute: str = "none"
     """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
     all but what enters a rank's stage; block: all but what enters a block of the model; a number: all but what enters
@@ -255,8 +255,8 @@ class StrategySettings:
         if self.microbatches is not None:
             return self.microbatches
         if self.asked_shares:
-            return sum(map(len, self.asked_shares))
-        if self.shares == TICKETS:
+            return sum(map(len, self.asked_shares[0][1]))
+        if self.shares in (AUTO, TICKETS):
             return max(self.world, min(FINE * self.world, self.batch))
         if not self.splits:
             return self.world
@@ -264,23 +264,25 @@ class StrategySettings:
         return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
 
     @functools.cached_property
-    def asked_shares(self) -> Shares:
-        """``shares`` as microbatches of each group; empty: equal, or not to be read, as ``share_faults`` says."""
+    def asked_shares(self) -> Changes:
+        """``shares`` as microbatches of each group, by the step from which they are in force; empty: equal at first, or
+        not to be read, as ``share_faults`` says."""
         with contextlib.suppress(ValueError, OSError):
             return self.read_shares()
         return ()
 
-    def read_shares(self) -> Shares:
-        """Return ``shares`` as microbatches of each group; empty: equal.
+    def read_shares(self) -> Changes:
+        """Return ``shares`` as microbatches of each group, by the step from which they are in force; empty: equal at
+        first.
 
         Raises:
             ValueError: they are neither counts nor a file of them.
             OSError: there is no such file.
         """
-        if self.shares in ("equal", TICKETS):
+        if self.shares in ("equal", AUTO, TICKETS):
             return ()
         counts = parse_counts(self.shares)
-        return read_owners(Path(self.shares).read_text()) if counts is None else counts
+        return read_changes(Path(self.shares).read_text()) if counts is None else ((0, counts),)
 
     def to_strategy(self, device: str) -> Strategy:
         """Return what is asked for as the engine's own value; where a planner has yet to choose, as for a model that
@@ -314,6 +316,8 @@ class StrategySettings:
             compile=self.compile,
             gradient_bytes=self.bucket_bytes,
             grids=self.grids,
-            shares=self.asked_shares,
+            shares=self.asked_shares[0][1] if self.asked_shares else (),
+            changes=self.asked_shares[1:],
+            rebalanced=self.shares == AUTO,
             tickets=self.shares == TICKETS,
         )

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,17 +20,20 @@ from app.checkpoint.periodic import Checkpoints
 from app.launch.signals import Interrupt
 from app.settings.cli import RunError
 from app.training.batches import microbatches_of
+from app.training.idle_time import IdleTime
 from app.training.memory_limit import MemoryLimit
 from app.training.metrics_log import MetricsLog
 from app.training.mlflow_log import MlflowLog
 from app.training.outcome import JUDGED_FROM, Outcome
 from app.training.progress import RunProgress
+from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from app.training.session import Session
 from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
+from parallel.schedule.shares import Shares
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
 
@@ -57,7 +60,7 @@ class TrainingLoop:
         self._communicator = session.placement.communicator
         self._tiles = iter(session.stream)
         self._unsettled = True
-        self.outcome = Outcome(Throughput(session.config.strategy.batch))
+        self.outcome = Outcome(Throughput(session.config.strategy.batch), IdleTime(self._communicator.world))
         strategy = session.config.strategy
         self.memory = MemoryLimit(
             strategy.memory_bytes,
@@ -66,9 +69,11 @@ class TrainingLoop:
             stops=strategy.memory_excess == "stop",
         )
         self.memory.impose()
-        if session.config.resume:
-            self._restore()
+        shares = self._restore() if session.config.resume else None
         self._feed = session.feed(self._tiles, self._tiles.ready, self.memory.beside)
+        self._resharing = Resharing(session.strategy, self._communicator, folder, self.outcome.step, shares)
+        if self._resharing.begins_with_others:
+            self._reshare()
         self._check_replaced = functools.partial(
             self.outcome.check_replaced,
             folder.failed_slides,
@@ -111,7 +116,7 @@ class TrainingLoop:
         ended = self.is_done
         bar = RunProgress(total, outcome.step, quiet=not self._is_first)
         kept = self._session.cache or contextlib.nullcontext()
-        with kept, self._tiles, self._feed, self._log, self._checkpoints, bar as progress:
+        with kept, self._reading(), self._log, self._checkpoints, bar as progress:
             stop, batch = False, None
             while not ended and not stop:
                 if batch is not None:
@@ -126,8 +131,11 @@ class TrainingLoop:
                 step_s = wait_s + watch.lap()
                 if drawn := self._session.drawn:
                     wait_s += drawn.waited_s
+                    outcome.drawn = drawn.drawn
                 replaced = drawn.replaced if drawn else batch.replaced * self._session.engine.counted
                 stop = self._finish_step(result, replaced, step_s, wait_s)
+                if self._resharing.after(outcome.step, result):
+                    self._reshare()
                 self._check_replaced()
                 self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
@@ -145,6 +153,27 @@ class TrainingLoop:
             elif batch is not None:
                 self._measure_twin(batch)
         return outcome
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What is read ahead in the end is closed."""
+        try:
+            yield
+        finally:
+            self._feed.close()
+            self._tiles.close()
+
+    def _reshare(self) -> None:
+        """Have ranks compute, and read ahead, other microbatches from the next step on. Every rank calls it."""
+        at = self._tiles.get_state() | {"batch": self.outcome.step}
+        self._feed.close()
+        self._tiles.close()
+        self.outcome.shares = self._resharing.shares
+        self._session = self._session.reshared(self._resharing.shares)
+        self._tiles = iter(self._session.stream)
+        self._tiles.set_state(at)
+        self._feed = self._session.feed(self._tiles, self._tiles.ready, self.memory.beside)
+        self._unsettled = True
 
     def _step(self, batch: Batch, step: int) -> StepResult:
         session = self._session
@@ -184,8 +213,12 @@ class TrainingLoop:
         outcome = self.outcome
         due = self._is_first and self._checkpoints.due(outcome.step + 1)
         unsettled = self._session.reading.unsettled(self._feed)
-        votes = torch.tensor([int(self._interrupt.requested), result.tiles, int(due), replaced, int(unsettled)])
+        own = [int(self._interrupt.requested), result.tiles, int(due), replaced, int(unsettled)]
+        votes = torch.zeros(len(own) + self._communicator.world, dtype=torch.int64)
+        votes[: len(own)] = torch.tensor(own)
+        votes[len(own) + self._communicator.rank] = IdleTime.told(result.waited_s)
         self._communicator.all_reduce(votes)
+        outcome.idle.add(votes[len(own) :].tolist(), step_s)
         self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result.loss, step_s, wait_s, self._session)
         outcome.step += 1
         outcome.images += int(votes[1])
@@ -262,13 +295,16 @@ class TrainingLoop:
             }
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more
+            if not self._session.strategy.splits:
+                state["shares"] = [list(share) for share in self._resharing.shares]
         self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
 
     @property
     def _is_best(self) -> bool:
         return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
 
-    def _restore(self) -> None:
+    def _restore(self) -> Shares | None:
+        """Take over the last checkpoint; the shares that were in force."""
         state = resume_state(self._folder.last, self._folder.best)
         self._session.engine.load_state_dict(state)
         self._tiles.set_state(state["stream"])
@@ -279,6 +315,7 @@ class TrainingLoop:
             setattr(self.outcome, name, state[name])
         if self._is_first and self._is_best:
             keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
+        return tuple(map(tuple, state["shares"])) if "shares" in state else None
 
     def _measure_twin(self, batch: Batch) -> None:
         """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from app.settings.cli import RunError
+from app.training.idle_time import IdleTime
 from app.training.throughput import Throughput
+from parallel.schedule.shares import Shares
 
 JUDGED_FROM = 200
 """Tiles of a start after which a run most of whose tiles are replaced is given up: few beside a run, and enough that a
@@ -27,10 +29,13 @@ class Outcome:
         validation: tiles of the last validation, those of them that cannot be read, and slides left without a score.
         best: step, metric and value of the best validation so far.
         stale: validations since that one.
+        shares: microbatches of each group as they were last, where they have changed.
+        drawn: microbatches that this rank drew.
         twin: speed of the same step fed from memory.
     """
 
     throughput: Throughput
+    idle: IdleTime
     step: int = 0
     images: int = 0
     replaced: int = 0
@@ -40,6 +45,8 @@ class Outcome:
     validation: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] | None = None
     stale: int = 0
+    shares: Shares = ()
+    drawn: int = 0
     twin: Throughput | None = None
 
     def stopped_early(self, patience: int, total_steps: int) -> dict[str, Any] | None:

@@ -74,6 +74,7 @@ class RunFolder:
         self.splits = path / "splits.csv"
         self.metrics = path / "metrics.csv"
         self.validation = path / "validation.csv"
+        self.shares = path / "shares.csv"
         self.predictions = path / "predictions.csv"
         self.summary = path / "summary.json"
         self.failed_slides = path / "failed_slides.csv"

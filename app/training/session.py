@@ -7,6 +7,7 @@ the rest asks it only for ``step``, ``predict`` and its state.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -30,10 +31,11 @@ from app.training.model import build_loss, build_run_model
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
 from models.weights_report import LoadedWeights
+from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_space import HostSpace
 from parallel.schedule.microbatch import split_batch
-from parallel.schedule.shares import FINE, coarseness
+from parallel.schedule.shares import FINE, Shares, coarseness
 from parallel.strategy import Strategy
 from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind
@@ -128,6 +130,16 @@ class Session:
         self.pool.close()
         self.engine.close()
         self.placement.communicator.close()
+
+    def reshared(self, shares: Shares) -> Session:
+        """Return the session whose ranks compute, and read, ``shares`` from the next step on. Every rank calls it."""
+        share = shares[self.placement.communicator.rank]
+        assert isinstance(self.engine, DataParallelEngine), "ranks that compute the whole model"
+        self.engine.take_share(share)
+        wants = [self.engine.wants(i) for i in share]
+        ranges = [self.ranges[i] for i in share]
+        reading = RankReading.of(self.placement.communicator, self.config.strategy.batch, ranges, wants)
+        return dataclasses.replace(self, reading=reading, stream=reading.sharded(self.stream))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -271,7 +283,9 @@ def _share_notes(strategy: Strategy) -> Iterator[str]:
         yield f"shares of the {strategy.m} microbatches of a step: {', '.join(map(str, counts))}"
     if strategy.tickets:
         yield f"the {strategy.m} microbatches of a step are drawn by {groups} ranks, the next by whoever is free"
-    if strategy.m < FINE * groups and (strategy.shares or strategy.tickets):
+    if strategy.rebalanced:
+        yield f"the {strategy.m} microbatches of a step are shared by {groups} ranks as their speeds ask for"
+    if strategy.m < FINE * groups and (strategy.shares or strategy.tickets or strategy.rebalanced):
         lost = coarseness(strategy.m, groups)
         yield (
             f"{strategy.m} microbatches for {groups} follow speeds coarsely: even the best shares may take "

@@ -65,7 +65,7 @@ class RunSummary:
         """The run came to its end, or was interrupted and saved. Called by all ranks."""
         peaks = torch.zeros((7, self._communicator.world), dtype=torch.int64)
         own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
-        own += [*self._on_host, self._drawn]
+        own += [*self._on_host, self._outcome.drawn]
         peaks[:, self._communicator.rank] = torch.tensor(own)
         self._communicator.all_reduce(peaks)
         self._add_up_cache()
@@ -86,7 +86,7 @@ class RunSummary:
                     [device_bytes],
                     [],
                     *([size] for size in self._on_host),
-                    [self._drawn],
+                    [self._outcome.drawn],
                 ],
                 error,
             )
@@ -109,12 +109,6 @@ class RunSummary:
         host = self._session.host
         return [host.peak_memory_bytes, host.peak_file_bytes] if host else [0, 0]
 
-    @property
-    def _drawn(self) -> int:
-        """Microbatches that this rank drew."""
-        drawn = self._session.drawn
-        return 0 if drawn is None else drawn.drawn
-
     def _write(self, status: str, peaks: list[list[int]], error: str | None, step: StepRecord | None = None) -> None:
         summary = {
             **self._figures(status, peaks, error),
@@ -129,6 +123,9 @@ class RunSummary:
             f"{status}: {summary['steps']} steps, {summary['images']} tiles, "
             f"{_number(speed)} images/s ({_number(twin)} fed from memory)"
         )
+        if idle := summary["idle_fraction"]:
+            each = ", ".join(f"rank {rank} {fraction:.1%}" for rank, fraction in enumerate(idle))
+            self.say(f"ranks waited for each other {sum(idle) / len(idle):.1%} of the time: {each}")
         if early := summary["stopped_early"]:
             best = ""
             if "best_step" in early:
@@ -164,7 +161,7 @@ class RunSummary:
             "ranks": self._communicator.world,
             "stages": strategy.depth,
             "grids": [str(grid) for grid in strategy.grids] or None,
-            "shares": [list(share) for share in strategy.shares] or None,
+            "shares": [list(share) for share in outcome.shares or strategy.shares] or None,
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.offload,
             "offload_state": strategy.policy.state,
@@ -187,6 +184,7 @@ class RunSummary:
             "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,
             "pixels_per_second": None if speed is None else speed * float(tiles.pixels[session.train_rows].mean()),
             "data_wait_fraction": outcome.throughput.data_wait_fraction,
+            "idle_fraction": outcome.idle.fractions,
             "tile_cache": self._cache,
             "peak_memory_bytes": peaks[0],
             "peak_resident_bytes": peaks[1],

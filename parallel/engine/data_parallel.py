@@ -125,6 +125,10 @@ class DataParallelEngine:
     def _stopwatch(self) -> OwnTime:
         return OwnTime(self.module.parameters() if self._communicator.world > 1 else ())
 
+    def take_share(self, share: Sequence[int]) -> None:
+        """Compute these microbatches, rising, from the next step on; the other ranks take those that are left."""
+        self.share = share
+
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)
 

@@ -19,6 +19,11 @@ FINE = 8
 """Microbatches for each group from which on shares follow speeds closely enough not to be warned of."""
 
 COLUMNS = ["microbatch", "group"]
+CHANGING = ["step", *COLUMNS]
+"""Of shares that change while a run goes on: from which step on, counted from 0."""
+
+Changes = tuple[tuple[int, Shares], ...]
+"""Steps, rising from 0, and the shares from there on."""
 
 
 def consecutive(counts: Sequence[int]) -> Shares:
@@ -42,29 +47,53 @@ def parse_counts(text: str) -> Shares | None:
     return consecutive(counts)
 
 
-def read_owners(text: str) -> Shares:
-    """Return the shares of a CSV file with the columns ``COLUMNS``, a row for each microbatch.
+def read_changes(text: str) -> Changes:
+    """Return the shares of a CSV file with the columns ``COLUMNS``, a row for each microbatch, or with ``CHANGING``,
+    these rows for each step from which others are in force.
 
     Raises:
-        ValueError: other columns, what is not a number, a microbatch missing or named twice, a group without one.
+        ValueError: other columns, what is not a number, a microbatch missing or named twice, a group without one; not
+            as many microbatches and groups at each of the steps, or none at step 0.
     """
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
-    if not rows or rows[0] != COLUMNS:
-        raise ValueError(f"its first line is {','.join(COLUMNS)}; got {','.join(rows[0]) if rows else 'nothing'}")
-    owners: dict[int, int] = {}
-    for row in rows[1:]:
-        if len(row) != 2 or not all(word.strip().isascii() and word.strip().isdigit() for word in row):
-            raise ValueError(f"a line is two numbers from 0, microbatch and group; got {','.join(row)}")
-        i, group = map(int, row)
-        if i in owners:
+    head, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
+    if head not in (COLUMNS, CHANGING):
+        asked = f"{','.join(COLUMNS)} or {','.join(CHANGING)}"
+        raise ValueError(f"its first line is {asked}; got {','.join(head) or 'nothing'}")
+    owners: dict[int, dict[int, int]] = {}
+    for row in rows:
+        if len(row) != len(head) or not all(word.strip().isascii() and word.strip().isdigit() for word in row):
+            raise ValueError(f"a line is {len(head)} numbers from 0, {', '.join(head)}; got {','.join(row)}")
+        *step, i, group = map(int, row)
+        of_step = owners.setdefault(step[0] if step else 0, {})
+        if i in of_step:
             raise ValueError(f"microbatch {i} stands in it twice")
-        owners[i] = group
+        of_step[i] = group
+    changes = tuple((step, _shares(owners[step])) for step in sorted(owners))
+    if not changes or changes[0][0] != 0:
+        raise ValueError("a run begins at step 0, which has no line in it")
+    sizes = {step: (sum(map(len, shares)), len(shares)) for step, shares in changes}
+    if odd := [step for step, size in sizes.items() if size != sizes[0]]:
+        raise ValueError(
+            f"it has {sizes[0][0]} microbatches of {sizes[0][1]} groups at step 0, and {sizes[odd[0]][0]} of "
+            f"{sizes[odd[0]][1]} at step {odd[0]}: a run keeps both"
+        )
+    return changes
+
+
+def _shares(owners: dict[int, int]) -> Shares:
+    """Microbatches of each group, by the group of each microbatch."""
     if missing := sorted(set(range(len(owners))) - owners.keys()):
         raise ValueError(f"microbatches are counted from 0, a line for each of them; {missing[0]} is missing")
     groups = sorted(set(owners.values()))
-    if groups != list(range(len(groups))) or not groups:
+    if groups != list(range(len(groups))):
         raise ValueError(f"groups are counted from 0, and each has a microbatch at least; got groups {groups}")
     return tuple(tuple(i for i in sorted(owners) if owners[i] == g) for g in groups)
+
+
+def rows_of(step: int, shares: Shares) -> list[list[int]]:
+    """Return the rows of ``CHANGING`` for shares in force from ``step`` on."""
+    owners = {i: group for group, share in enumerate(shares) for i in share}
+    return [[step, i, owners[i]] for i in sorted(owners)]
 
 
 def coarseness(microbatches: int, groups: int) -> float:

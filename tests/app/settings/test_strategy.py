@@ -202,7 +202,10 @@ def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> Non
         ({"shares": "4,0"}, "every group computes a microbatch at least"),
         ({"shares": "nowhere.csv"}, "there is no file nowhere.csv"),
         ({"shares": "3,1", "parallel": "fsdp"}, "takes no --shares 3,1: use ddp"),
-        ({"shares": "tickets", "parallel": "gpipe"}, "--parallel gpipe says beforehand who computes what: use ddp"),
+        (
+            {"shares": "tickets", "parallel": "gpipe"},
+            "gpipe lays down beforehand who computes what: use ddp",
+        ),
         ({"shares": "3,1", "parallel": "auto"}, "of a strategy that nothing is planned for"),
         ({"shares": "1,3", "parallel": "mast", "ranks": 4, "stages": 2}, "2 microbatches per group; got --shares 1,3"),
     ],

@@ -29,6 +29,7 @@ from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettin
 from app.settings.strategy_faults import strategy_faults
 from app.train import main
 from app.training import model as model_module
+from app.training import resharing
 from app.training import session as session_module
 from app.training.dataset import Dataset, prepare
 from app.training.engines import build_engine
@@ -37,8 +38,10 @@ from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.engine.tickets import TicketEngine
+from parallel.schedule.shares import read_changes
 from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
 from pipelines.stream.augment import AugmentSettings
@@ -222,6 +225,35 @@ def test_ranks_draw_microbatches_and_go_on_with_shares(
         patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
         run(parallel="ddp", ranks=3, shares="tickets")
     assert_same(run(parallel="ddp", ranks=2, resume=tmp_path / "1"), single)
+
+
+def test_shares_follow_speeds_are_replayed_and_resumed(
+    run: Run, single: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is late: others take over from it after two looks, one a step. Then the same again by ``shares.csv``, bit
+    for bit, and a run that stops behind the change and goes on."""
+    compute = DataParallelEngine._accumulate
+
+    def late(engine: DataParallelEngine, i: int, microbatch: Microbatch, step: int) -> Any:
+        time.sleep(0.4 * (engine._communicator.rank == 0))
+        return compute(engine, i, microbatch, step)
+
+    monkeypatch.setattr(resharing, "WINDOW", 1)
+    monkeypatch.setattr(resharing, "WARM_UP", 0)
+    monkeypatch.setattr(DataParallelEngine, "_accumulate", late)
+    followed = run(parallel="ddp", ranks=2, shares="auto")
+    assert_same(followed, single)
+    changes = read_changes((tmp_path / "0" / "shares.csv").read_text())
+    assert changes == ((0, ((0, 1), (2, 3))), (2, ((0,), (1, 2, 3))))
+    assert followed.state["shares"] == [[0], [1, 2, 3]]
+    replayed = run(parallel="ddp", ranks=2, shares=str(tmp_path / "0" / "shares.csv"))
+    assert all(torch.equal(replayed.state["model"][name], value) for name, value in followed.state["model"].items())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_finish_step", interrupted_after(3))
+        run(parallel="ddp", ranks=2, shares="auto")
+    resumed = run(parallel="ddp", ranks=2, shares="auto", resume=tmp_path / "2")
+    assert all(torch.equal(resumed.state["model"][name], value) for name, value in followed.state["model"].items())
+    assert read_changes((tmp_path / "2" / "shares.csv").read_text()) == changes
 
 
 def interrupted_after(steps: int) -> Callable[..., bool]:

@@ -31,6 +31,7 @@ from app.training import loop as loop_module
 from app.training import model as model_module
 from app.training import session as session_module
 from app.training.dataset import Dataset, prepare
+from app.training.idle_time import IdleTime
 from app.training.loop import TrainingLoop
 from app.training.outcome import Outcome
 from app.training.run_folder import RunFolder
@@ -300,7 +301,7 @@ def test_a_short_run_of_replaced_tiles_does_not_end_completed(
     folder = RunFolder(config.out)
     assert summary_of(folder)["status"] == "failed"
     state = load_checkpoint(folder.last)  # of its last step: a further --resume looks at it, too
-    resumed = Outcome(Throughput(4), images=state["images"], replaced=state["replaced"])
+    resumed = Outcome(Throughput(4), IdleTime(1), images=state["images"], replaced=state["replaced"])
     with pytest.raises(RunError, match="more than half of the tiles"):
         resumed.check_replaced(folder.failed_slides)
 

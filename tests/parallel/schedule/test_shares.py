@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule
-from parallel.schedule.shares import coarseness, parse_counts, read_owners
+from parallel.schedule.shares import CHANGING, coarseness, parse_counts, read_changes, rows_of
 
 
 @settings(max_examples=60, deadline=None)
@@ -26,7 +26,7 @@ def test_steps_are_no_longer_than_coarseness_says(seconds: list[float], m: int) 
 def test_counts_and_owners() -> None:
     assert parse_counts("3, 1") == ((0, 1, 2), (3,))
     assert parse_counts("shares.csv") is None
-    assert read_owners("microbatch,group\n2,0\n0,1\n1,0\n") == ((1, 2), (0,))
+    assert read_changes("microbatch,group\n2,0\n0,1\n1,0\n") == ((0, ((1, 2), (0,))),)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,26 @@ def test_counts_and_owners() -> None:
 )
 def test_files_that_are_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        read_owners(text)
+        read_changes(text)
+
+
+def test_shares_that_change() -> None:
+    first, then = ((0, 1), (2,)), ((0,), (1, 2))
+    lines = [",".join(CHANGING), *(",".join(map(str, row)) for row in (*rows_of(0, first), *rows_of(40, then)))]
+    assert read_changes("\n".join(lines)) == ((0, first), (40, then))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("1,0,0\n", "begins at step 0"),
+        ("0,0,0\n5,0,0\n5,1,0\n", "1 microbatches of 1 groups at step 0, and 2 of 1 at step 5"),
+        ("0,0\n", "a line is 3 numbers from 0, step, microbatch, group; got 0,0"),
+    ],
+)
+def test_changes_that_are_refused(rows: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_changes("step,microbatch,group\n" + rows)
 
 
 def test_schedules_take_shares_that_are_whole() -> None:

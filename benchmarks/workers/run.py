@@ -1,0 +1,253 @@
+"""Workers of unequal and drifting speed that sleep instead of computing: shares, rebalanced shares and tickets.
+
+Takes nothing; gives step times of real ranks over Gloo beside the formulas, the steps at which shares change, and what
+a step takes over the ideal one, in which all workers would end at once.
+
+    python -m benchmarks.workers.run [--unit 0.05] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.training.resharing import Resharing
+from app.training.run_folder import RunFolder
+from benchmarks.machine import measured_on
+from benchmarks.ranks import run_on_ranks
+from benchmarks.results import markdown_table, results, write_results
+from benchmarks.sleeping_stages.model import SleepingModel
+from parallel.comm.communicator import Communicator
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch, StepResult
+from parallel.engine.tickets import DrawnMicrobatches, TicketEngine
+from parallel.schedule.best_shares import best_counts, step_seconds
+from parallel.schedule.microbatch import share_of
+from parallel.schedule.rebalancing import WINDOW
+from parallel.schedule.shares import consecutive
+from parallel.strategy import Strategy
+
+ROOT = Path(__file__).parents[2]
+OUT = ROOT / "bench-data"
+WORLD, M = 3, 24
+SHAPE = (1, 3, 2, 2)
+SLOWER_AT = 50
+NOISE = 0.2
+ASKED = {"formula": 0.03, "optimum": 1.05, "changes": 1, "tickets": 1.06}
+
+
+class Workers:
+    """One rank of ``WORLD``, which sleeps ``seconds`` for a microbatch.
+
+    Args:
+        kind: equal, auto or tickets; or counts of microbatches.
+    """
+
+    def __init__(self, communicator: Communicator, kind: str | Sequence[int], folder: Path, m: int = M) -> None:
+        self.model = SleepingModel(1, 0.0, 0.0)
+        self.communicator = communicator
+        shares = () if isinstance(kind, str) else consecutive(kind)
+        self.strategy = Strategy("ddp", WORLD, 1, m, shares=shares, rebalanced=kind == "auto")
+        rule = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        engine = TicketEngine if kind == "tickets" else DataParallelEngine
+        self.engine = engine(self.model, _mean, rule, communicator, batch=m, m=m, shares=shares)
+        self.resharing = Resharing(self.strategy, communicator, RunFolder(folder), 0, None)
+        self.changes: list[tuple[int, list[int]]] = []
+
+    def step(self, number: int, seconds: float) -> float:
+        """Seconds that the step took."""
+        stage = self.model.stages[0]
+        stage.forward_s, stage.backward_s = seconds / 3, seconds * 2 / 3  # type: ignore[assignment]
+        self.communicator.barrier()
+        begun_s = time.perf_counter()
+        drawn = DrawnMicrobatches(self.engine.share, lambda _: Microbatch(torch.ones(SHAPE), torch.zeros(1), SHAPE))
+        result: StepResult = self.engine.step(drawn, number, 0.0)
+        took_s = time.perf_counter() - begun_s
+        if self.resharing.after(number + 1, result):
+            self.changes.append((number + 1, list(map(len, self.resharing.shares))))
+            self.engine.take_share(self.resharing.shares[self.communicator.rank])
+        return took_s
+
+
+def _mean(output: Tensor, targets: Tensor) -> Tensor:
+    return output.mean()
+
+
+def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
+    """All parts, on each rank; those of rank 0 are reported."""
+    unit_s, rank = argument["unit_s"], communicator.rank
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        return {
+            "formula": _formula(communicator, unit_s, folder),
+            "slower": _slower(communicator, unit_s / 2, rank, folder),
+            "noise": _noise(communicator, unit_s / 5, argument["steps"], folder),
+            "drift": _drift(communicator, unit_s, argument["steps"] // 4, folder),
+        }
+
+
+def _formula(communicator: Communicator, unit_s: float, folder: Path) -> list[dict[str, Any]]:
+    """Workers of t = 1 : 2 : 3 under equal and under the best shares, of 11 and 24 microbatches."""
+    seconds, found = [unit_s, 2 * unit_s, 3 * unit_s], []
+    for m in (11, M):
+        for kind in ("equal", best_counts(m, seconds)):
+            workers = Workers(communicator, kind, folder, m)
+            counts = [len(workers.strategy.share_of(group)) for group in range(WORLD)]
+            took = [workers.step(number, seconds[communicator.rank]) for number in range(6)][1:]
+            formula_s = step_seconds(counts, seconds)
+            found.append({"m": m, "counts": counts, "formula_s": formula_s, "measured_s": statistics.median(took)})
+    return found
+
+
+def _slower(communicator: Communicator, unit_s: float, rank: int, folder: Path) -> dict[str, Any]:
+    """Three equal workers, of which the last takes twice as long from step ``SLOWER_AT`` on."""
+    workers = Workers(communicator, "auto", folder)
+    took = [
+        workers.step(number, unit_s * (1 + (rank == WORLD - 1 and number >= SLOWER_AT)))
+        for number in range(SLOWER_AT + 4 * WINDOW)
+    ]
+    after = [unit_s, unit_s, 2 * unit_s]
+    settled = SLOWER_AT + 2 * WINDOW
+    optimum_s = step_seconds(best_counts(M, after), after)
+    return {
+        "changes": workers.changes,
+        "before_s": statistics.median(took[WINDOW:SLOWER_AT]),
+        "settled_s": statistics.median(took[settled:]),
+        "optimum_s": optimum_s,
+        "over_optimum": statistics.median(took[settled:]) / optimum_s,
+    }
+
+
+def _speeds(steps: int, seed: int) -> list[list[float]]:
+    """Factors of each step and worker, lognormal, of mean 1 and the coefficient of variation ``NOISE``."""
+    sigma = np.sqrt(np.log(1 + NOISE**2))
+    drawn: list[list[float]] = np.random.default_rng(seed).lognormal(-(sigma**2) / 2, sigma, (steps, WORLD)).tolist()
+    return drawn
+
+
+def _noise(communicator: Communicator, unit_s: float, steps: int, folder: Path) -> dict[str, Any]:
+    """Three equal workers whose speeds vary from step to step, under shares that follow them."""
+    workers = Workers(communicator, "auto", folder)
+    for number, factors in enumerate(_speeds(steps, 1)):
+        workers.step(number, unit_s * factors[communicator.rank])
+    return {"steps": steps, "changes": workers.changes}
+
+
+def _drift(communicator: Communicator, unit_s: float, steps: int, folder: Path) -> list[dict[str, Any]]:
+    """A CPU at 0.67 of the speed of two GPUs, all of them varying: seconds of all steps over those of ideal ones, in
+    which the workers end at once; equal shares, the best shares of the mean speeds, and tickets, in turns."""
+    seconds = [1.5 * unit_s, unit_s, unit_s]
+    kinds = {"equal": "equal", "best shares": best_counts(M, seconds), "tickets": "tickets"}
+    workers = {name: Workers(communicator, kind, folder) for name, kind in kinds.items()}
+    took: dict[str, float] = dict.fromkeys(kinds, 0.0)
+    ideal_s = 0.0
+    for number, factors in enumerate(_speeds(steps, 2)):
+        own = [t * factor for t, factor in zip(seconds, factors, strict=True)]
+        ideal_s += M / sum(1 / t for t in own)
+        for name, each in workers.items():
+            took[name] += each.step(number, own[communicator.rank])
+    counts = {name: [len(share_of(g, WORLD, M)) for g in range(WORLD)] for name in kinds}
+    counts["best shares"] = list(kinds["best shares"])  # type: ignore[arg-type]
+    workers["tickets"].engine.close()
+    return [
+        {"name": name, "counts": None if name == "tickets" else counts[name], "over_ideal": took[name] / ideal_s}
+        for name in kinds
+    ]
+
+
+def report(found: dict[str, Any], unit_s: float) -> str:
+    """The tables of the README."""
+    formula = markdown_table(
+        ("workers", "m", "shares", "max n t", "measured", "deviation"),
+        [
+            (
+                "1 : 2 : 3",
+                str(row["m"]),
+                ", ".join(map(str, row["counts"])),
+                f"{row['formula_s'] / unit_s:.0f}",
+                f"{row['measured_s'] / unit_s:.2f}",
+                f"{row['measured_s'] / row['formula_s'] - 1:+.1%}",
+            )
+            for row in found["formula"]
+        ],
+    )
+    slower, noise = found["slower"], found["noise"]
+    changed = "; ".join(f"{', '.join(map(str, counts))} after step {step}" for step, counts in slower["changes"])
+    rebalanced = markdown_table(
+        ("shares auto", "asked", "measured"),
+        [
+            (
+                f"one of three workers 2x slower from step {SLOWER_AT} on",
+                f"{ASKED['optimum']}x the new optimum within two windows of {WINDOW} steps",
+                f"{slower['over_optimum']:.3f}x from step {SLOWER_AT + 2 * WINDOW} on; shares {changed or 'unchanged'}",
+            ),
+            (
+                f"{noise['steps']} steps of three equal workers that vary by {NOISE:.0%}",
+                f"at most {ASKED['changes']} change",
+                f"{len(noise['changes'])} changes",
+            ),
+        ],
+    )
+    drift = markdown_table(
+        ("a CPU and two GPUs, 1.5 : 1 : 1, varying by 20 %", "asked", "all steps over ideal ones"),
+        [
+            (
+                row["name"] + (f" {', '.join(map(str, row['counts']))}" if row["counts"] else ""),
+                f"{ASKED['tickets']}x at most" if row["name"] == "tickets" else "",
+                f"{row['over_ideal']:.3f}x",
+            )
+            for row in found["drift"]
+        ],
+    )
+    about = f"{WORLD} ranks over Gloo, {M} microbatches a step, units of {unit_s * 1000:g} ms; medians of 5 steps.\n"
+    return results("python -m benchmarks.workers.run --write", about, formula, rebalanced, drift)
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """What is not as asked."""
+    faults = [
+        f"shares {row['counts']}: {row['measured_s'] / row['formula_s'] - 1:+.1%} off the formula"
+        for row in found["formula"]
+        if abs(row["measured_s"] / row["formula_s"] - 1) > ASKED["formula"]
+    ]
+    if found["slower"]["over_optimum"] > ASKED["optimum"]:
+        faults.append(f"{found['slower']['over_optimum']:.3f}x the optimum two windows after a worker became slower")
+    if len(found["noise"]["changes"]) > ASKED["changes"]:
+        faults.append(f"{len(found['noise']['changes'])} changes under noise")
+    tickets = found["drift"][-1]["over_ideal"]
+    return [*faults, *([f"tickets take {tickets:.3f}x the ideal"] if tickets > ASKED["tickets"] else [])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unit", type=float, default=0.1, help="seconds of a microbatch of the fastest worker")
+    parser.add_argument("--steps", type=int, default=200, help="under noise; a quarter of them under drift")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    arguments = parser.parse_args()
+    argument = {"unit_s": arguments.unit, "steps": arguments.steps}
+    found = run_on_ranks(WORLD, "benchmarks.workers.run:measure", argument)[0]
+    OUT.mkdir(exist_ok=True)
+    (OUT / "workers.json").write_text(json.dumps({**found, **argument, "environment": measured_on()}, indent=2) + "\n")
+    text = report(found, arguments.unit)
+    print(text)
+    if arguments.write:
+        write_results(Path(__file__).with_name("README.md"), text)
+    faults = missed(found)
+    for fault in faults:
+        print(f"missed: {fault}")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()
