@@ -226,7 +226,13 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     from app.training.random_draws import refuse_draws
     from models.registry import build_model
     from parallel.schedule.microbatch import split_batch
+    from parallel.schedule.shares import most_unlike
 
+    strategy = command.strategy.to_strategy(device.type)
+    # Those that follow speeds are not known beforehand; replayed ones come a step each, however late in the file.
+    shares = tuple(shares for _, shares in strategy.changes)
+    if strategy.rebalanced:
+        shares = most_unlike(strategy.m, strategy.groups)
     torch.manual_seed(command.seed)
     model = build_model(command.model, classes=command.classes, norm=command.norm, head=command.head)
     sizes = tuple(map(len, split_batch(command.strategy.batch, command.strategy.m)))
@@ -242,7 +248,8 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
         command.steps or (3 if command.dtype == "float64" else 1),
         command.seed,
         channels_last=command.strategy.channels_last and takes_channels_last(model, shape),
-        by_boxes=command.strategy.to_strategy(device.type).policy.stream is not None,
+        by_boxes=strategy.policy.stream is not None,
+        shares=shares,
     )
 
 

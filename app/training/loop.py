@@ -72,8 +72,9 @@ class TrainingLoop:
         shares = self._restore() if session.config.resume else None
         self._feed = session.feed(self._tiles, self._tiles.ready, self.memory.beside)
         self._resharing = Resharing(session.strategy, self._communicator, folder, self.outcome.step, shares)
-        if self._resharing.begins_with_others:
-            self._reshare()
+        self._reshares = self._resharing.begins_with_others
+        if session.strategy.rebalanced or self._reshares:
+            self.outcome.shares = self._resharing.shares
         self._check_replaced = functools.partial(
             self.outcome.check_replaced,
             folder.failed_slides,
@@ -123,6 +124,8 @@ class TrainingLoop:
                     batch.release()
                 watch = Stopwatch()
                 self._session.watchdog.step(outcome.step)
+                if self._reshares:
+                    self._reshare()
                 batch = next(self._feed)
                 if self._unsettled and self._session.reading.settle(self._tiles, batch):
                     self._feed.renew(batch)
@@ -134,8 +137,7 @@ class TrainingLoop:
                     outcome.drawn = drawn.drawn
                 replaced = drawn.replaced if drawn else batch.replaced * self._session.engine.counted
                 stop = self._finish_step(result, replaced, step_s, wait_s)
-                if self._resharing.after(outcome.step, result):
-                    self._reshare()
+                self._look_at_speeds(result)
                 self._check_replaced()
                 self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
@@ -163,17 +165,22 @@ class TrainingLoop:
             self._feed.close()
             self._tiles.close()
 
+    def _look_at_speeds(self, result: StepResult) -> None:
+        """Every rank calls it after every step: the next one may begin with other shares."""
+        self._reshares = self._resharing.after(self.outcome.step, result)
+        if self._reshares:
+            self.outcome.shares = self._resharing.shares
+
     def _reshare(self) -> None:
-        """Have ranks compute, and read ahead, other microbatches from the next step on. Every rank calls it."""
+        """Have ranks compute, and read ahead, other microbatches from the step that begins. Every rank calls it."""
         at = self._tiles.get_state() | {"batch": self.outcome.step}
         self._feed.close()
         self._tiles.close()
-        self.outcome.shares = self._resharing.shares
         self._session = self._session.reshared(self._resharing.shares)
         self._tiles = iter(self._session.stream)
         self._tiles.set_state(at)
         self._feed = self._session.feed(self._tiles, self._tiles.ready, self.memory.beside)
-        self._unsettled = True
+        self._unsettled, self._reshares = True, False
 
     def _step(self, batch: Batch, step: int) -> StepResult:
         session = self._session
