@@ -44,7 +44,7 @@ class Machine:
     Attributes:
         estimate: takes a graph of one tile, gives what its layers cost by tiles of a microbatch.
         autocast: type for mixed precision; None computes in float32.
-        speeds: takes the same, gives ``Cluster.speeds``.
+        speeds: takes a graph of a usual microbatch, gives ``Cluster.speeds``.
     """
 
     cluster: Cluster

@@ -27,6 +27,7 @@ from parallel.draw.graph_picture import graph_svg
 from parallel.draw.graph_text import graph_text
 from parallel.draw.model_view import ModelView
 from parallel.draw.schedule_svg import schedule_svg
+from parallel.graph.scale import with_tiles
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
 from parallel.plan.limit import too_small
 from parallel.plan.plan import Plan, PlanRow, best_of
@@ -35,6 +36,7 @@ from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
 from parallel.plan.task import Task
 from parallel.schedule.registry import SCHEDULES, SPATIAL
+from parallel.schedule.shares import FINE
 from parallel.schedule.text import to_csv
 from parallel.strategy import WHOLE
 from parallel.units import bytes_text
@@ -173,7 +175,8 @@ def workload_of(command: PlanCommand, machine: Machine) -> Workload:
 def planner_for(command: PlanCommand, machine: Machine, work: Workload) -> Planner:
     """A planner of the command's problem, of one tile side."""
     task = work.task(command.tiles, machine.estimate)
-    return Planner(task, dataclasses.replace(machine.cluster, speeds=machine.speeds(work.in_float32)))
+    usual = with_tiles(work.in_float32, max(1, command.tiles // (FINE * command.ranks)))
+    return Planner(task, dataclasses.replace(machine.cluster, speeds=machine.speeds(usual)))
 
 
 def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequence[str]) -> list[dict[str, Any]]:

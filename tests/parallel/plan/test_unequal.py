@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 
+from app.planning.command import PlanCommand
 from app.planning.machine import devices_named, named_machine
+from app.planning.report import report
 from app.planning.unequal import unequal_notes
 from app.planning.workload import Workload
+from app.settings.cli import OK
 from parallel.graph.partition import partition_equal
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
@@ -105,3 +108,12 @@ def test_slow_devices_are_advised_against_where_they_add_little() -> None:
         "without 1 x slow: 10 images/s, as many or more: leave them out",
     ]
     assert list(unequal_notes(["fast", "slow"], [7.0, 1.0], [equal, row], lambda _: 8.0))[-1].endswith("they add 27%")
+
+
+def test_a_processor_beside_fast_gpus_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
+    command = PlanCommand("resnet18", 256, ranks=3, batch=48, parallel="ddp", device_spec="h100-80gb:2,epyc7742-64c:1")
+    assert report(command) == OK
+    said = capsys.readouterr().out
+    assert "1 x epyc7742-64c 1.00" in said
+    assert "without 1 x epyc7742-64c" in said
+    assert said.rstrip().endswith("leave them out")
