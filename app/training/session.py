@@ -7,7 +7,6 @@ the rest asks it only for ``step``, ``predict`` and its state.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -31,11 +30,10 @@ from app.training.model import build_loss, build_run_model
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
 from models.weights_report import LoadedWeights
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_space import HostSpace
 from parallel.schedule.microbatch import split_batch
-from parallel.schedule.shares import FINE, Shares, coarseness
+from parallel.schedule.shares import FINE, coarseness
 from parallel.strategy import Strategy
 from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind
@@ -130,16 +128,6 @@ class Session:
         self.pool.close()
         self.engine.close()
         self.placement.communicator.close()
-
-    def reshared(self, shares: Shares) -> Session:
-        """Return the session whose ranks compute, and read, ``shares`` from the next step on. Every rank calls it."""
-        share = shares[self.placement.communicator.rank]
-        assert isinstance(self.engine, DataParallelEngine), "ranks that compute the whole model"
-        self.engine.take_share(share)
-        wants = [self.engine.wants(i) for i in share]
-        ranges = [self.ranges[i] for i in share]
-        reading = RankReading.of(self.placement.communicator, self.config.strategy.batch, ranges, wants)
-        return dataclasses.replace(self, reading=reading, stream=reading.sharded(self.stream))
 
     @property
     def settings(self) -> dict[str, Any]:
