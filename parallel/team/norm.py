@@ -68,6 +68,6 @@ class _Normalised(torch.autograd.Function):
             slope = scale * deviation * sums[1]
             level = scale * sums[0] - slope * mean.double()
             by_scale, by_slope, lowered = (each.to(x.dtype)[:, None, None] for each in (scale, slope, -level))
-            # Two passes over the map, both after the sums came: three, of which one fits into their travel, take longer.
+            # Two passes over the map once the sums came: three, of which one fits into their travel, take longer.
             to_x = torch.addcmul(lowered, gradient, by_scale).addcmul_(x, by_slope, value=-1)
         return to_x, to_weight, to_bias, None, None, None
