@@ -69,7 +69,6 @@ class Session:
         failed: where tiles are written down that cannot be read.
         host: where tiles and maps lie that are computed box by box; None: tiles are not.
         cache: keeps tiles as they were read; None: nothing does.
-        drawn: reads microbatches that ranks draw from each other; None: each computes its share.
     """
 
     config: RunConfig
@@ -94,7 +93,11 @@ class Session:
     failed: FailedSlides
     host: HostSpace | None
     cache: TileCache | None
-    drawn: DrawnTiles | None
+
+    @functools.cached_property
+    def drawn(self) -> DrawnTiles | None:
+        """What reads microbatches that ranks draw from each other; None: each computes its share."""
+        return DrawnTiles(self.stream, self.pixels, self.ranges, self.engine.share) if self.strategy.tickets else None
 
     @functools.cached_property
     def epoch_length(self) -> int:
@@ -234,9 +237,6 @@ def build_session(
     part = None if dataset.tiles.sides is not None else _part(engine, (max(map(len, ranges)), 3, height, width))
     reading = functools.partial(RankReading.of, placement.communicator, config.strategy.batch, shares, part=part)
     training_reading = reading([engine.wants(i) for i in engine.share])
-    training_stream = read_ahead(config, training_reading.sharded(stream), placement, host)
-    training_pixels = pixels(augmentation_of(config), train_rows)
-    drawn = DrawnTiles(training_stream, training_pixels, ranges, engine.share) if strategy.tickets else None
     return Session(
         config,
         strategy,
@@ -244,8 +244,8 @@ def build_session(
         placement,
         engine,
         loss,
-        training_stream,
-        training_pixels,
+        read_ahead(config, training_reading.sharded(stream), placement, host),
+        pixels(augmentation_of(config), train_rows),
         pixels(AugmentSettings(augment="none"), validation_rows),
         pool,
         training_reading,
@@ -260,7 +260,6 @@ def build_session(
         failed,
         host,
         cache,
-        drawn,
     )
 
 

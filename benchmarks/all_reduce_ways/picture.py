@@ -47,7 +47,7 @@ def draw_picture(
     chart.grid(axis="y", color="#dddddd", linewidth=0.8)
     chart.set_axisbelow(True)
     chart.spines[["top", "right"]].set_visible(False)
-    chart.legend(frameon=False, ncols=3)
+    figure.legend(loc="outside lower center", frameon=False, ncols=3)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     figure.savefig(path, metadata={"Date": None})
 
