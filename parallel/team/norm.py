@@ -62,12 +62,10 @@ class _Normalised(torch.autograd.Function):
         )
         if ctx.needs_input_grad[0]:
             arriving = ctx.link.begin_sum_back(torch.stack([to_bias, to_weight]).double())
-            deviation = (variance.double() + ctx.epsilon).rsqrt()
-            scale = weight.double() * deviation
+            scale = (variance.double() + ctx.epsilon).rsqrt()
+            to_x = gradient * (weight.double() * scale).to(x.dtype)[:, None, None]  # while the sums travel
             sums = arriving.wait()[0] / ctx.count
-            slope = scale * deviation * sums[1]
-            level = scale * sums[0] - slope * mean.double()
-            by_scale, by_slope, lowered = (each.to(x.dtype)[:, None, None] for each in (scale, slope, -level))
-            # Two passes over the map once the sums came: three, of which one fits into their travel, take longer.
-            to_x = torch.addcmul(lowered, gradient, by_scale).addcmul_(x, by_slope, value=-1)
+            slope = weight.double() * scale.square() * sums[1]
+            level = weight.double() * scale * sums[0] - slope * mean.double()
+            to_x.addcmul_(x, slope.to(x.dtype)[:, None, None], value=-1).sub_(level.to(x.dtype)[:, None, None])
         return to_x, to_weight, to_bias, None, None, None
