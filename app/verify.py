@@ -64,7 +64,7 @@ class VerifyCommand:
             return self.communicator
         launch = find_launch()
         if launch is None:
-            return "gloo" if self.strategy.over_torch else "threads"
+            return "gloo" if self.strategy.over_torch or self.strategy.is_mixed else "threads"
         return "mpi" if launch.mpi else "gloo"
 
     def validate(self) -> list[str]:
@@ -90,6 +90,8 @@ class VerifyCommand:
                 f"--parallel {self.strategy.name} talks over torch.distributed: leave --communicator threads out, or "
                 "use gloo"
             )
+        if self.strategy.is_mixed and self.communicator == "threads":
+            faults.append("--device mixed is of processes: leave --communicator threads out, or use gloo")
         launch = find_launch()
         started = "nothing" if launch is None else "mpirun" if launch.mpi else "torchrun"
         if self.communicator != "auto" and (
@@ -165,11 +167,11 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     """
     import torch
 
-    from app.launch.place import choose_device, connect
+    from app.launch.place import connect, device_of
     from app.training.exactness import TOLERANCE, compare, run_engine, run_noise, run_plain, settled_steps
 
     asked, launch = command.strategy, find_launch()
-    trial = _trial(command, choose_device(asked.device, launch.local_rank if launch else 0))
+    trial = _trial(command, device_of(asked))
     parameters = [parameter for parameter, _ in trial.module.named_parameters()]
     plain, noise = None, []
     steps = torch.tensor([trial.steps])
@@ -221,13 +223,22 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
 
     from app.training.exactness import ExactnessTrial
     from app.training.memory_layout import takes_channels_last
+    from app.training.random_draws import refuse_draws
     from models.registry import build_model
     from parallel.schedule.microbatch import split_batch
+    from parallel.schedule.shares import most_unlike
 
+    strategy = command.strategy.to_strategy(device.type)
+    # Those that follow speeds are not known beforehand; replayed ones come a step each, however late in the file.
+    shares = tuple(shares for _, shares in strategy.changes)
+    if strategy.rebalanced:
+        shares = most_unlike(strategy.m, strategy.groups)
     torch.manual_seed(command.seed)
     model = build_model(command.model, classes=command.classes, norm=command.norm, head=command.head)
     sizes = tuple(map(len, split_batch(command.strategy.batch, command.strategy.m)))
     shape = (sizes[0], 3, command.tile, command.tile)
+    if command.strategy.is_mixed:
+        refuse_draws(model, shape)
     return ExactnessTrial(
         model,
         sizes,
@@ -237,7 +248,8 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
         command.steps or (3 if command.dtype == "float64" else 1),
         command.seed,
         channels_last=command.strategy.channels_last and takes_channels_last(model, shape),
-        by_boxes=command.strategy.to_strategy(device.type).policy.stream is not None,
+        by_boxes=strategy.policy.stream is not None,
+        shares=shares,
     )
 
 

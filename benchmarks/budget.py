@@ -86,6 +86,7 @@ RUNS = {
     "activation_bytes": (),
     "checkpoint_stall": ("--rounds", "3"),
     "plan_speed": (),
+    "workers": ("--steps", "100"),
 }
 GIVEN = "megatile into a given array"
 BUDGETS = [
@@ -124,6 +125,20 @@ BUDGETS = [
     ),
     Budget("checkpoint stall in two phases, one per 10 steps", "checkpoint_stall", checkpoint_stall, 0.035, False),
     Budget("checkpoint stall, blocking, one per 100 steps", "engine", lambda r: r["checkpoint_stall"], 0.035, False),
+    Budget(
+        "tickets, three workers that vary by 20 %, over the ideal step",
+        "workers",
+        lambda r: next(row["over_ideal"] for row in r["drift"] if row["name"] == "tickets"),
+        1.06,
+        False,
+    ),
+    Budget(
+        "shares auto after a worker slowed down, over the best ones",
+        "workers",
+        lambda r: r["slower"]["over_optimum"],
+        1.05,
+        False,
+    ),
     Budget("a plan of ResNet-1001-v2 for 1,024 ranks, s", "plan_speed", planning("1024-ranks"), 20, False),
     Budget("the largest tile of ResNet-50 on 4 ranks, s", "plan_speed", planning("largest-tile"), 15, False),
     Budget("the largest tile of ResNet-50 in 2 GiB here, s", "plan_speed", planning("largest-tile-here"), 15, False),

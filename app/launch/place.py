@@ -25,9 +25,13 @@ from app.settings.slurm import find_task
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.deadline import kill_after
+from parallel.comm.kinds import RankKind
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.host_space import HostSpace
 from parallel.profile.malloc import keep_freed_memory
+
+GPU_RANK_CORES = 2
+"""Of a rank on a GPU: one to tell it what to compute, one to read tiles. The ranks on the CPU need the others."""
 
 OTHERS_SPEAK_S = 8.0
 """A launcher that ends all ranks once one has failed does so in less."""
@@ -79,28 +83,46 @@ def place(settings: StrategySettings) -> RankPlace:
         ValueError: a device that is not there.
         RunError: the other ranks did not arrive.
     """
-    launch = find_launch()
-    device = choose_device(settings.device, launch.local_rank if launch else 0)
-    take_cores(device)
-    return RankPlace(connect(settings, device), device, choose_autocast(settings.precision, device))
+    device = device_of(settings)
+    take_cores(device, settings.cpu_ranks)
+    return RankPlace(connect(settings, device), device, choose_autocast(settings.computed_precision, device))
 
 
-def take_cores(device: torch.device) -> None:
-    """Let this process compute on its share of the cores, as fast as the C library and the processor can."""
+def take_cores(device: torch.device, cpu_ranks: int = 0) -> None:
+    """Let this process compute on its share of the cores, as fast as the C library and the processor can.
+
+    Args:
+        cpu_ranks: as for ``rank_cores``.
+    """
     if device.type == "cpu":
         # Before there are threads, which take it over. Products of denormal numbers are ten times slower, and gradients
         # in the rims of boxes are such where layers scale their branch by 1e-6, as ConvNeXt's.
         torch.set_flush_denormal(True)
         keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:  # what the user set is the user's
-        torch.set_num_threads(rank_cores())
+        torch.set_num_threads(rank_cores(cpu_ranks))
     cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
 
 
-def rank_cores() -> int:
-    """Return the cores this rank may use for decoding and computing: the ranks of this machine share them."""
-    launch = find_launch()
-    return max(1, usable_cores() // (launch.local_world if launch else 1))
+def rank_cores(cpu_ranks: int = 0) -> int:
+    """Return the cores this rank may use for decoding and computing: the ranks of this machine share them.
+
+    Args:
+        cpu_ranks: of a machine's ranks on GPUs and on its CPU, those on the CPU: they share what the others leave.
+    """
+    launch, cores = find_launch(), usable_cores()
+    ranks = launch.local_world if launch else 1
+    if not cpu_ranks:
+        return max(1, cores // ranks)
+    on_gpus = max(1, min(GPU_RANK_CORES, cores // ranks))
+    if not _on_cpu(launch, cpu_ranks):
+        return on_gpus
+    return max(1, (cores - (ranks - cpu_ranks) * on_gpus) // cpu_ranks)
+
+
+def _on_cpu(launch: Launch | None, cpu_ranks: int) -> bool:
+    """Whether this rank is one of the last of its machine, which compute on the CPU."""
+    return launch is not None and launch.local_rank >= launch.local_world - cpu_ranks
 
 
 def host_space(folder: Path, most_bytes: int | None = None) -> HostSpace:
@@ -143,7 +165,8 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
 
         if "RANK" not in os.environ and (task := find_task()):
             os.environ.update(task.variables)
-        return TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
+        joined = TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
+        return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
         f"{settings.join_timeout_s:g} s (--developer join-timeout-s), which it does once all {launch.world} ranks are "
@@ -156,6 +179,43 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
     return MpiCommunicator(settings.timeout_s, launch.world)
 
 
+def _mixed(
+    joined: Communicator, kinds: Sequence[RankKind], settings: StrategySettings, device: torch.device
+) -> Communicator:
+    """The communicator of ranks on CPUs and GPUs.
+
+    Raises:
+        CommunicationError: two of them share a GPU, or what they need to sum cannot be made.
+    """
+    from parallel.comm.communicator import CommunicationError
+    from parallel.comm.kinds import has_gpu_each
+    from parallel.comm.mixed_comm import MixedCommunicator
+
+    if not has_gpu_each([kind for kind in kinds if kind.kind == "cuda"]):
+        raise CommunicationError(
+            "--device mixed: ranks share a GPU, and those that are not on a CPU need one each: start fewer ranks on a "
+            "machine, or more of them on its CPU (--cpu-ranks)"
+        )
+    return MixedCommunicator(joined, kinds, settings.mixed_sums or "device", device)
+
+
+def device_of(settings: StrategySettings) -> torch.device:
+    """Return the device of this rank, made the current one.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    launch = find_launch()
+    device = choose_device(settings.device, launch.local_rank if launch else 0)
+    if not settings.is_mixed:
+        return device
+    if _on_cpu(launch, settings.cpu_ranks):
+        return torch.device("cpu")
+    # Or its convolutions would round to 10 bits, and be no longer those of the CPU.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    return device
+
+
 def choose_device(asked: str, local_rank: int) -> torch.device:
     """Return the device of rank ``local_rank`` of this machine, made the current one.
 
@@ -165,7 +225,7 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("--device cuda: no usable GPU was found; run `python -m app.doctor`, or use --device cpu")
+        raise ValueError(f"--device {asked}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

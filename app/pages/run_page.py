@@ -29,6 +29,7 @@ FIGURES = {
     "global_batch": ("Tiles per step", ""),
     "microbatches": ("Microbatches per step", ""),
     "shares": ("Microbatches of each group", ""),
+    "share_changes": ("Changes of them", ""),
     "microbatches_drawn": ("Microbatches drawn, by rank", ""),
     "tile_px": ("Tile side", " px"),
     "slide_sides": ("Whole slides: smallest, median, largest", " px"),

@@ -218,7 +218,7 @@ def machine_of(config: RunConfig, *, timed: bool, reserved: int = 0) -> Machine:
         strategy.world,
         memory=strategy.memory_bytes,
         device=strategy.device,
-        precision=strategy.precision,
+        precision=strategy.computed_precision,
         channels_last=strategy.channels_last,
         per_node=launch.local_world if launch else None,
         reserved=reserved,

@@ -41,7 +41,8 @@ class PlanCommand:
     """Memory of each rank, such as 16GiB, of which plans fill nine tenths; default: what the device has, or its share
     of this machine's free memory."""
     device_spec: str | None = None
-    """Device to plan for by its data sheet, such as v100-16gb; default: this machine, calibrated on first use."""
+    """Device to plan for by its data sheet, such as v100-16gb, or devices that differ, with their numbers, such as
+    rtxa6000-48gb:2,rtx2080ti-11gb:2; default: this machine, calibrated on first use."""
     per_node: int | None = None
     """Ranks of a node; default: all on this machine, 8 with --device-spec."""
     link: str | None = None

@@ -17,7 +17,7 @@ from app.launch.machine import cpu_model, memory_bytes, usable_cores
 from app.launch.place import choose_autocast, choose_device
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import Cluster
-from parallel.cost.devices import LinkSpec, device_named, link_named
+from parallel.cost.devices import DeviceSpec, LinkSpec, device_named, link_named
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.cost.roofline import BANDWIDTH, cost_on
 from parallel.graph.layers import LayerGraph
@@ -44,11 +44,13 @@ class Machine:
     Attributes:
         estimate: takes a graph of one tile, gives what its layers cost by tiles of a microbatch.
         autocast: type for mixed precision; None computes in float32.
+        speeds: takes a graph of a usual microbatch, gives ``Cluster.speeds``.
     """
 
     cluster: Cluster
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     autocast: torch.dtype | None
+    speeds: Callable[[LayerGraph], tuple[float, ...]] = lambda _: ()
 
 
 def this_machine(
@@ -168,6 +170,25 @@ def _no_times(graph: LayerGraph) -> Callable[[int], Costs]:
     return lambda tiles: costs
 
 
+def devices_named(text: str, ranks: int) -> list[DeviceSpec]:
+    """Return the device of each rank, of a name, or of several with their numbers, as "a40-48gb:2,t4-16gb:2".
+
+    Raises:
+        ValueError: a device that is not known, or not as many as ranks.
+    """
+    words = [word.strip().partition(":") for word in text.split(",")]
+    if len(words) == 1 and not words[0][1]:
+        return [device_named(text)] * ranks
+    specs: list[DeviceSpec] = []
+    for name, _, count in words:
+        if count and not (count.isascii() and count.isdigit() and int(count)):
+            raise ValueError(f"--device-spec names devices as a40-48gb:2,t4-16gb:2; got {text}")
+        specs += [device_named(name)] * int(count or 1)
+    if len(specs) != ranks:
+        raise ValueError(f"--device-spec {text} names {len(specs)} devices, one a rank: give --ranks {len(specs)}")
+    return specs
+
+
 def named_machine(
     device: str,
     ranks: int,
@@ -179,31 +200,54 @@ def named_machine(
     network: str = "edr-infiniband",
     precision: str = "fp32",
 ) -> Machine:
-    """Machines with devices of a data sheet, one rank a device.
+    """Machines with devices of a data sheet, one rank a device. Of devices that differ, layers take what they take on
+    the one that is slowest for the model, and every rank may fill what the smallest has.
+
+    Args:
+        device: as for ``devices_named``.
 
     Raises:
-        ValueError: a device or link that is not known, or arithmetic that the device does not have.
+        ValueError: a device or link that is not known, not as many devices as ranks, or arithmetic that a device does
+            not have.
     """
-    spec, inside, between = device_named(device), link_named(link or "pcie4"), link_named(network)
+    specs = devices_named(device, ranks)
+    inside, between = link_named(link or "pcie4"), link_named(network)
     dtype = DTYPES[precision]
     per_node = min(ranks, per_node or 8)
-    name = f"{spec.name}, {per_node} a node, {inside.name}" + (f", {between.name}" if ranks > per_node else "")
+    kinds = {spec.name: spec for spec in specs}
+    names = [spec.name for spec in specs]
+    what = ", ".join(f"{names.count(name)} x {name}" if len(kinds) > 1 else name for name in kinds)
+    name = f"{what}, {per_node} a node, {inside.name}" + (f", {between.name}" if ranks > per_node else "")
+    smallest = min(spec.memory_bytes for spec in specs)
     cluster = Cluster(
         name,
-        spec.memory_bytes if memory is None else memory,
+        smallest if memory is None else memory,
         per_node,
         float(per_node),
         inside,
         between,
-        BANDWIDTH * spec.bandwidth,
-        copy_bandwidth=link_named(spec.host_link).bandwidth,
+        BANDWIDTH * min(spec.bandwidth for spec in specs),
+        copy_bandwidth=min(link_named(spec.host_link).bandwidth for spec in specs),
         host_bytes=math.inf if host_memory is None else host_memory,
     )
 
+    def seconds(graph: LayerGraph, spec: DeviceSpec) -> float:
+        return sum(cost_on(graph, spec, dtype).seconds)
+
+    def slowest(graph: LayerGraph) -> DeviceSpec:
+        return max(kinds.values(), key=lambda spec: seconds(graph, spec))
+
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
+        spec = slowest(graph)
         return lambda tiles: cost_on(with_tiles(graph, tiles), spec, dtype)
 
-    return Machine(cluster, estimate, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision))
+    def speeds(graph: LayerGraph) -> tuple[float, ...]:
+        if len(kinds) == 1:
+            return ()
+        took = {name: seconds(graph, spec) for name, spec in kinds.items()}
+        return tuple(max(took.values()) / took[name] for name in names)
+
+    return Machine(cluster, estimate, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision), speeds)
 
 
 def _moving_speed(model: CostModel) -> float:

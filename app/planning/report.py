@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from app.planning.command import PlanCommand
-from app.planning.machine import Machine, named_machine, this_machine
+from app.planning.machine import Machine, devices_named, named_machine, this_machine
 from app.planning.table import print_largest, print_rows
+from app.planning.unequal import unequal_notes
 from app.planning.workload import Workload
 from app.settings.cli import FAILED, OK
 from app.settings.sizes import bytes_of
@@ -26,6 +27,7 @@ from parallel.draw.graph_picture import graph_svg
 from parallel.draw.graph_text import graph_text
 from parallel.draw.model_view import ModelView
 from parallel.draw.schedule_svg import schedule_svg
+from parallel.graph.scale import with_tiles
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
 from parallel.plan.limit import too_small
 from parallel.plan.plan import Plan, PlanRow, best_of
@@ -34,6 +36,7 @@ from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
 from parallel.plan.task import Task
 from parallel.schedule.registry import SCHEDULES, SPATIAL
+from parallel.schedule.shares import FINE
 from parallel.schedule.text import to_csv
 from parallel.strategy import WHOLE
 from parallel.units import bytes_text
@@ -87,12 +90,32 @@ def report(command: PlanCommand) -> int:
         print(f"\n{note}")
     if note := _team_note(planner, rows):
         print(note)
+    if planner.cluster.speeds:
+        print("\n" + "\n".join(_unequal(command, planner, rows, work, names)))
     if best is None:
         print(f"\n{too_small(rows, machine.cluster)}")
     largest = _largest(command, machine, work, names) if command.largest_tile else []
     if command.out:
         _write(command, machine, planner, rows, best, largest)
     return OK if best else FAILED
+
+
+def _unequal(
+    command: PlanCommand, planner: Planner, rows: Sequence[PlanRow], work: Workload, names: Sequence[str]
+) -> Iterator[str]:
+    """What there is to say of devices that differ."""
+    assert command.device_spec is not None
+    devices = [spec.name for spec in devices_named(command.device_spec, command.ranks)]
+
+    def without(device: str) -> float | None:
+        left = [name for name in devices if name != device]
+        fewer = dataclasses.replace(command, device_spec=",".join(left), ranks=len(left), batch=command.tiles)
+        others = planner_for(fewer, machine_of(fewer), work)
+        of_others = names if len(left) > 1 else ("single",)
+        best = best_of(others.rows(of_others, ranks=len(left), savings=command.savings))
+        return None if best is None else best.images_per_second
+
+    return unequal_notes(devices, planner.cluster.speeds, rows, without)
 
 
 def _box_note(task: Task) -> str:
@@ -151,7 +174,9 @@ def workload_of(command: PlanCommand, machine: Machine) -> Workload:
 
 def planner_for(command: PlanCommand, machine: Machine, work: Workload) -> Planner:
     """A planner of the command's problem, of one tile side."""
-    return Planner(work.task(command.tiles, machine.estimate), machine.cluster)
+    task = work.task(command.tiles, machine.estimate)
+    usual = with_tiles(work.in_float32, max(1, command.tiles // (FINE * command.ranks)))
+    return Planner(task, dataclasses.replace(machine.cluster, speeds=machine.speeds(usual)))
 
 
 def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ Takes rows; prints tables. What does not fit says how many bytes it misses, what
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -64,7 +65,11 @@ def _line(row: PlanRow, mark: str) -> Sequence[str]:
 
 
 def _mesh(candidate: Strategy) -> str:
-    """Groups and seats, and the grid of the teams on them."""
+    """Groups and seats, the grid of the teams on them, and shares that are not equal."""
+    if candidate.shares:
+        counts = ",".join(str(len(share)) for share in candidate.shares)
+        return f"{_mesh(dataclasses.replace(candidate, shares=()))} shares {counts}"
+
     if not candidate.splits:
         return str(candidate.ranks)
     teams = f" of {candidate.grids[0]}" if candidate.grids else ""

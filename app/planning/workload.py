@@ -142,6 +142,15 @@ class Workload:
             return self.segments
         return graph.layers[-1].output_bytes >= self.classes * self.tile**2
 
+    @property
+    def in_float32(self) -> LayerGraph:
+        """The model and its loss, with a microbatch of one tile.
+
+        Raises:
+            ValueError: as ``trace``.
+        """
+        return self._with_loss(self._traced())
+
     def task(self, batch: int, estimate: Callable[[LayerGraph], Callable[[int], Costs]]) -> Task:
         """For a planner.
 
@@ -152,7 +161,7 @@ class Workload:
             ValueError: as ``trace``.
         """
         traced = self._traced()
-        plain = self._with_loss(traced)
+        plain = self.in_float32
         mixed = self._run_again(traced, self.autocast) if self.autocast else traced
         kept = self._with_loss(mixed) if self.autocast else plain
         refused = self._refused_by(traced)

@@ -129,8 +129,14 @@ class StrategySettings:
     """When batch norm updates its running statistics: with each microbatch, or once a step over the whole batch."""
     compile: Suppress[bool] = False
     """Compile each stage with torch.compile."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes a GPU when there is one."""
+    device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
+    """Where to compute; auto takes a GPU when there is one. mixed: with ddp, --cpu-ranks of each machine's ranks on its
+    CPU and the others on a GPU each, all in fp32 with TF32 off; --shares gives them unequal parts of a step."""
+    cpu_ranks: int = 0
+    """Ranks of each machine, the last ones, that compute on its CPU with --device mixed."""
+    mixed_sums: Suppress[Literal["host", "device"] | None] = None
+    """Where gradients are summed with --device mixed. host: in the memory of each machine, then between machines;
+    device: a CPU rank hands its gradients to a GPU rank, and the GPUs sum. Default: device."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
     channels_last: Suppress[bool] = True
@@ -185,6 +191,16 @@ class StrategySettings:
     def name(self) -> str:
         """The strategy; as long as none is chosen, the one for a model that fits everywhere."""
         return ("ddp" if self.world > 1 else "single") if self.parallel == "auto" else self.parallel
+
+    @property
+    def is_mixed(self) -> bool:
+        """Some ranks compute on a CPU, others on a GPU."""
+        return self.device == "mixed"
+
+    @property
+    def computed_precision(self) -> Literal["auto", "fp32", "bf16"]:
+        """``precision``; of devices of several kinds, what all of them compute alike."""
+        return "fp32" if self.is_mixed else self.precision
 
     @property
     def over_torch(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -61,6 +61,10 @@ class RankReading:
         """
         apart = part is not None or any(want.targets and not want.images for want in wants)
         return cls(communicator, batch, tuple(ranges), tuple(wants), agree(communicator, apart), part)
+
+    def of_ranges(self, ranges: Sequence[range], wants: Sequence[Wants]) -> RankReading:
+        """Return the reading of other microbatches, of which the rank needs the same parts."""
+        return replace(self, ranges=tuple(ranges), wants=tuple(wants))
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -22,10 +22,12 @@ from app.training.projected_error import ProjectedError
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
+from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.engine.tickets import DrawnMicrobatches
 from parallel.schedule.microbatch import microbatch_seed
+from parallel.schedule.shares import Shares
 from parallel.space.span import Span
 from parallel.stage.stage import Loss
 from parallel.streaming.images import whole
@@ -75,6 +77,8 @@ class ExactnessTrial:
         by_boxes: the engine is given images of which it asks for boxes.
         loss: what is minimised; None: ``ProjectedError``.
         classes: targets are ids of so many classes, of which every ninth row does not count; 0: numbers.
+        shares: of the ranks, each which computes the whole model, taken in turns by the steps after the first; empty:
+            they stay as they are.
     """
 
     module: nn.Module
@@ -90,6 +94,7 @@ class ExactnessTrial:
     by_boxes: bool = False
     loss: Loss | None = None
     classes: int = 0
+    shares: tuple[Shares, ...] = ()
 
     @property
     def minimised(self) -> Loss:
@@ -248,6 +253,9 @@ def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Com
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(trial.steps):
+        if step and trial.shares:
+            assert isinstance(engine, DataParallelEngine), "ranks that compute the whole model"
+            engine.take_share(trial.shares[(step - 1) % len(trial.shares)][communicator.rank])
         microbatches = DrawnMicrobatches(engine.share, functools.partial(_made, trial, engine, step))
         losses.append(engine.step(microbatches, step, trial.lr).loss)
         gradients = gradients or {name: gradient.clone() for name, gradient in engine.gradients().items()}

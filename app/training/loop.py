@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from app.checkpoint.file import keep_as, resume_state
 from app.checkpoint.periodic import Checkpoints
 from app.launch.signals import Interrupt
 from app.settings.cli import RunError
-from app.training.batches import microbatches_of
 from app.training.idle_time import IdleTime
 from app.training.memory_limit import MemoryLimit
 from app.training.metrics_log import MetricsLog
@@ -29,11 +27,11 @@ from app.training.progress import RunProgress
 from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from app.training.session import Session
+from app.training.step_tiles import StepTiles
 from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
-from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult
+from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
-from parallel.schedule.shares import Shares
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
 
@@ -58,8 +56,6 @@ class TrainingLoop:
         self._folder = folder
         self._interrupt = interrupt
         self._communicator = session.placement.communicator
-        self._tiles = iter(session.stream)
-        self._unsettled = True
         self.outcome = Outcome(Throughput(session.config.strategy.batch), IdleTime(self._communicator.world))
         strategy = session.config.strategy
         self.memory = MemoryLimit(
@@ -69,11 +65,13 @@ class TrainingLoop:
             stops=strategy.memory_excess == "stop",
         )
         self.memory.impose()
-        shares = self._restore() if session.config.resume else None
-        self._feed = session.feed(self._tiles, self._tiles.ready, self.memory.beside)
+        state = self._restore() if session.config.resume else {}
+        self._tiles = StepTiles(session, self.memory.beside, state.get("stream"))
+        shares = tuple(map(tuple, state["shares"])) if "shares" in state else None
         self._resharing = Resharing(session.strategy, self._communicator, folder, self.outcome.step, shares)
-        if self._resharing.begins_with_others:
-            self._reshare()
+        self._reshares = self._resharing.begins_with_others
+        if session.strategy.rebalanced or self._reshares:
+            self.outcome.shares = self._resharing.shares
         self._check_replaced = functools.partial(
             self.outcome.check_replaced,
             folder.failed_slides,
@@ -116,26 +114,20 @@ class TrainingLoop:
         ended = self.is_done
         bar = RunProgress(total, outcome.step, quiet=not self._is_first)
         kept = self._session.cache or contextlib.nullcontext()
-        with kept, self._reading(), self._log, self._checkpoints, bar as progress:
+        with kept, self._tiles, self._log, self._checkpoints, bar as progress:
             stop, batch = False, None
             while not ended and not stop:
                 if batch is not None:
                     batch.release()
                 watch = Stopwatch()
                 self._session.watchdog.step(outcome.step)
-                batch = next(self._feed)
-                if self._unsettled and self._session.reading.settle(self._tiles, batch):
-                    self._feed.renew(batch)
+                if self._reshares:
+                    self._tiles.reshare(self._resharing.shares, outcome.step)
+                batch = self._tiles.next()
                 wait_s = watch.lap()
                 result = self._step(batch, outcome.step)
                 step_s = wait_s + watch.lap()
-                if drawn := self._session.drawn:
-                    wait_s += drawn.waited_s
-                    outcome.drawn = drawn.drawn
-                replaced = drawn.replaced if drawn else batch.replaced * self._session.engine.counted
-                stop = self._finish_step(result, replaced, step_s, wait_s)
-                if self._resharing.after(outcome.step, result):
-                    self._reshare()
+                stop = self._finish_step(result, self._tiles.replaced(batch), step_s, wait_s + self._tiles.waited_s)
                 self._check_replaced()
                 self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
@@ -154,44 +146,16 @@ class TrainingLoop:
                 self._measure_twin(batch)
         return outcome
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """What is read ahead in the end is closed."""
-        try:
-            yield
-        finally:
-            self._feed.close()
-            self._tiles.close()
-
-    def _reshare(self) -> None:
-        """Have ranks compute, and read ahead, other microbatches from the next step on. Every rank calls it."""
-        at = self._tiles.get_state() | {"batch": self.outcome.step}
-        self._feed.close()
-        self._tiles.close()
-        self.outcome.shares = self._resharing.shares
-        self._session = self._session.reshared(self._resharing.shares)
-        self._tiles = iter(self._session.stream)
-        self._tiles.set_state(at)
-        self._feed = self._session.feed(self._tiles, self._tiles.ready, self.memory.beside)
-        self._unsettled = True
-
     def _step(self, batch: Batch, step: int) -> StepResult:
         session = self._session
         try:
-            held = itertools.chain(session.engine.on_device(), self._feed.held())
-            with self._microbatches(batch) as microbatches, self.memory.watching(held):
+            held = itertools.chain(session.engine.on_device(), self._tiles.held())
+            with self._tiles.microbatches(batch) as microbatches, self.memory.watching(held):
                 result = session.engine.step(microbatches, step, session.learning_rate(step))
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
         session.watchdog.rest()
         return result
-
-    def _microbatches(self, batch: Batch) -> contextlib.AbstractContextManager[Iterable[Microbatch]]:
-        """Those of a step, as long as it takes."""
-        session = self._session
-        if session.drawn is not None:
-            return session.drawn.of_step(self._feed, batch)
-        return contextlib.nullcontext(microbatches_of(self._feed, batch, session.reading.sizes))
 
     def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
         """Which tiles of which slides were in the microbatches whose loss is not finite, on whatever rank."""
@@ -212,8 +176,7 @@ class TrainingLoop:
         """Count the step on all ranks; True when any of them was asked to stop. The first says whether to save."""
         outcome = self.outcome
         due = self._is_first and self._checkpoints.due(outcome.step + 1)
-        unsettled = self._session.reading.unsettled(self._feed)
-        own = [int(self._interrupt.requested), result.tiles, int(due), replaced, int(unsettled)]
+        own = [int(self._interrupt.requested), result.tiles, int(due), replaced, int(self._tiles.unsettled)]
         votes = torch.zeros(len(own) + self._communicator.world, dtype=torch.int64)
         votes[: len(own)] = torch.tensor(own)
         votes[len(own) + self._communicator.rank] = IdleTime.told(result.waited_s)
@@ -226,7 +189,12 @@ class TrainingLoop:
         outcome.loss = result.loss
         outcome.throughput.add(step_s, wait_s)
         self._checkpoint_asked = bool(votes[2])
-        self._unsettled = bool(votes[4])
+        self._tiles.settle_next(bool(votes[4]))
+        self._reshares = self._resharing.after(outcome.step, result)
+        if self._reshares:
+            outcome.shares = self._resharing.shares
+        if self._session.drawn is not None:
+            outcome.drawn = self._session.drawn.drawn
         return bool(votes[0])
 
     def _validation_due(self) -> bool:
@@ -278,7 +246,7 @@ class TrainingLoop:
         state = self._session.engine.state_dict()
         if self._is_first:
             state |= {
-                "stream": {**self._tiles.get_state(), "batch": outcome.step},  # more may be taken
+                "stream": self._tiles.state(outcome.step),
                 "random": _random_state(),
                 "step": outcome.step,
                 "images": outcome.images,
@@ -303,11 +271,10 @@ class TrainingLoop:
     def _is_best(self) -> bool:
         return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
 
-    def _restore(self) -> Shares | None:
-        """Take over the last checkpoint; the shares that were in force."""
+    def _restore(self) -> dict[str, Any]:
+        """Take over the last checkpoint, and return it."""
         state = resume_state(self._folder.last, self._folder.best)
         self._session.engine.load_state_dict(state)
-        self._tiles.set_state(state["stream"])
         torch.set_rng_state(state["random"]["cpu"])
         if torch.cuda.is_available() and state["random"]["cuda"]:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
@@ -315,7 +282,7 @@ class TrainingLoop:
             setattr(self.outcome, name, state[name])
         if self._is_first and self._is_best:
             keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
-        return tuple(map(tuple, state["shares"])) if "shares" in state else None
+        return state
 
     def _measure_twin(self, batch: Batch) -> None:
         """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""
@@ -323,13 +290,11 @@ class TrainingLoop:
         if not steps:
             return
         twin = Throughput(self._session.config.strategy.batch)
-        self._feed.close()
-        self._tiles.close()  # nothing is read beside it
-        with self._session.feed(itertools.repeat(batch), lambda: True, self.memory.beside) as self._feed:
-            for k in range(steps + WARM_UP):
-                watch = Stopwatch()
-                self._step(next(self._feed), self.outcome.step + k)
-                twin.add(watch.lap(), 0.0)
+        self._tiles.keep(batch)
+        for k in range(steps + WARM_UP):
+            watch = Stopwatch()
+            self._step(self._tiles.next(), self.outcome.step + k)
+            twin.add(watch.lap(), 0.0)
         self.outcome.twin = twin
 
 

@@ -19,6 +19,7 @@ from app.settings.optimization import OptimizerSettings
 from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_counts
 from app.training.memory_layout import LEFT_OUT, takes_channels_last
+from app.training.random_draws import refuse_draws
 from models.frozen import freeze
 from models.layer_depth import layer_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
@@ -74,6 +75,8 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
     if scales:
         depth, least = len(layers_of(module)), min(scales.values())
         notes.append(f"--layer-decay {settings.layer_decay:g}: {depth} layers, the first at {least:.2g} of the rate")
+    if config.strategy.is_mixed:
+        refuse_draws(module, shape)
     channels_last = config.strategy.channels_last and takes_channels_last(module, shape)
     if channels_last:
         module.to(memory_format=torch.channels_last)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from app.training.run_folder import CsvLog, RunFolder
+from app.training.run_folder import RunFolder
+from app.training.shares_log import SharesLog, says
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import StepResult
 from parallel.schedule.rebalancing import WINDOW, Rebalancing
-from parallel.schedule.shares import CHANGING, Shares, consecutive, rows_of
+from parallel.schedule.shares import Shares, consecutive
 from parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)
@@ -43,27 +44,28 @@ class Resharing:
     def __init__(
         self, strategy: Strategy, communicator: Communicator, folder: RunFolder, step: int, shares: Shares | None
     ) -> None:
-        self.shares = tuple(tuple(strategy.share_of(group)) for group in range(strategy.groups))
-        begins_with = self.shares
+        begins_with = tuple(tuple(strategy.share_of(group)) for group in range(strategy.groups))
+        self.shares = begins_with
         self._changes = dict(strategy.changes)
         for begin, replayed in strategy.changes:
             if begin <= step:
                 self.shares = replayed
         self._rebalancing: Rebalancing | None = None
         if strategy.rebalanced:
-            if shares is not None and len(shares) == strategy.groups:
+            if shares is not None and _sizes(shares) == _sizes(begins_with):
                 self.shares = shares
             self._rebalancing = Rebalancing(list(map(len, self.shares)))
         self.begins_with_others = self.shares != begins_with
         self._communicator = communicator
         self._seconds: list[float] = []
+        self._counted = 0
+        self._told = False
         self._warm_up = WARM_UP
-        self._log: CsvLog | None = None
-        if communicator.rank == 0 and (strategy.rebalanced or self._changes):
-            self._log = CsvLog(folder.shares, CHANGING)
-            self._log.cut_after(step)
-            if step == 0:
-                self._write(0)
+        self._log: SharesLog | None = None
+        kept = strategy.rebalanced or self._changes or folder.shares.exists()
+        asked = ((0, strategy.shares), *strategy.changes)
+        if communicator.rank == 0 and kept and not says(folder.shares, asked):
+            self._log = SharesLog(folder.shares, step, self.shares, drawn=strategy.tickets)
 
     def after(self, step: int, result: StepResult) -> bool:
         """Take what this rank's microbatches took; True where other shares are in force once ``step`` steps are done.
@@ -76,28 +78,44 @@ class Resharing:
         if shares is None:
             return False
         self.shares = shares
-        self._write(step)
+        if self._log is not None:
+            self._log.add(step, shares)
         return True
 
     def _rebalanced(self, rebalancing: Rebalancing, step: int, seconds: Sequence[tuple[int, float]]) -> Shares | None:
         self._warm_up -= 1
         if self._warm_up < 0:
+            self._counted += 1
             self._seconds += [each for _, each in seconds]
         if step % WINDOW:
             return None
         table = torch.zeros(self._communicator.world, dtype=torch.float64)
         table[self._communicator.rank] = statistics.median(self._seconds) if self._seconds else 0.0
         self._communicator.all_reduce(table)
-        self._seconds = []
-        if not (table > 0).all() or not rebalancing.look(table.tolist()):
+        counted, self._counted, self._seconds = self._counted, 0, []
+        if not (table > 0).all():
+            if counted:
+                self._tell_unknown([rank for rank, each in enumerate(table.tolist()) if not each > 0])
+            return None
+        if not rebalancing.look(table.tolist()):
             return None
         self._warm_up = WARM_UP
-        if self._log is not None:
-            counts, took = rebalancing.counts, ", ".join(f"{each:.3g}" for each in table.tolist())
+        if self._communicator.rank == 0:
+            counts, took = ", ".join(map(str, rebalancing.counts)), ", ".join(f"{each:.3g}" for each in table.tolist())
             log.warning("shares are %s from step %d on: a microbatch takes %s s", counts, step + 1, took)
         return consecutive(rebalancing.counts)
 
-    def _write(self, step: int) -> None:
-        if self._log is not None:
-            for row in rows_of(step, self.shares):
-                self._log.add(dict(zip(CHANGING, row, strict=True)))
+    def _tell_unknown(self, ranks: list[int]) -> None:
+        """A GPU's last microbatch of a step ends with the wait for the others, and with one alone none is left."""
+        if self._communicator.rank == 0 and not self._told:
+            log.warning(
+                "shares stay as they are: what a microbatch takes ranks %s is not known, as the only one of a step "
+                "ends with the wait for the others; raise --microbatches",
+                ", ".join(map(str, ranks)),
+            )
+        self._told = True
+
+
+def _sizes(shares: Shares) -> tuple[int, int]:
+    """Groups, and microbatches of all of them."""
+    return len(shares), sum(map(len, shares))

@@ -7,7 +7,6 @@ the rest asks it only for ``step``, ``predict`` and its state.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -31,11 +30,10 @@ from app.training.model import build_loss, build_run_model
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
 from models.weights_report import LoadedWeights
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_space import HostSpace
 from parallel.schedule.microbatch import split_batch
-from parallel.schedule.shares import FINE, Shares, coarseness
+from parallel.schedule.shares import FINE, coarseness
 from parallel.strategy import Strategy
 from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind
@@ -71,7 +69,6 @@ class Session:
         failed: where tiles are written down that cannot be read.
         host: where tiles and maps lie that are computed box by box; None: tiles are not.
         cache: keeps tiles as they were read; None: nothing does.
-        drawn: reads microbatches that ranks draw from each other; None: each computes its share.
     """
 
     config: RunConfig
@@ -96,7 +93,11 @@ class Session:
     failed: FailedSlides
     host: HostSpace | None
     cache: TileCache | None
-    drawn: DrawnTiles | None
+
+    @functools.cached_property
+    def drawn(self) -> DrawnTiles | None:
+        """What reads microbatches that ranks draw from each other; None: each computes its share."""
+        return DrawnTiles(self.stream, self.pixels, self.ranges, self.engine.share) if self.strategy.tickets else None
 
     @functools.cached_property
     def epoch_length(self) -> int:
@@ -130,16 +131,6 @@ class Session:
         self.pool.close()
         self.engine.close()
         self.placement.communicator.close()
-
-    def reshared(self, shares: Shares) -> Session:
-        """Return the session whose ranks compute, and read, ``shares`` from the next step on. Every rank calls it."""
-        share = shares[self.placement.communicator.rank]
-        assert isinstance(self.engine, DataParallelEngine), "ranks that compute the whole model"
-        self.engine.take_share(share)
-        wants = [self.engine.wants(i) for i in share]
-        ranges = [self.ranges[i] for i in share]
-        reading = RankReading.of(self.placement.communicator, self.config.strategy.batch, ranges, wants)
-        return dataclasses.replace(self, reading=reading, stream=reading.sharded(self.stream))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -246,9 +237,6 @@ def build_session(
     part = None if dataset.tiles.sides is not None else _part(engine, (max(map(len, ranges)), 3, height, width))
     reading = functools.partial(RankReading.of, placement.communicator, config.strategy.batch, shares, part=part)
     training_reading = reading([engine.wants(i) for i in engine.share])
-    training_stream = read_ahead(config, training_reading.sharded(stream), placement, host)
-    training_pixels = pixels(augmentation_of(config), train_rows)
-    drawn = DrawnTiles(training_stream, training_pixels, ranges, engine.share) if strategy.tickets else None
     return Session(
         config,
         strategy,
@@ -256,8 +244,8 @@ def build_session(
         placement,
         engine,
         loss,
-        training_stream,
-        training_pixels,
+        read_ahead(config, training_reading.sharded(stream), placement, host),
+        pixels(augmentation_of(config), train_rows),
         pixels(AugmentSettings(augment="none"), validation_rows),
         pool,
         training_reading,
@@ -272,7 +260,6 @@ def build_session(
         failed,
         host,
         cache,
-        drawn,
     )
 
 

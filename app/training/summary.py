@@ -18,6 +18,7 @@ from app.training.mlflow_log import MlflowLog
 from app.training.outcome import Outcome
 from app.training.run_folder import RunFolder
 from app.training.session import Session
+from app.training.shares_log import changes_in
 from app.training.step_timeline import StepRecord, write_step
 from app.training.throughput import peak_resident_bytes
 from pipelines.cache.tile_cache import CacheCounts, TileCache
@@ -162,6 +163,7 @@ class RunSummary:
             "stages": strategy.depth,
             "grids": [str(grid) for grid in strategy.grids] or None,
             "shares": [list(share) for share in outcome.shares or strategy.shares] or None,
+            "share_changes": changes_in(self._folder.shares),
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.offload,
             "offload_state": strategy.policy.state,

@@ -131,6 +131,6 @@ def read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace, host
     pinned = allocate_pinned if placement.device.type == "cuda" and stream.tiles.sides is None else np.empty
     return stream.prefetch(
         config.stream.read_ahead_bytes,
-        config.stream.read_threads or rank_cores(),
+        config.stream.read_threads or rank_cores(config.strategy.cpu_ranks),
         pinned if host is None else on_host,
     )

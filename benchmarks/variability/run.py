@@ -69,10 +69,7 @@ class RecordingLoop(TrainingLoop):
         super().__init__(session, folder, Interrupt())
         self.results: list[StepResult] = []
         if cause == "reading":
-            batch = next(self._tiles)
-            self._tiles.close()
-            self._feed.close()
-            self._feed = session.feed(itertools.repeat(batch), lambda: True, self.memory.beside)
+            self._tiles.keep(self._tiles.next())
 
     def _finish_step(self, result: StepResult, replaced: int, step_s: float, wait_s: float) -> bool:
         self.results.append(result)

@@ -26,6 +26,7 @@ from parallel.comm.async_sends import Departures
 from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work
 from parallel.comm.counters import Counters
 from parallel.comm.handshake import KEY, prove_membership
+from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
 from parallel.comm.objects import in_memory_order
 from parallel.comm.torch_counters import torch_counters
 from parallel.comm.torch_group import join_group
@@ -76,29 +77,37 @@ class TorchCommunicator:
     there, messages go through pinned host memory over Gloo, and Gloo sums too.
 
     Args:
-        device: where the tensors of gradients live; CPU tensors always go over Gloo.
+        device: where the tensors of gradients live; CPU tensors always go over Gloo. Where some ranks compute on a CPU
+            and others on a GPU, so do those on a GPU, except in groups of GPU ranks alone.
         timeout_s: how long an operation waits for the other ranks before it fails.
         join_timeout_s: how long the ranks wait for each other to arrive; connecting may take a little more.
+        kind: what this rank says it computes on; None: what ``device`` is. Stand-ins for GPUs say otherwise.
+
+    Attributes:
+        kinds: what each rank said, in order.
 
     Raises:
         CommunicationError: the ranks did not all arrive within ``join_timeout_s``, or could not reach each other.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, join_timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, timeout_s: float, join_timeout_s: float, kind: RankKind | None = None
+    ) -> None:
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         self._device = device
-        self._nccl = device.type == "cuda" and local_world <= torch.cuda.device_count()
         self._timeout = timedelta(seconds=timeout_s)
         self._links = Links(self.rank, self._timeout, device)
         self._group: Any = None
         self._ranks = tuple(range(self.world))
         self._departures = Departures()
         self._counted: collections.Counter[tuple[int, ...]] = collections.Counter()
-        backend = "cpu:gloo,cuda:nccl" if self._nccl else "gloo"
-        join_group(backend, self.rank, self.world, self._timeout, join_timeout_s)
+        # All ranks decide from the same table, or some would make groups that the others do not.
+        self.kinds = join_group(
+            backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s
+        )
+        self._nccl = has_gpu_each(self.kinds)
         self._prove_membership()
 
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
@@ -151,12 +160,18 @@ class TorchCommunicator:
         chosen = tuple(self._ranks[rank] for rank in ranks)
         with _named(f"rank {self.rank} of {self.world}: making a group of ranks {list(ranks)}"):
             # Ranks outside a subgroup know nothing of its subgroups: then the members make it among themselves.
-            group = dist.new_group(chosen, self._timeout, use_local_synchronization=self._group is not None)
+            group = dist.new_group(
+                chosen,
+                self._timeout,
+                backend_of([self.kinds[rank] for rank in ranks]) if are_mixed(self.kinds) else None,
+                use_local_synchronization=self._group is not None,
+            )
         if self.rank not in ranks:
             return None
         part = copy.copy(self)
         part.rank, part.world = list(ranks).index(self.rank), len(ranks)
         part._group, part._ranks = group, chosen
+        part.kinds = tuple(self.kinds[rank] for rank in ranks)
         part._prove_membership()
         return part
 
@@ -219,6 +234,11 @@ class TorchCommunicator:
     def _described(self, operation: str, tensor: Tensor, rest: str = "") -> str:
         form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         return f"rank {self.rank} of {self.world}: {operation} of {form}{rest}"
+
+
+def backend_of(kinds: Sequence[RankKind]) -> str:
+    """The backend of a group of ranks of ``kinds``, as torch.distributed names it."""
+    return "cpu:gloo,cuda:nccl" if has_gpu_each(kinds) else "gloo"
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ class Cluster:
         copy_bandwidth: bytes per second between a rank's device and the host, each way, while all ranks copy.
         host_bytes: of the host's memory that each rank may fill with what it moves there.
         hidden: part of the time of pieces of maps between members of a team that computation hides.
+        speeds: of the ranks, as multiples of that which the times of layers are for, the slowest's; empty: 1.
     """
 
     name: str
@@ -56,6 +57,11 @@ class Cluster:
     copy_bandwidth: float = math.inf
     host_bytes: float = math.inf
     hidden: float = 0.0
+    speeds: tuple[float, ...] = ()
+
+    def speeds_of(self, ranks: Sequence[int]) -> tuple[float, ...]:
+        """Return the speeds of some ranks, 1 for the slowest device."""
+        return tuple(self.speeds[rank] for rank in ranks) if self.speeds else (1.0,) * len(ranks)
 
     @property
     def usable_bytes(self) -> int:

@@ -1,9 +1,10 @@
 """Devices and links by name, as their data sheets give them: for plans of machines that are not at hand.
 
 Takes a name; gives ``DeviceSpec`` or ``LinkSpec``. Figures are those the vendors print for dense arithmetic: NVIDIA on
-P100, T4, V100 (SXM2), A10, A40, A100 (SXM4), L4, L40S, RTX 6000 Ada, H100 and H200 (SXM5), in its white papers on GA102
-and Ada for the RTX cards, AMD on MI250X and MI300X. Where a sheet prints arithmetic with 2:4 sparsity, half of it
-stands here. Memory is what the driver reports, a little below the printed size. No torch here.
+P100, T4, V100 (SXM2), A10, A40, A100 (SXM4), L4, L40S, RTX 6000 Ada, H100 and H200 (SXM5), in its white papers on
+Turing, GA102 and Ada for the RTX cards, AMD on MI250X, MI300X and EPYC 7742, Intel on Xeon 8280 (both at their base
+clock). Where a sheet prints arithmetic with 2:4 sparsity, half of it stands here. Memory is what the driver reports, a
+little below the printed size. No torch here.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ def _gpu(name: str, gib: float, gigabytes_s: float, host_link: str, **teraflops:
     return DeviceSpec(name, round(gib * GIB), flops, gigabytes_s * 1e9, LAUNCH_S, host_link)
 
 
+def _cpu(name: str, cores: int, gigahertz: float, flops_per_cycle: int, gigabytes_s: float) -> DeviceSpec:
+    """A processor with all of its cores and memory channels, beside GPUs; its memory is assumed."""
+    flops = {"float32": cores * gigahertz * 1e9 * flops_per_cycle}
+    return DeviceSpec(name, 128 * GIB, flops, gigabytes_s * 1e9, LAUNCH_S)
+
+
 DEVICES: Mapping[str, DeviceSpec] = {
     device.name: device
     for device in (
@@ -77,11 +84,15 @@ DEVICES: Mapping[str, DeviceSpec] = {
         _gpu("l40s-48gb", 44.4, 864, "pcie4", float32=91.6, tf32=183, bfloat16=362, float16=362),
         _gpu("h100-80gb", 79.1, 3350, "pcie5", float32=67, tf32=495, bfloat16=989, float16=989),
         _gpu("h200-141gb", 139.8, 4800, "pcie5", float32=67, tf32=495, bfloat16=989, float16=989),
+        _gpu("rtx2080ti-11gb", 10.75, 616, "pcie3", float32=13.4, float16=53.8),
+        _gpu("rtxa6000-48gb", 47.5, 768, "pcie4", float32=38.7, tf32=77.4, bfloat16=154.8, float16=154.8),
         _gpu("rtx3090-24gb", 23.6, 936, "pcie4", float32=35.6, tf32=35.6, bfloat16=71, float16=71),
         _gpu("rtx4090-24gb", 23.6, 1008, "pcie4", float32=82.6, tf32=82.6, bfloat16=165.2, float16=165.2),
         _gpu("rtx6000ada-48gb", 47.4, 960, "pcie4", float32=91.1, tf32=182.1, bfloat16=364.2, float16=364.2),
         _gpu("mi250x-gcd-64gb", 63.9, 1638, "pcie4", float32=47.9, bfloat16=191.5, float16=191.5),
         _gpu("mi300x-192gb", 191.6, 5300, "pcie5", float32=163.4, tf32=653.7, bfloat16=1307.4, float16=1307.4),
+        _cpu("epyc7742-64c", 64, 2.25, 32, 204.8),
+        _cpu("xeon8280-28c", 28, 2.7, 64, 140.8),
     )
 }
 """By name. An MI250X is two devices (GCDs) to its programs; this is one of them."""

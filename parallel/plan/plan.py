@@ -68,6 +68,7 @@ class PlanRow:
             "m": strategy.m,
             "chunks": strategy.chunks,
             "grids": list(map(str, strategy.grids)),
+            "shares": [list(share) for share in strategy.shares],
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.moves,
             "shard_optimizer": strategy.shard_optimizer,
@@ -94,8 +95,9 @@ class PlanRow:
         ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
         grids = tuple(map(Grid.parse, row.get("grids", ())))
         cuts, shared = tuple(row["cuts"]), row["shard_optimizer"]
+        shares = tuple(map(tuple, row.get("shares", ())))
         return cls(
-            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, shared, grids=grids),
+            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, shared, grids=grids, shares=shares),
             row["images_per_second"],
             row["step_s"],
             row["bubble"],

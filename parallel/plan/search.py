@@ -22,7 +22,16 @@ from parallel.plan.limit import Limit, limit_of
 from parallel.plan.plan import SIMPLER, PlanRow, best_of
 from parallel.plan.savings import ANY, Savings
 from parallel.plan.stages import StageCache, slower_link
-from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
+from parallel.plan.step_time import (
+    LONG,
+    StepTime,
+    by_speed,
+    forecast_split,
+    forecast_whole,
+    group_seconds,
+    schedule_of,
+    weights_of,
+)
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
 from parallel.strategy import Strategy
@@ -84,10 +93,28 @@ class Planner:
             for name in [name for name in several if name not in {candidate.name for candidate in allowed}]:
                 yield PlanRow(Strategy(name, ranks, 1, 1), refused=self.task.one_copy)
         if len(allowed) <= FEW:
-            yield from (self.row(candidate, savings) for candidate in allowed)
+            for candidate in allowed:
+                row = self.row(candidate, savings)
+                yield row
+                if row.fits and self.cluster.speeds and candidate.m > candidate.groups > 1:
+                    yield from self._by_speed(candidate, row, savings)
             return
         for name in free:
             yield from self._promising([candidate for candidate in allowed if candidate.name == name], savings)
+
+    def _by_speed(self, candidate: Strategy, row: PlanRow, savings: Savings) -> Iterator[PlanRow]:
+        """Yield the row of ``candidate`` with shares by the speeds of its groups, where they are not equal ones."""
+        if candidate.name in ("mast", "fsdp"):
+            return
+        costs = self.cutting.stage_costs(row.strategy, self.partition_of(row))
+        if candidate.splits:
+            links = link_costs(self.partition_of(row), functools.partial(slower_link, candidate, self.cluster))
+            shared = by_speed(candidate, *group_seconds(row.strategy, self.task.batch, costs, links, self.cluster))
+        else:
+            speeds = self.cluster.speeds_of(range(candidate.ranks))
+            shared = by_speed(candidate, [(costs[0].forward_s + costs[0].backward_s) / speed for speed in speeds])
+        if [len(share) for share in shared.shares] != [len(candidate.share_of(g)) for g in range(candidate.groups)]:
+            yield self.row(shared, savings)
 
     def _of_teams(
         self,
@@ -122,7 +149,7 @@ class Planner:
         self, names: Sequence[str], ranks: int, depth: int | None = None, m: int | None = None
     ) -> list[Strategy]:
         """Return the candidates with teams that the model's tiles can be divided among."""
-        parts = self.cutting.teams if not self.task.one_copy else None
+        parts = self.cutting.teams if not self.task.one_copy and not self.cluster.speeds else None
         if ranks < 2 or parts is None:
             return []
         most, members = self.cutting.most_stages, self.cluster.per_node
@@ -134,6 +161,8 @@ class Planner:
     def _no_teams(self, ranks: int) -> str:
         if ranks < 2:
             return "one rank has nobody to divide a tile with"
+        if self.cluster.speeds:
+            return "members of a team divide tiles evenly, and the devices differ in speed"
         if self.task.one_copy or self.cutting.teams is None:
             return self.task.one_copy or self.task.not_divisible
         return "no team of a node's ranks can divide such tiles, or the batch among its groups"
@@ -162,7 +191,8 @@ class Planner:
             loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
             held = [loads[k :: candidate.depth] for k in range(candidate.depth)]
             slowest = max(map(sum, held)) if not candidate.paired else sum(loads) / candidate.depth
-        return self.task.batch / (microbatches * slowest) if slowest else math.inf
+        fastest = max(self.cluster.speeds, default=1.0)
+        return self.task.batch * fastest / (microbatches * slowest) if slowest else math.inf
 
     def row(self, candidate: Strategy, savings: Savings = ANY, *, seconds: bool = True) -> PlanRow:
         """Return, of ``candidate`` with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost

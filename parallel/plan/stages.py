@@ -160,7 +160,7 @@ class StageCache:
         paired = candidate.paired and candidate.depth <= DEEP
         # Of what is left on the device in the end, what enters a stage is the part that its cuts decide.
         candidate = candidate.under(recompute="stage" if candidate.policy.saves else "none", offload="none")
-        key: object = candidate if within else (size, candidate.stages, candidate.depth, paired)
+        key: object = candidate if within else (size, candidate.stages, tuple(self._speeds(candidate)), paired)
         if key not in self._partitions:
             members = candidate.members
             links = [self.cluster.link(seat * members, (seat + 1) * members) for seat in range(candidate.depth - 1)]
@@ -170,7 +170,7 @@ class StageCache:
                     candidate.stages,
                     costs.seconds,
                     link_s=max(1 / link.bandwidth for link in links if link is not None),
-                    speeds=[1.0] * candidate.depth,
+                    speeds=self._speeds(candidate),
                     memory=self._rule(candidate) if within else None,
                     paired=paired,
                     positions=self._places,
@@ -180,6 +180,13 @@ class StageCache:
             except ValueError:
                 self._partitions[key] = None
         return self._partitions[key]
+
+    def _speeds(self, candidate: Strategy) -> list[float]:
+        """Of the seats; where groups differ, the slowest at each, since all of them cut the model alike."""
+        ranks = [range(group * candidate.depth, (group + 1) * candidate.depth) for group in range(candidate.groups)]
+        if not self.cluster.speeds:
+            return [1.0] * candidate.depth
+        return [min(of_seat) for of_seat in zip(*map(self.cluster.speeds_of, ranks), strict=True)]
 
     def decided(self, candidate: Strategy, partition: Partition) -> Strategy | None:
         """Return a candidate with these stages' names and all that its policy leaves open; None where no choice of what

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
 from parallel.schedule.action import Kind, Schedule
-from parallel.schedule.microbatch import share_of, split_batch
+from parallel.schedule.best_shares import best_counts
+from parallel.schedule.microbatch import split_batch
 from parallel.schedule.passes import add_recompute
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule, placement_for
+from parallel.schedule.shares import consecutive
 from parallel.schedule.simulate import simulate
 from parallel.schedule.simulate_shared import simulate_shared
 from parallel.schedule.step_cost import LinkCost, StageCost
@@ -56,13 +59,14 @@ class StepTime:
 
 
 def schedule_of(candidate: Strategy) -> tuple[Schedule, Placement]:
-    """Return what the ranks of the first group of a split model compute, and where.
+    """Return what the ranks of the first group of a split model compute, and where; of the one with most to compute,
+    where shares differ.
 
     Raises:
         ValueError: the schedule does not run with these numbers.
     """
-    share = share_of(0, candidate.groups, candidate.m)
-    return _schedule(candidate.name, candidate.depth, candidate.chunks, len(share), candidate.policy.stagewise)
+    most = max(len(candidate.share_of(group)) for group in ((0,) if not candidate.shares else range(candidate.groups)))
+    return _schedule(candidate.name, candidate.depth, candidate.chunks, most, candidate.policy.stagewise)
 
 
 @functools.lru_cache(maxsize=64)  # the same few are asked for by turns: for memory, for time, for a shorter step
@@ -72,15 +76,15 @@ def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: 
     return (add_recompute(schedule) if recompute else schedule), placement
 
 
-def weights_of(candidate: Strategy, batch: int) -> tuple[float, ...]:
-    """Return the weights of the first group's microbatches, 1 for the largest."""
-    return _weights(batch, candidate.m, candidate.groups)
+def weights_of(candidate: Strategy, batch: int, group: int = 0) -> tuple[float, ...]:
+    """Return the weights of a group's microbatches, 1 for the largest."""
+    return _weights(batch, candidate.m, tuple(candidate.share_of(group)))
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(batch: int, m: int, groups: int) -> tuple[float, ...]:
+def _weights(batch: int, m: int, share: tuple[int, ...]) -> tuple[float, ...]:
     sizes = list(map(len, split_batch(batch, m)))
-    return tuple(sizes[i] / max(sizes) for i in share_of(0, groups, m))
+    return tuple(sizes[i] / max(sizes) for i in share)
 
 
 def forecast_split(
@@ -92,7 +96,7 @@ def forecast_split(
     slots: int,
     cluster: Cluster,
 ) -> StepTime:
-    """Return the time of a model cut into stages.
+    """Return the time of a model cut into stages; bubble and timeline are of the group that is last to be done.
 
     Args:
         costs: of the stages, for the largest microbatch.
@@ -100,7 +104,9 @@ def forecast_split(
         slots: values that the optimizer keeps for each parameter.
     """
     costs = _adding(candidate, costs, gradient_bytes, cluster)
-    timeline, placement, left_out = _step(candidate, batch, costs, links, cluster)
+    steps = {group: _step(candidate, batch, costs, links, cluster, group) for group in _unlike(candidate, cluster)}
+    group = max(steps, key=lambda each: steps[each][0].makespan_s + steps[each][2].seconds)
+    timeline, placement, left_out = steps[group]
     computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
     summed = _summed_s(candidate, timeline, placement, gradient_bytes, cluster)
     held = [{stage for stage, _ in placement.held_by(rank)} for rank in range(placement.world)]
@@ -110,9 +116,60 @@ def forecast_split(
         update_s += most / link.bandwidth  # each rank of a pair gives the other what it has updated
     end = max(computed, summed)
     work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / placement.world
-    more = left_out.microbatches * sum(cost.forward_s + cost.backward_s for cost in costs) / placement.depth
+    slowness = statistics.mean(1 / speed for speed in _speeds(candidate, cluster, group))
+    more = left_out.microbatches * slowness * sum(cost.forward_s + cost.backward_s for cost in costs) / placement.depth
     bubble = 1 - (work + more) / (computed + left_out.seconds) if left_out.microbatches else timeline.bubble
     return StepTime(end + left_out.seconds + update_s, bubble, end - computed, update_s, timeline)
+
+
+def _unlike(candidate: Strategy, cluster: Cluster) -> list[int]:
+    """Return a group of each kind: those of a kind have devices of the same speeds, and as much to compute."""
+    if not cluster.speeds and not candidate.shares:
+        return [0]
+    kinds: dict[object, int] = {}
+    for group in range(candidate.groups):
+        kinds.setdefault((_speeds(candidate, cluster, group), len(candidate.share_of(group))), group)
+    return list(kinds.values())
+
+
+def _speeds(candidate: Strategy, cluster: Cluster, group: int) -> tuple[float, ...]:
+    """Return the speeds of a group's seats."""
+    return cluster.speeds_of(range(group * candidate.depth, (group + 1) * candidate.depth))
+
+
+def by_speed(candidate: Strategy, seconds: Sequence[float], fixed: Sequence[float] = ()) -> Strategy:
+    """Return ``candidate`` with the shares that end soonest.
+
+    Args:
+        seconds: of a microbatch, by group.
+        fixed: that a group's step takes besides.
+    """
+    return dataclasses.replace(candidate, shares=consecutive(best_counts(candidate.m, seconds, fixed)))
+
+
+def group_seconds(
+    candidate: Strategy,
+    batch: int,
+    costs: Sequence[StageCost],
+    links: dict[tuple[int, int], LinkCost],
+    cluster: Cluster,
+) -> tuple[list[float], list[float]]:
+    """Return, by group of a split model, what one more microbatch takes, and what the step takes besides all of its
+    microbatches: the pipeline fills and empties."""
+    more, fixed, known = [], [], {}
+    for group in range(candidate.groups):
+        speeds = _speeds(candidate, cluster, group)
+        if speeds not in known:
+            ends = []
+            for count in (2 * candidate.depth, 3 * candidate.depth):
+                alone = dataclasses.replace(candidate, ranks=candidate.group_ranks, m=count, shares=())
+                schedule, placement = schedule_of(alone)
+                ends.append(simulate(schedule, placement, costs, links, speeds=speeds).makespan_s)
+            each = (ends[1] - ends[0]) / candidate.depth
+            known[speeds] = each, ends[0] - 2 * candidate.depth * each
+        more.append(known[speeds][0])
+        fixed.append(known[speeds][1])
+    return more, fixed
 
 
 def _adding(
@@ -120,7 +177,7 @@ def _adding(
 ) -> list[StageCost]:
     """Return ``costs`` with what adding gradients up takes, in the mean over the microbatches of a replica: the first
     has nothing to add to."""
-    share = len(share_of(0, candidate.groups, candidate.m)) / (2 if candidate.paired else 1)
+    share = len(candidate.share_of(0)) / (2 if candidate.paired else 1)
     adding = []
     for cost, size in zip(costs, gradient_bytes, strict=True):
         more = max(0.0, 1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth
@@ -146,18 +203,23 @@ def _step(
     costs: Sequence[StageCost],
     links: dict[tuple[int, int], LinkCost],
     cluster: Cluster,
+    group: int,
 ) -> tuple[Timeline, Placement, _LeftOut]:
-    """Return the compute actions of the first group's step. In a long one every microbatch beyond those that fill the
+    """Return the compute actions of a group's step. In a long one every microbatch beyond those that fill the
     pipeline takes as long as the one before it, so only the first are simulated."""
-    share, weights = len(share_of(0, candidate.groups, candidate.m)), weights_of(candidate, batch)
+    share, weights = len(candidate.share_of(group)), weights_of(candidate, batch, group)
+    speeds = _speeds(candidate, cluster, group)
     devices = cluster.devices(candidate.depth, candidate.groups, candidate.members)
 
     def run(microbatches: int) -> tuple[Timeline, Placement]:
-        schedule, placement = schedule_of(dataclasses.replace(candidate, ranks=candidate.group_ranks, m=microbatches))
+        schedule, placement = schedule_of(
+            dataclasses.replace(candidate, ranks=candidate.group_ranks, m=microbatches, shares=())
+        )
         own = weights[:microbatches]
         if devices:
+            assert not cluster.speeds, "ranks that share a device have its speed"
             return simulate_shared(schedule, placement, costs, links, devices, weights=own), placement
-        return simulate(schedule, placement, costs, links, weights=own), placement
+        return simulate(schedule, placement, costs, links, weights=own, speeds=speeds), placement
 
     enough = LONG * candidate.depth
     if share <= enough:
@@ -215,8 +277,16 @@ def forecast_whole(
     ranks = candidate.ranks
     slow = cluster.slowdown(ranks)
     units = sum(weights_of(candidate, batch))
-    added = ADDING_PASSES * (len(share_of(0, ranks, candidate.m)) - 1) * param_bytes / cluster.update_bandwidth
-    compute_s = (units * (forward_s + backward_s) + added) * slow
+    adding_s = ADDING_PASSES * param_bytes / cluster.update_bandwidth
+    speeds = cluster.speeds_of(range(ranks)) if candidate.name != "fsdp" else (1.0,)  # whose passes wait for each other
+    compute_s = slow * max(
+        (
+            sum(weights_of(candidate, batch, rank)) * (forward_s + backward_s)
+            + adding_s * (len(candidate.share_of(rank)) - 1)
+        )
+        / speed
+        for rank, speed in (enumerate(speeds) if cluster.speeds else [(0, 1.0)])
+    )
     update_s = _update_s(param_bytes / (ranks if candidate.name == "fsdp" else 1), slots, cluster, ranks)
     exchange_s = 0.0
     if candidate.name == "ddp":

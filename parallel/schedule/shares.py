@@ -32,6 +32,13 @@ def consecutive(counts: Sequence[int]) -> Shares:
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
 
 
+def most_unlike(microbatches: int, groups: int) -> tuple[Shares, ...]:
+    """Return shares that have nothing in common with their neighbours: each group in its turn computes all but the one
+    microbatch that every other has to take."""
+    most = microbatches - groups + 1
+    return tuple(consecutive([most if g == turn else 1 for g in range(groups)]) for turn in reversed(range(groups)))
+
+
 def parse_counts(text: str) -> Shares | None:
     """Return the shares of counts such as "3,1"; None where the text is not counts.
 
@@ -53,7 +60,7 @@ def read_changes(text: str) -> Changes:
 
     Raises:
         ValueError: other columns, what is not a number, a microbatch missing or named twice, a group without one; not
-            as many microbatches and groups at each of the steps, or none at step 0.
+            as many microbatches and groups at each of the steps, or none at step 0; microbatches that were drawn.
     """
     head, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
     if head not in (COLUMNS, CHANGING):
@@ -61,6 +68,8 @@ def read_changes(text: str) -> Changes:
         raise ValueError(f"its first line is {asked}; got {','.join(head) or 'nothing'}")
     owners: dict[int, dict[int, int]] = {}
     for row in rows:
+        if head == CHANGING and row[-1:] == [""]:
+            raise ValueError(f"microbatches from step {row[0]} on were drawn, and nothing says by whom")
         if len(row) != len(head) or not all(word.strip().isascii() and word.strip().isdigit() for word in row):
             raise ValueError(f"a line is {len(head)} numbers from 0, {', '.join(head)}; got {','.join(row)}")
         *step, i, group = map(int, row)
@@ -70,7 +79,8 @@ def read_changes(text: str) -> Changes:
         of_step[i] = group
     changes = tuple((step, _shares(owners[step])) for step in sorted(owners))
     if not changes or changes[0][0] != 0:
-        raise ValueError("a run begins at step 0, which has no line in it")
+        known = f"it begins at step {changes[0][0]}" if changes else "it has none"
+        raise ValueError(f"a run begins at step 0, of which it has no line: {known}")
     sizes = {step: (sum(map(len, shares)), len(shares)) for step, shares in changes}
     if odd := [step for step, size in sizes.items() if size != sizes[0]]:
         raise ValueError(

@@ -27,6 +27,7 @@ def simulate(
     reduce_s: Mapping[int, float] | None = None,
     overhead_s: float = 0.0,
     weights: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> Timeline:
     """The step, from 0 on.
 
@@ -37,6 +38,7 @@ def simulate(
             stages not named. A schedule without REDUCE sums nothing.
         overhead_s: that every compute action takes besides its cost.
         weights: of the microbatches by number, 1 each by default; times and bytes are multiplied by them.
+        speeds: of the ranks, 1 each by default; their computing is so much faster than ``costs`` say.
 
     Raises:
         ValueError: the schedule cannot finish. Says where each rank stands and what it waits for.
@@ -49,6 +51,7 @@ def simulate(
     }
     weight = {i: 1.0 if weights is None else weights[i] for i in numbers}
     run = Run(schedule, placement, costs, links, reduce_s or {}, overhead_s, weight)
+    run.speeds = speeds or run.speeds
     run.finish()
     return run.timeline(schedule)
 
@@ -73,6 +76,7 @@ class Run:
         self.placement, self.costs, self.links = placement, costs, links
         self.reduce_s, self.overhead_s, self.weight = reduce_s, overhead_s, weight
         self.seconds = [seconds_by_kind(cost) for cost in costs]
+        self.speeds: Sequence[float] = [1.0] * placement.world
         back = {pair: cost.backward_s is not None for pair, cost in links.items()}
         between = Dependencies(placement, back)
         self.actions = between.with_messages(schedule)
@@ -135,7 +139,7 @@ class Run:
         start = self.ready_s(rank, action)
         if start is None:
             return False
-        end = start + self.compute_s(action)
+        end = start + self.compute_s(action) / self.speeds[rank]
         if action.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT):
             end = max(
                 end, self.begun.get(action.as_kind(Kind.PREFETCH), 0.0)

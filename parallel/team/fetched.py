@@ -96,21 +96,18 @@ def _own_of(gradient: Tensor, box: Box, at: Box, looked_at: Sequence[Box], form:
     return own
 
 
-def all_of_own(exchange: Exchange, member: int, patch: Patch, rules: tuple[Any, Any], own: Tensor) -> Patch | None:
+def all_of_own(exchange: Exchange, member: int, patch: Patch, own: Tensor) -> Patch | None:
     """Return a patch of this member's part as it is, in place of ``patch``, which leaves out its last rows or columns
-    as a window that moves by several does not come to them; None where a convolution would make more of it.
+    as a window that moves by several does not come to them; None where it begins elsewhere.
 
-    So the map is not copied, and neither is its gradient.
+    So the map is not copied, and neither is its gradient. A convolution makes no more of it: where nobody needs what
+    another has (``Exchange.quiet``), the next window begins beyond this part, or it would be this member's.
     """
     need, have, at = patch.need, patch.have, exchange.owned[member]
-    if any(h.start != o.start or h.stop > o.stop for h, o in zip(have, at, strict=True)):
+    if any(h.start != o.start for h, o in zip(have, at, strict=True)):
         return None
-    more = [o.stop - h.stop for h, o in zip(have, at, strict=True)]
-    wide = tuple(type(n)(n.start, n.stop + m) for n, m in zip(need, more, strict=True))
-    made = [(w.size - rule.reach) // rule.stride + 1 for w, rule in zip(wide, rules, strict=True)]
-    if made != [span.size for span in patch.box]:
-        return None
-    return replace(patch, tensor=own, need=(wide[0], wide[1]), have=at)
+    rows, columns = (type(n)(n.start, n.stop + o.stop - h.stop) for n, h, o in zip(need, have, at, strict=True))
+    return replace(patch, tensor=own, need=(rows, columns), have=at)
 
 
 def patch_of(exchange: Exchange, member: int, value: Any, made: Box, sides: tuple[int, int], dims: Dims) -> Patch:

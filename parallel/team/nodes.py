@@ -206,7 +206,7 @@ class _Member:
             if not exchange.quiet:
                 operands = operation.convolution(self._arguments(node, {source.name: patch}, known, False))
                 return convolve_side_by_side(self._link, exchange, own, patch, operation.rules, operands)
-            if (whole := all_of_own(exchange, self._link.member, patch, operation.rules, own)) is not None:
+            if (whole := all_of_own(exchange, self._link.member, patch, own)) is not None:
                 return operation.compute(self._arguments(node, {source.name: whole}, known, False))
         patches = self._patches(node, operation)
         if operation.drawn is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from app.settings.strategy import StrategySettings
 from app.training import exactness
 from app.verify import VerifyCommand, main, verify
+from parallel.engine.data_parallel import DataParallelEngine
 from parallel.offload.copies import Copies
 from parallel.schedule.registry import SCHEDULES
 from tests.helpers.forked import launched_here
@@ -60,6 +61,54 @@ def test_unequal_shares_are_exact(
     assert groups == "tickets" or asked.m == sum(map(len, asked.asked_shares[0][1]))
     # In float32 the sum over ranks in another order than the plain step's is a rounding, which ``passed`` allows for.
     assert dtype == "float32" or 0 <= result.max_relative_error <= 1e-10
+
+
+CHANGING = "step,microbatch,group\n0,0,0\n0,1,1\n0,2,1\n40,0,1\n40,1,0\n40,2,0\n80,0,1\n80,1,1\n80,2,0\n"
+
+
+@pytest.mark.parametrize("ways", [("threads", 3, "auto"), ("threads", 2, "file")])
+def test_shares_that_change_between_steps_are_exact(ways: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator, ranks, shares = ways
+    (tmp_path / "shares.csv").write_text(CHANGING)
+    taken, take = [], DataParallelEngine.take_share
+
+    def noted(engine: DataParallelEngine, share: Any) -> None:
+        taken.append(tuple(share))
+        take(engine, share)
+
+    monkeypatch.setattr(DataParallelEngine, "take_share", noted)
+    shares = str(tmp_path / "shares.csv") if shares == "file" else shares
+    asked = StrategySettings(parallel="ddp", ranks=ranks, batch=9, shares=shares)
+    model = "tests.helpers.tiny_models:classifier"
+    result = verify(VerifyCommand(asked, model=model, tile=96, communicator=communicator))
+    assert result is not None
+    assert result.passed, result
+    assert 0 <= result.max_relative_error <= 1e-10
+    assert result.steps == 3
+    assert sorted(map(len, taken)) == ([1, 1, 1, 1, 7, 7] if shares == "auto" else [1, 1, 2, 2])
+
+
+@pytest.mark.process
+def test_shares_that_change_between_steps_are_exact_over_gloo(tmp_path: Path) -> None:
+    """Over torch's own replica, which sums gradients with whatever backward pass is a rank's last."""
+    words = (
+        *TINY,
+        "--ranks",
+        "3",
+        "--parallel",
+        "ddp",
+        "--shares",
+        "auto",
+        "--communicator",
+        "gloo",
+        "--device",
+        "cpu",
+    )
+    with launched_here(tmp_path):
+        code = main([*words, "--out", str(tmp_path / "out")])
+    written = json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert (code, written["communicator"], written["passed"], written["steps"]) == (0, "gloo", True, 3)
+    assert 0 <= written["max_relative_error"] <= 1e-10
 
 
 def test_named_runs_of_layers_are_computed_again() -> None:

@@ -62,18 +62,18 @@ class Ran:
     opened: list[tuple[str, ...]]
 
 
-def run_config(slides: Path, out: Path, **strategy: Any) -> RunConfig:
+def run_config(slides: Path, out: Path, twin_steps: int = 0, **strategy: Any) -> RunConfig:
     return RunConfig(
         DataSettings(slides),
         IndexSettings(tile=128),
         # SGD: AdamW's first updates are the signs of the gradients, which rounding flips where they are almost 0.
         optimization=OptimizerSettings(optimizer="sgd", lr=0.01),
         net=ModelSettings("tiny"),
-        strategy=StrategySettings(batch=BATCH, microbatches=M, device="cpu", **strategy),
+        strategy=StrategySettings(**{"batch": BATCH, "microbatches": M, "device": "cpu"} | strategy),
         score=ScoreSettings(validation_tiles=3),
         out=out,
         steps=STEPS,
-        twin_steps=0,
+        twin_steps=twin_steps,
     )
 
 
@@ -254,6 +254,29 @@ def test_shares_follow_speeds_are_replayed_and_resumed(
     resumed = run(parallel="ddp", ranks=2, shares="auto", resume=tmp_path / "2")
     assert all(torch.equal(resumed.state["model"][name], value) for name, value in followed.state["model"].items())
     assert read_changes((tmp_path / "2" / "shares.csv").read_text()) == changes
+
+
+def test_shares_that_change_with_the_last_step_do_not_reach_the_twin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin repeats the last batch, of the shares that it was read for; a run that goes on takes the others."""
+    compute = DataParallelEngine._accumulate
+
+    def late(engine: DataParallelEngine, i: int, microbatch: Microbatch, step: int) -> Any:
+        time.sleep(0.3 * (engine._communicator.rank == 0))
+        return compute(engine, i, microbatch, step)
+
+    monkeypatch.setattr(resharing, "WINDOW", STEPS // 2)
+    monkeypatch.setattr(resharing, "WARM_UP", 0)
+    monkeypatch.setattr(DataParallelEngine, "_accumulate", late)
+    assert run(parallel="ddp", ranks=2, shares="auto", twin_steps=1).state["shares"] == [[0], [1, 2, 3]]
+
+
+def test_shares_of_other_microbatches_are_not_gone_on_with(run: Run, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
+        assert run(parallel="ddp", ranks=2, microbatches=None).state["shares"] == [[0], [1]]
+    resumed = run(parallel="ddp", ranks=2, microbatches=None, shares="auto", resume=tmp_path / "0")
+    assert resumed.state["shares"] == [[0, 1, 2], [3, 4]]
+    assert len(resumed.losses) == STEPS
 
 
 def interrupted_after(steps: int) -> Callable[..., bool]:

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel.comm import torch_comm, torch_links
+from parallel.comm.kinds import RankKind
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_links import Links
 from parallel.schedule.placement import Placement
@@ -53,11 +54,11 @@ def connected(monkeypatch: pytest.MonkeyPatch, rank: int, pairs: Collection[Pair
     fake = FakeDistributed()
     for module in (torch_comm, torch_links):
         monkeypatch.setattr(module, "dist", fake)
-    monkeypatch.setattr(torch_comm, "join_group", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    kinds = tuple(RankKind(str(each // 8), "cuda", str(each % 8)) for each in range(WORLD))
+    monkeypatch.setattr(torch_comm, "join_group", lambda *_: kinds)
     for name, value in {"RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_RANK": rank % 8, "LOCAL_WORLD_SIZE": 8}.items():
         monkeypatch.setenv(name, str(value))
-    communicator = TorchCommunicator(torch.device("cuda", rank % 8), 60, 60)
+    communicator = TorchCommunicator(torch.device("cuda", rank % 8), 60, 60, kinds[rank])
     with FakeTensorMode():
         communicator.connect(pairs)
         first = len(fake.calls), len(fake.met)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import nn
 
-from benchmarks.exactness.spatial_ops import OPERATIONS
+from benchmarks.exactness.spatial_ops import OPERATIONS, Network
 from benchmarks.exactness.team_error import team_error
 from parallel.space.team import Grid
 from parallel.team import team_plan
@@ -53,3 +54,12 @@ def test_evaluation(name: str) -> None:
     torch.manual_seed(0)
     errors = team_error(OPERATIONS[name].network().double(), SHAPE, Grid(2, 2), training=False)
     assert errors.largest <= EXACT, errors
+
+
+def test_windows_of_padding_alone_do_not_come_to_the_map() -> None:
+    """Member 1 has the last row, which no window comes to; of a map of 2 rows it makes the row after."""
+    torch.manual_seed(0)
+    network = Network(nn.Conv2d(4, 4, 1, (2, 1), (2, 0)), 4)
+    errors = team_error(network.double(), (2, 2, 2, 9), Grid(2, 1))
+    assert errors.largest <= EXACT, errors
+    assert errors.ends_at is None

@@ -1,0 +1,116 @@
+"""The tiles of one step after the other, as this rank reads them ahead.
+
+Takes the session; gives a batch a step and its microbatches on the device. Here is all of reading that has state: where
+the stream is, what was made ahead, whether ranks still have to settle what they read, and which rank reads what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from app.training.batches import microbatches_of
+from app.training.session import Session
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
+from parallel.schedule.shares import Shares
+from pipelines.stream.batch import Batch
+
+
+class StepTiles:
+    """Batches of a run on one rank; a context manager, at whose end nothing is read ahead any more.
+
+    Args:
+        session: the run's parts.
+        beside: entered by the thread that makes microbatches ahead, as for ``DeviceFeed``.
+        state: of the stream where the run goes on, as ``state`` gave it; None: from its beginning.
+    """
+
+    def __init__(
+        self, session: Session, beside: Callable[[], AbstractContextManager[object]], state: dict[str, Any] | None
+    ) -> None:
+        self._session = session
+        self._beside = beside
+        self._stream, self._reading = session.stream, session.reading
+        self._open(state)
+
+    def _open(self, state: dict[str, Any] | None) -> None:
+        self._tiles = iter(self._stream)
+        if state is not None:
+            self._tiles.set_state(state)
+        self._feed = self._session.feed(self._tiles, self._tiles.ready, self._beside)
+        self._unsettled = True
+
+    def next(self) -> Batch:
+        """Return this rank's part of the next global batch, the same tiles on all ranks that have parts of them."""
+        batch = next(self._feed)
+        if self._unsettled and self._reading.settle(self._tiles, batch):
+            self._feed.renew(batch)
+        return batch
+
+    def microbatches(self, batch: Batch) -> AbstractContextManager[Iterable[Microbatch]]:
+        """The microbatches of a step on ``batch``, for as long as it takes."""
+        if self._session.drawn is not None:
+            return self._session.drawn.of_step(self._feed, batch)
+        return contextlib.nullcontext(microbatches_of(self._feed, batch, self._reading.sizes))
+
+    def replaced(self, batch: Batch) -> int:
+        """How many of the tiles that this rank accounts for in the step on ``batch`` stand in for one that cannot be
+        read."""
+        drawn = self._session.drawn
+        return drawn.replaced if drawn else batch.replaced * self._session.engine.counted
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of the last step in which it waited for tiles that were not read ahead."""
+        return self._session.drawn.waited_s if self._session.drawn else 0.0
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether this rank asks that the next batch be settled; once all have told, ``settle_next``."""
+        return self._reading.unsettled(self._feed)
+
+    def settle_next(self, asked: bool) -> None:
+        """Whether any rank has asked for it."""
+        self._unsettled = asked
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """Yield what is on the device for steps to come."""
+        return self._feed.held()
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return where the stream is once ``step`` steps are done; more may be taken from it."""
+        return {**self._tiles.get_state(), "batch": step}
+
+    def reshare(self, shares: Shares, step: int) -> None:
+        """Have ranks compute, and read ahead, ``shares`` from step number ``step`` on, from 0. Every rank calls it."""
+        session, state = self._session, self.state(step)
+        assert isinstance(session.engine, DataParallelEngine), "ranks that compute the whole model"
+        self.close()
+        share = shares[session.placement.communicator.rank]
+        session.engine.take_share(share)
+        wants = [session.engine.wants(i) for i in share]
+        self._reading = self._reading.of_ranges([session.ranges[i] for i in share], wants)
+        self._stream = self._reading.sharded(self._stream)
+        self._open(state)
+
+    def keep(self, batch: Batch) -> None:
+        """Give ``batch``, held in memory, from now on, and read nothing."""
+        self.close()
+        self._feed = self._session.feed(itertools.repeat(batch), lambda: True, self._beside)
+        self._unsettled = False
+
+    def close(self) -> None:
+        self._feed.close()
+        self._tiles.close()
+
+    def __enter__(self) -> StepTiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

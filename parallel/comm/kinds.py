@@ -1,0 +1,75 @@
+"""What each rank of a run computes on, and on which machine: the table that all ranks have before they form groups.
+
+A rank that decided by itself what its groups are made of would wait for ranks that decided otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Of Linux; tells machines apart that go by one name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """One rank.
+
+    Attributes:
+        node: the machine, by a name that no other machine of the run has; its ranks share memory.
+        kind: of device.
+        unit: the device, by a name that no other of its machine has; empty on a CPU.
+    """
+
+    node: str
+    kind: Literal["cpu", "cuda"]
+    unit: str = ""
+
+
+def own_kind(device: torch.device) -> RankKind:
+    """Return what a rank that computes on ``device`` tells the others."""
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    node = f"{platform.node()} {boot}".strip()
+    if device.type != "cuda":
+        return RankKind(node, "cpu")
+    # Not its number: ranks may have been given a view of one GPU each, which all of them number 0.
+    return RankKind(node, "cuda", str(torch.cuda.get_device_properties(device).uuid))
+
+
+def has_gpu_each(kinds: Sequence[RankKind]) -> bool:
+    """Whether every rank computes on a GPU, and no two on the same: what NCCL takes."""
+    return all(kind.kind == "cuda" for kind in kinds) and len(set(kinds)) == len(kinds)
+
+
+def are_mixed(kinds: Sequence[RankKind]) -> bool:
+    """Whether some compute on a CPU and others on a GPU."""
+    return len({kind.kind for kind in kinds}) > 1
+
+
+def by_node(kinds: Sequence[RankKind]) -> list[list[int]]:
+    """Return the ranks of each machine, in order; machines in order of their first rank.
+
+    >>> by_node([RankKind("a", "cpu"), RankKind("b", "cpu"), RankKind("a", "cuda", "0")])
+    [[0, 2], [1]]
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, kind in enumerate(kinds):
+        nodes.setdefault(kind.node, []).append(rank)
+    return list(nodes.values())
+
+
+def to_text(kinds: Sequence[RankKind]) -> str:
+    """Return ``kinds`` as text that ``from_text`` reads."""
+    return json.dumps([asdict(kind) for kind in kinds])
+
+
+def from_text(text: str | bytes) -> tuple[RankKind, ...]:
+    """Return what ``to_text`` wrote."""
+    return tuple(RankKind(**fields) for fields in json.loads(text))

@@ -1,0 +1,257 @@
+"""Ranks on CPUs and GPUs sum in two ways: the contract of communicators, bits, gradients, and neighbours that are lost.
+
+The ranks are on CPUs all of them; the tables say otherwise, and which machine each is on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.comm import mixed_comm, mixed_sums
+from parallel.comm.communicator import CommunicationError, Communicator
+from parallel.comm.kinds import RankKind, by_node
+from parallel.comm.mixed_comm import MixedCommunicator, Way
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.step import Microbatch
+from parallel.schedule.microbatch import split_batch
+from tests.contracts.communicator_contract import check_communicator
+from tests.helpers.plain_step import TOLERANCE, largest_error, plain_run
+from tests.helpers.ranks import run_on_ranks
+
+HERE = "tests.parallel.comm.test_mixed_comm"
+Launcher = Literal["forked", "torch", "mpi", "threads"]
+
+
+def table(text: str) -> list[RankKind]:
+    """Of ``a0 a1 ac b0 bc``: the machine, then the number of the GPU or c for a CPU."""
+    return [RankKind(word[0], "cpu") if word[1] == "c" else RankKind(word[0], "cuda", word[1]) for word in text.split()]
+
+
+TABLES: dict[Way, tuple[str, ...]] = {
+    "host": ("a0 ac", "a0 a1 ac", "a0 ac b0 bc", "a0 ac ac b0"),
+    "device": ("a0 ac", "a0 ac ac", "a0 ac bc b0", "a0 a1 ac bc b0"),
+}
+CASES = [(way, text) for way, texts in TABLES.items() for text in texts]
+
+
+def contract(communicator: Communicator, argument: Any) -> dict[str, Any]:
+    kinds = table(argument["kinds"])
+    mixed = MixedCommunicator(communicator, kinds, argument["way"])
+    with pytest.raises(ValueError, match=r"not as a group of ranks \[0, .*\]: --device mixed is for --parallel ddp"):
+        mixed.subgroup(range(mixed.world))
+    for kind in ("cpu", "cuda"):
+        alike = [rank for rank, each in enumerate(kinds) if each.kind == kind]
+        part = mixed.subgroup(alike)
+        assert (part is not None) == (mixed.rank in alike)
+        if part is not None:
+            tensor = torch.tensor([float(mixed.rank)])
+            part.all_reduce(tensor)
+            assert tensor.item() == sum(alike)
+    return check_communicator(mixed, groups=False)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "way", "kinds"),
+    [
+        *(("threads", *case) for case in CASES),
+        pytest.param("torch", "device", "a0 ac", marks=pytest.mark.process),
+        pytest.param("torch", "host", "a0 ac b0 bc", marks=pytest.mark.process),
+        pytest.param("forked", "device", "a0 ac bc b0", marks=pytest.mark.process),
+        pytest.param("mpi", "host", "a0 ac ac", marks=pytest.mark.process),
+        pytest.param("mpi", "device", "a0 a1 ac", marks=pytest.mark.process),
+    ],
+)
+def test_both_ways_keep_the_contract(launcher: Launcher, way: Way, kinds: str, tmp_path: Path) -> None:
+    world = len(kinds.split())
+    results = run_on_ranks(world, f"{HERE}:contract", tmp_path, {"kinds": kinds, "way": way}, launcher=launcher)
+    assert [(result["rank"], result["world"]) for result in results] == [(rank, world) for rank in range(world)]
+    assert all(result["bits"] == results[0]["bits"] for result in results)
+
+
+def tensor_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Numbers whose sum depends on the order."""
+    generator = torch.Generator().manual_seed(rank)
+    drawn = torch.randn(size, generator=generator, dtype=dtype)
+    return drawn * 1000.0 ** torch.randn(size, generator=generator, dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 999, 700_003])
+@pytest.mark.parametrize(("way", "kinds"), CASES)
+def test_bits_are_those_of_additions_in_order(way: Way, kinds: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_comm, "PART_BYTES", 1 << 20)  # the longest takes three parts
+    ranks = table(kinds)
+
+    def summed(inner: Communicator, _: Any) -> Tensor:
+        communicator, tensor = MixedCommunicator(inner, ranks, way), tensor_of(inner.rank, size, torch.float32)
+        communicator.all_reduce(tensor)
+        communicator.close()
+        return tensor
+
+    found = run_on_threads(len(ranks), summed)
+    assert all(torch.equal(found[0], each) for each in found)
+    teams: Sequence[Sequence[int]] = by_node(ranks) if way == "host" else mixed_sums._crews(ranks)
+    parts = [in_order([tensor_of(rank, size, torch.float32) for rank in team]) for team in teams]
+    assert torch.equal(found[0], in_order(parts))
+
+
+def in_order(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+SHARES = {2: ((0, 1, 2), (3,)), 4: ((0, 1, 2), (3,), (4, 5, 6), (7,))}
+"""3 and 1 on each machine."""
+BATCH, SEED, STEPS = 11, 3, 2
+
+
+def net(dtype: torch.dtype) -> nn.Module:
+    layers = [nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.3)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+    generator = torch.Generator().manual_seed(5)  # threads share the one that layers draw from
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model.to(dtype)
+
+
+def batches(dtype: torch.dtype, m: int) -> list[list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    steps = []
+    for _ in range(STEPS):
+        images = torch.randn(BATCH, 3, 9, 9, generator=generator, dtype=dtype)
+        labels = torch.randint(0, 3, (BATCH,), generator=generator)
+        steps.append([(images[list(part)], labels[list(part)]) for part in split_batch(BATCH, m)])
+    return steps
+
+
+def trained(communicator: Communicator, argument: Any) -> dict[str, dict[str, Tensor]]:
+    """Gradients of the last step, and the state after it, of each type of number."""
+    mixed, shares = MixedCommunicator(communicator, table(argument["kinds"]), argument["way"]), SHARES
+    found = {}
+    for dtype in TOLERANCE:
+        model = net(dtype)
+        rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        own = shares[mixed.world]
+        m = sum(map(len, own))
+        engine = DataParallelEngine(
+            model, F.cross_entropy, rule, mixed, batch=BATCH, m=m, seed=SEED, bucket_bytes=100, shares=own
+        )
+        for step, batch in enumerate(batches(dtype, m)):
+            engine.step([Microbatch(*batch[i], tuple(batch[i][0].shape)) for i in engine.share], step, 0.1)
+        found[f"{dtype} gradients"] = {name: value.clone() for name, value in engine.gradients().items()}
+        found[f"{dtype} model"] = dict(model.state_dict())
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("way", ["host", "device"])
+@pytest.mark.parametrize(
+    ("launcher", "kinds"),
+    [
+        ("threads", "a0 ac"),
+        ("threads", "a0 ac b0 bc"),
+        pytest.param("forked", "a0 ac", marks=pytest.mark.process),
+        pytest.param("forked", "a0 ac b0 bc", marks=pytest.mark.process),
+        pytest.param("mpi", "a0 ac", marks=pytest.mark.process),
+    ],
+)
+def test_gradients_are_those_of_the_plain_step(launcher: Launcher, kinds: str, way: Way, tmp_path: Path) -> None:
+    world = len(kinds.split())
+    ranks = run_on_ranks(world, f"{HERE}:trained", tmp_path, {"kinds": kinds, "way": way}, launcher=launcher)
+    for dtype, tolerance in TOLERANCE.items():
+        steps = batches(dtype, sum(map(len, SHARES[world])))
+        plain = plain_run(net(dtype), F.cross_entropy, rule_of, steps, seed=SEED, lr=0.1)
+        assert largest_error(plain.gradients, ranks[0][f"{dtype} gradients"]) <= tolerance
+        assert largest_error(plain.model, ranks[0][f"{dtype} model"]) <= tolerance
+        for rank in ranks[1:]:
+            for what in (f"{dtype} gradients", f"{dtype} model"):
+                assert all(torch.equal(value, rank[what][name]) for name, value in ranks[0][what].items())
+
+
+def rule_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD((parameter for _, parameter in parameters), lr=0.1, momentum=0.9)
+
+
+def test_a_machine_without_a_gpu_rank_cannot_sum_on_gpus() -> None:
+    with pytest.raises(ValueError, match=r"the machine of ranks \[2, 3\] has no rank on one: .*mixed-sums=host"):
+        run_on_threads(4, lambda inner, _: MixedCommunicator(inner, table("a0 ac bc bc"), "device"))
+
+
+def test_ranks_of_other_containers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, opened = threading.Lock(), os.open
+    unlike = os.memfd_create("not the segment")
+    os.ftruncate(unlike, 1 << 30)
+
+    def elsewhere(path: str, flags: int) -> int:
+        with maker:
+            return opened(f"/proc/self/fd/{unlike}" if path.startswith("/proc/") else path, flags)
+
+    monkeypatch.setattr("parallel.comm.shared_segment.os.open", elsewhere)
+    with pytest.raises(CommunicationError, match="do not share its memory"):
+        run_on_threads(2, lambda inner, _: MixedCommunicator(inner, table("a0 ac"), "host"))
+    os.close(unlike)
+
+
+def lost(communicator: Communicator, argument: Any) -> dict[str, Any]:
+    """The last rank ends, or sleeps, in place of a second sum; what the others say, and when."""
+    mixed = MixedCommunicator(communicator, table(argument["kinds"]), argument["way"])
+    mixed.all_reduce(torch.ones(3))
+    if mixed.rank == mixed.world - 1:
+        if argument["how"] == "dies":
+            os._exit(0)
+        time.sleep(argument["sleeps"])
+    begun_s = time.monotonic()
+    works = [mixed.iall_reduce(torch.ones(5)) for _ in range(2)]
+    said = []
+    for work in works:
+        with pytest.raises(CommunicationError) as caught:
+            work.wait()
+        said.append(str(caught.value))
+    # Files in place of what ``run_on_ranks`` hands back: these ranks do not close, as one of them is gone.
+    torch.save({"said": said, "after_s": time.monotonic() - begun_s}, f"{argument['folder']}/{mixed.rank}.pt")
+    os._exit(0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize(("way", "kinds"), [("host", "a0 ac"), ("device", "a0 ac"), ("device", "a0 ac b0 bc")])
+def test_lost_neighbours_are_told(way: Way, kinds: str, how: str, tmp_path: Path) -> None:
+    world, limit_s = len(kinds.split()), 3.0
+    argument = {"kinds": kinds, "way": way, "how": how, "sleeps": 3 * limit_s, "folder": str(tmp_path / "said")}
+    (tmp_path / "said").mkdir()
+    with pytest.raises((AssertionError, FileNotFoundError)):  # the lost rank leaves no result
+        run_on_ranks(world, f"{HERE}:lost", tmp_path / "ranks", argument, 60, launcher="torch", patience_s=limit_s)
+    told = torch.load(tmp_path / "said" / "0.pt")
+    for said in told["said"]:
+        assert said.startswith(f"rank 0 of {world}: all_reduce of (5,) float32 by way of the {way}: rank 0 of 2: ")
+        assert "another rank has ended or hangs: its own message says why" in said
+    assert told["after_s"] < 3 * limit_s
+
+
+def test_a_sum_fails_for_all_that_wait_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, flat: Tensor) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(mixed_comm.HostSums, "add", broken)
+
+    def summed(inner: Communicator, _: Any) -> list[str]:
+        communicator, said = MixedCommunicator(inner, table("a0 ac"), "host"), []
+        for work in [communicator.iall_reduce(torch.ones(2)) for _ in range(3)]:
+            with pytest.raises(RuntimeError) as caught:
+                work.wait()
+            said.append(str(caught.value))
+        return said
+
+    assert run_on_threads(2, summed) == [["no memory"] * 3] * 2
