@@ -186,9 +186,15 @@ def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
         RunError: none fit, or the model cannot be computed box by box.
     """
     asked = strategy.to_strategy("cpu")
-    candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m).under(host_bytes=asked.policy.host_bytes)
+    candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m, grids=asked.grids)
+    candidate = candidate.under(host_bytes=asked.policy.host_bytes)
     if planner.task.streamed is None:
         raise RunError(planner.task.not_streamed)
+    if not planner.cutting.goes_in_boxes(candidate):
+        raise RunError(
+            f"--stream auto finds nothing of this model that a team of {asked.grids[0]} can divide: use larger tiles, "
+            "another --grid, or --parallel ddp"
+        )
     if strategy.memory is None and planner.cluster.kind == "cpu":
         row = planner.forecast(candidate.under(stream=BOX))
     else:

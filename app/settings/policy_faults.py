@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
+from parallel.strategy import STREAMED
 
 
 def policy_faults(asked: StrategySettings) -> list[str]:
@@ -69,9 +70,9 @@ def _stream_faults(asked: StrategySettings) -> list[str]:
             f"--stream {asked.stream} is not for --parallel {asked.parallel}, "
             f"{reasons.get(asked.parallel, 'which does not plan boxes yet')}: name another strategy"
         )
-    elif asked.box_undecided and asked.splits:
+    elif asked.box_undecided and asked.name not in STREAMED:
         faults.append(
-            f"--stream auto is planned for --parallel single and ddp; got --parallel {asked.parallel}: name the side "
-            "of boxes in px, such as 512"
+            f"--stream auto is planned for --parallel single, ddp and spatial; got --parallel {asked.parallel}: name "
+            "the side of boxes in px, such as 512"
         )
     return faults

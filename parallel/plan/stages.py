@@ -89,10 +89,15 @@ class StageCache:
         divisible = self.task.divisible
         return None if divisible is None else TeamParts(divisible, self.task.graph, self.cluster)
 
+    def goes_in_boxes(self, candidate: Strategy) -> bool:
+        """Return whether a candidate's tiles, or members' parts of them, can be computed box by box."""
+        streamed = self._streamed if candidate.name in STREAMED else None
+        return streamed is not None and streamed.divides(self._size(candidate)[1])
+
     def box_sides(self, candidate: Strategy) -> list[int]:
         """Return the sides of boxes that a candidate's tiles, or members' parts of them, may be computed in, in px;
         none where they cannot be."""
-        if self._streamed is None or candidate.name not in STREAMED:
+        if self._streamed is None or not self.goes_in_boxes(candidate):
             return []
         return self._streamed.sides(self._size(candidate)[1])
 

@@ -84,11 +84,12 @@ class StreamedStages:
         self._boxes: dict[_Key, Boxes] = {}
         self._seconds: dict[_Key, tuple[float, float]] = {}
 
-    def sides(self, grid: Grid | None = None) -> list[int]:
-        """Of boxes to try: smaller than the tile, or the part of a member of a team of ``grid``; none where such a team
-        has nothing to divide."""
-        if self._region(grid) is None:
-            return []
+    def divides(self, grid: Grid | None) -> bool:
+        """Return whether there is anything to compute box by box: for members of a team, that it can divide."""
+        return self._region(grid) is not None
+
+    def sides(self, grid: Grid | None) -> list[int]:
+        """Return the sides of boxes to try: smaller than the tile, or the part of a member of a team of ``grid``."""
         rows, columns = self._streamed.model.side
         largest = max(rows, columns) if grid is None else max(-(-rows // grid.rows), -(-columns // grid.columns))
         return [side for side in SIDES if side < largest]

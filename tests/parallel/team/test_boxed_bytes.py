@@ -96,7 +96,8 @@ def test_members_hold_as_much_of_each_map_as_on_paper(grid: Grid) -> None:
 def test_a_team_is_tried_in_boxes_where_its_parts_do_not_fit() -> None:
     plans = planner("resnet18", 1024, 2, 300 * 2**20, BATCH)
     row = plans.least("spatial", 2, BOXES)
-    assert row is not None and row.fits, row
+    assert row is not None
+    assert row.fits, row
     assert row.strategy.grids == (Grid(2, 1),)
     assert row.strategy.policy.stream is not None
     assert row.step_s is None
