@@ -188,21 +188,32 @@ class Workload:
     ) -> tuple[Divisible | None, str]:
         """The model as teams see it; or None, and why no tile can be divided."""
         try:
-            return Divisible(self._region(traced).on_paper(), plain, estimate), ""
+            return Divisible(self._region_of_teams(traced).on_paper(), plain, estimate), ""
         except (ValueError, RuntimeError, NotImplementedError) as fault:
             return None, str(fault)
 
+    def _region_of_teams(self, traced: Traced) -> Region:
+        """What has rows where each node is computed once: the same where all of it goes box by box, too."""
+        try:
+            region = self._region(traced)
+        except (ValueError, RuntimeError, NotImplementedError):
+            return self._read(traced, once=True)
+        return region if region.ends_at is None else self._read(traced, once=True)
+
     def _region(self, traced: Traced) -> Region:
-        """What has rows of the model, in training."""
-        model, nodes = traced.model, list(traced.training.graph.nodes)
+        """What has rows of the model, in training, where nodes are computed again."""
         if not self._regions:
-            device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
-            image = torch.empty((), device=device).expand(self._shape)
-            entering = {node.name: image for node in nodes if node.op == "placeholder"}
-            with left_as_it_was(model):
-                model.train()
-                self._regions.append(read_region(model, nodes, entering))
+            self._regions.append(self._read(traced))
         return self._regions[0]
+
+    def _read(self, traced: Traced, once: bool = False) -> Region:
+        model, nodes = traced.model, list(traced.training.graph.nodes)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
+        image = torch.empty((), device=device).expand(self._shape)
+        entering = {node.name: image for node in nodes if node.op == "placeholder"}
+        with left_as_it_was(model):
+            model.train()
+            return read_region(model, nodes, entering, once=once)
 
     def _streamed(
         self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]

@@ -27,6 +27,8 @@ FLOAT_BYTES = 4
 """Of the numbers that are normalised."""
 MOMENTS = 3
 """Numbers of each channel that every member gives in one message: count, mean, M2; two come back for the gradient."""
+DRAWN_COPIES = 3
+"""Of a whole map, while numbers are drawn for each of its px: ones, what is drawn, and their product."""
 NORM_PASSES = 3
 """Times that a member's backward pass of a norm moves its part of the map beside what the layer does anywhere."""
 
@@ -148,6 +150,8 @@ class _Parts:
         if steps is not None:
             for step in steps:
                 self._summed(layer, step, made)
+                if step.draws_whole:
+                    self._drawn(layer, made)
                 for fetch in self._side.fetches(step):
                     self._fetched(layer, step, fetch, made)
         elif self._loss_of(layer) is not None:
@@ -172,6 +176,14 @@ class _Parts:
         if self._graph.flows_back(layer.name):
             made.sums[1].append((MOMENTS - 1) * channels * COUNT_BYTES)
             made.copied[1] += round(NORM_PASSES * layer.output_bytes * self._share(layer))
+
+    def _drawn(self, layer: Layer, made: _Made) -> None:
+        """Every member draws for the whole map, and keeps the numbers of its own part."""
+        drawn, own = DRAWN_COPIES * layer.output_bytes, round(layer.output_bytes * self._share(layer))
+        kept = sum(size for _, size in layer.saved)
+        # Neither the value nor what is kept of it is there yet.
+        made.forward = max(made.forward, drawn - own - round(kept * self._share(layer)))
+        made.copied[0] += drawn
 
     def _px_bytes(self, name: str) -> int:
         return self._graph.by_name[name].output_bytes // math.prod(self._side.sides[name])

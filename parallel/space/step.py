@@ -32,6 +32,7 @@ class Step:
         param_bytes: of the parameters it uses.
         lies_in: map in whose memory its value lies; "" where it has its own.
         hands_on: its backward pass gives the gradient of its value on as it is.
+        draws_whole: it draws a number for each px of the whole map, whatever of it is computed.
         copies_pads: where a box is padded on one side alone, what it takes is copied, and the copy kept.
     """
 
@@ -51,6 +52,7 @@ class Step:
     lies_in: str = ""
     hands_on: bool = False
     copies_pads: bool = False
+    draws_whole: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:

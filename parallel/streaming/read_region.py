@@ -249,6 +249,7 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
             operation.sums,
             flops=flops,
             value_bytes=size,
+            draws_whole=operation.drawn is not None,
         )
     )
 

@@ -140,7 +140,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ),
         (
             {"stream": "auto", "parallel": "1f1b", "ranks": 2, "memory": "1GiB"},
-            ["--stream auto is planned for --parallel single and ddp; got --parallel 1f1b: name the side of boxes in"],
+            ["--stream auto is planned for --parallel single, ddp and spatial; got --parallel 1f1b: name the"],
         ),
         (
             {"stream": "512", "parallel": "zero-bubble", "ranks": 2, "norm_statistics": "deferred"},

@@ -72,6 +72,17 @@ def test_bytes_are_those_planned(model: str, px: int, grid: str, box: int) -> No
     assert max(row.peak_bytes) == pytest.approx(max(members), rel=0.1)
 
 
+@pytest.mark.parametrize("grid", ["2x1", "2x2"])
+def test_numbers_drawn_for_the_whole_map_are_planned_for(grid: str) -> None:
+    """Every member draws them all, and keeps its own."""
+    name, px, team = "tests.helpers.tiny_models:dropping_net", 192, Grid.parse(grid)
+    strategy = Strategy("spatial", team.members, 1, BATCH, grids=(team,))
+    row = planner(name, px, team.members, 2 * GIB, BATCH).forecast(strategy)
+    assert row is not None
+    members = run_on_threads(team.members, functools.partial(step, name, px, row.strategy), [None] * team.members)
+    assert max(row.peak_bytes) == pytest.approx(max(members), rel=0.1)
+
+
 @pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2), Grid(1, 3)])
 def test_members_hold_as_much_of_each_map_as_on_paper(grid: Grid) -> None:
     network = nn.Sequential(
