@@ -108,6 +108,7 @@ class DeviceFeed:
             sent = self._send(batch)
         sent.cut(sizes)
         sent.enter()
+        copied = False
         try:
             for number in range(len(sizes)):
                 self._look()
@@ -116,10 +117,12 @@ class DeviceFeed:
                     self._next.begin(missing)
                 if number == len(sizes) - 1:
                     sent.leave_host()  # the host buffer is free from here on
+                    copied = True
                 yield sent.take()
         finally:
             sent.cancel()  # of a step that was given up, or that other ranks computed the rest of
-            sent.leave_host()
+            if not copied:
+                sent.leave_host()
 
     def close(self) -> None:
         """Wait for what is under way, and drop it."""

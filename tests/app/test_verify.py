@@ -17,7 +17,7 @@ from parallel.engine.data_parallel import DataParallelEngine
 from parallel.offload.copies import Copies
 from parallel.schedule.registry import SCHEDULES
 from tests.helpers.forked import launched_here
-from tests.helpers.in_process import call
+from tests.helpers.in_process import call, put_back
 
 TINY = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "96", "--batch", "6")
 FIELDS = {"model", "strategy", "ranks", "communicator", "max_relative_error", "passed"}
@@ -104,7 +104,7 @@ def test_shares_that_change_between_steps_are_exact_over_gloo(tmp_path: Path) ->
         "--device",
         "cpu",
     )
-    with launched_here(tmp_path):
+    with put_back(), launched_here(tmp_path):
         code = main([*words, "--out", str(tmp_path / "out")])
     written = json.loads((tmp_path / "out" / "verify.json").read_text())
     assert (code, written["communicator"], written["passed"], written["steps"]) == (0, "gloo", True, 3)

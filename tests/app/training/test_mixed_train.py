@@ -11,6 +11,7 @@ import torch
 from app.train import main
 from tests.app.conftest import QUICK, summary_of
 from tests.helpers.forked import run_ranks
+from tests.helpers.in_process import put_back
 
 PLAIN = ["--parallel", "single", "--device", "cpu"]
 NET = ["--model", "resnet11_v2"]  # which draws nothing
@@ -48,7 +49,8 @@ def test_a_mixed_run_is_that_of_one_process(extra: tuple[str, ...], classify_sli
         "--microbatches",
         "4",
     ]
-    assert main([*asked, *PLAIN, "--out", str(tmp_path / "plain")]) == 0
+    with put_back():
+        assert main([*asked, *PLAIN, "--out", str(tmp_path / "plain")]) == 0
     words = [*asked, *MIXED, *extra, "--out", str(tmp_path / "mixed")]
     codes, printed = run_ranks(2, "tests.app.training.test_mixed_train:as_if_on_gpus", words, tmp_path)
     assert codes == [0, 0], printed
