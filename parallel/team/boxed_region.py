@@ -8,6 +8,7 @@ merged over the members when a phase ends, their gradients summed when its backw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -93,13 +94,8 @@ class BoxedRegion(RegionRun):
             merge, value = self.region.operations[name].merge, kept.known[name]
             if merge is None:
                 kept.known[name] = self._link.sum_back(value)
-                continue
-            table = value.new_zeros((self._link.members, *value.shape))
-            table[self._link.member] = value
-            total, *others = self._link.sum_back(table).unbind()
-            for other in others:
-                total = merge(total, other)
-            kept.known[name] = total
+            else:
+                kept.known[name] = functools.reduce(merge, self._link.gather_back(value))
 
     def before_phase_backward(self, phase: Phase, kept: Kept, back: Gradients) -> None:
         for name in _sums(phase):

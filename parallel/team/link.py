@@ -12,6 +12,7 @@ Between GPUs ``Communicator.connect`` must have been called with all pairs of me
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from parallel.streaming.narrowing import narrowed
 from parallel.team.told_waits import Talk
 
 TAGS = 32767
+TOLD_BYTES, TOLD_MEMBERS = 2**16, 4
+"""Sums of at most so many bytes, in teams of at most so many members, go as a message to each."""
 
 
 class Tape:
@@ -66,6 +69,15 @@ class Halos:
         for work in self._works:
             work.wait()
         self._works = ()
+        return self._tensors
+
+
+class _Sum(Halos):
+    """A sum whose parts are on their way; added in the order of members, to the same bits on each."""
+
+    def wait(self) -> list[Tensor]:
+        first, *others = super().wait()
+        self._tensors = [functools.reduce(torch.add, others, first)]
         return self._tensors
 
 
@@ -141,8 +153,37 @@ class TeamLink:
 
     def begin_sum_back(self, value: Tensor) -> Halos:
         """Begin to sum over the members, in a backward pass; the sum arrives."""
-        summed = value.detach().clone(memory_format=torch.contiguous_format)
-        return Halos([summed], [self._communicator.iall_reduce(summed)] if self.members > 1 else ())
+        own = dense(value)
+        if self._is_told(own):
+            return _Sum(*self._tell(own))
+        return Halos([own], [self._communicator.iall_reduce(own)] if self.members > 1 else ())
+
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """Return what each member has, in order; of a forward pass. All have values of one shape and type."""
+        if self.tape is not None:
+            gathered: list[Tensor] = self.tape.word(lambda: self.gather_back(value))
+            return gathered
+        return self.gather_back(value)
+
+    def gather_back(self, value: Tensor) -> list[Tensor]:
+        """The same of a pass that is never computed again."""
+        own = dense(value)
+        if self._is_told(own):
+            return Halos(*self._tell(own)).wait()
+        table = own.new_zeros((self.members, *own.shape))
+        table[self.member] = own
+        return list(self.sum_back(table))
+
+    def _is_told(self, own: Tensor) -> bool:
+        """Whether a message to each member takes less than a sum, in which members wait for each other in turn."""
+        return 1 < self.members <= TOLD_MEMBERS and own.nbytes <= TOLD_BYTES and not own.is_cuda
+
+    def _tell(self, own: Tensor) -> tuple[list[Tensor], list[Work]]:
+        """Begin to send ``own`` to all others; return what each member has, in order, once it is there."""
+        places = [own if member == self.member else torch.empty_like(own) for member in range(self.members)]
+        others = [member for member in range(self.members) if member != self.member]
+        leaving, arriving = [(other, own) for other in others], [(other, places[other]) for other in others]
+        return places, self._swap(leaving, arriving, counted=False)
 
     def finish(self) -> None:
         """Wait until all that this member sent has left."""
@@ -150,7 +191,9 @@ class TeamLink:
             work.wait()
         self._leaving = []
 
-    def _swap(self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]) -> list[Work]:
+    def _swap(
+        self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]], counted: bool = True
+    ) -> list[Work]:
         """Begin to send and receive, in the order that all members keep to; return what arrives."""
         self._count += 1
         tag, member = self._count % TAGS, self.member
@@ -161,7 +204,7 @@ class TeamLink:
         for sender, receiver, tensor in sorted(messages, key=lambda message: message[:2]):
             if sender == member:
                 self._leaving.append(self._communicator.isend(tensor, receiver, tag))
-                self.sent_bytes += tensor.nbytes
+                self.sent_bytes += tensor.nbytes * counted
             else:
                 coming[sender] = self._communicator.irecv(tensor, sender, tag)
         return list(coming.values())

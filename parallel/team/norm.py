@@ -6,6 +6,7 @@ Each member gives (count, mean, M2) of its own part; they are merged in the orde
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,13 +19,7 @@ from parallel.team.link import TeamLink
 
 def merged_moments(link: TeamLink, own: Tensor) -> Tensor:
     """Return (3, ...) count, mean and M2 of all members' parts from those of each."""
-    table = own.new_zeros((link.members, *own.shape))
-    table[link.member] = own
-    parts = link.sum(table).unbind()
-    total = parts[0]
-    for part in parts[1:]:
-        total = merged(total, part)
-    return total
+    return functools.reduce(merged, link.gather(own))
 
 
 def normalised_side_by_side(link: TeamLink, x: Tensor, of_all: Tensor, norm: ChannelNorm, given: Any) -> Tensor:

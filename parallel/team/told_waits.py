@@ -55,7 +55,7 @@ class ToldWaits:
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work = self._talk.irecv(tensor, peer, tag)
-        return _ToldWork(work, self, f"rows {tuple(tensor.shape)} of a map, from rank {self._ranks[peer]}")
+        return _ToldWork(work, self, f"a piece {tuple(tensor.shape)} of a map or sum, from rank {self._ranks[peer]}")
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         work = self._talk.iall_reduce(tensor)

@@ -17,8 +17,10 @@ from parallel.comm.communicator import CommunicationError, Communicator, Work
 from parallel.comm.thread_comm import run_on_threads
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.engine.engine import Engine, EngineFault
+from parallel.schedule.action import Schedule
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
+from parallel.team import link
 from parallel.team.told_waits import ToldWaits
 from tests.helpers.engine_runs import build, steps_of, train
 from tests.helpers.forked import run_ranks
@@ -33,6 +35,9 @@ class Watch:
 
     def __init__(self) -> None:
         self.said: list[tuple[int, bool, str]] = []
+
+    def follow(self, schedule: Schedule) -> None:
+        pass
 
     def step(self, number: int) -> None:
         self.said.append((-1, False, ""))
@@ -87,7 +92,11 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(("kind", "number", "action"), MOMENTS)
-def test_others_of_a_team_are_told_whatever_they_wait_for(kind: str, number: int, action: str) -> None:
+def test_others_of_a_team_are_told_whatever_they_wait_for(
+    kind: str, number: int, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "iall_reduce":
+        monkeypatch.setattr(link, "TOLD_BYTES", 0)  # as sums of more are
     heard: dict[int, Any] = {}
 
     def run(communicator: Communicator, _: Any) -> None:
@@ -104,7 +113,7 @@ def test_others_of_a_team_are_told_whatever_they_wait_for(kind: str, number: int
     fault, at, waiting, shapes = heard[0]
     assert isinstance(fault, CommunicationError)
     assert (at, waiting) == (action, True)
-    what = r"rows \(.*\) of a map, from rank 1" if kind == "irecv" else r"a sum \(.*\) with rank 1"
+    what = r"a piece \(.*\) of a map or sum, from rank 1" if kind == "irecv" else r"a sum \(.*\) with rank 1"
     assert re.match(f"waiting for {what}; ", shapes), shapes
 
 
@@ -136,6 +145,6 @@ def test_a_lost_neighbour_is_no_fault_of_the_backward_pass_that_waits_for_it(tmp
     codes, printed = run_ranks(2, f"{__name__}:lose_a_neighbour", [str(tmp_path)], tmp_path)
     assert codes == [0, 0], printed
     waited, fault = (tmp_path / "heard.txt").read_text().split("\n", 1)
-    assert waited.startswith("waiting for rows (2, ")
+    assert waited.startswith("waiting for a piece (2, ")
     assert "rank 0 of 2: irecv of (2, " in fault
     assert fault.endswith("another rank has ended or hangs: its own message says why")

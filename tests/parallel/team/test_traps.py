@@ -22,7 +22,7 @@ from parallel.space.team import Exchange, Grid, Territory
 from parallel.streaming import local_ops, read_norm, read_window
 from parallel.streaming.patch import Patch
 from parallel.team import convolution, fetched, link, nodes, norm, team_plan
-from parallel.team.link import TeamLink
+from parallel.team.link import Halos, TeamLink
 
 EXACT, WRONG = 1e-12, 1e-7
 SHAPE, GRID = (2, 2, 37, 29), Grid(2, 1)
@@ -123,7 +123,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
     "statistics weigh uneven parts by their px": (
         OPERATIONS["batch norm"].make, replaced(norm, "merged", half_merged), GRID),
     "the backward pass of a norm takes sums of all members": (
-        OPERATIONS["batch norm"].make, replaced(TeamLink, "sum_back", lambda self, value: value), GRID),
+        OPERATIONS["batch norm"].make, replaced(TeamLink, "begin_sum_back", lambda _, value: Halos([value], ())), GRID),
     "gradients of a gate are summed": (
         OPERATIONS["deviation over the image"].make, replaced(nodes, "summed", lambda link, value: value), GRID),
     "gradients of moments are summed": (
