@@ -96,5 +96,7 @@ def describe_restart(before: int, step: int, repeated: int, ranks: Sequence[int]
     """
     where = f"continuing from step {step}" if step else "no checkpoint was written yet, starting anew"
     again = f"; {repeated} more {'was' if repeated == 1 else 'were'} done and must be done again" if repeated else ""
-    other = f" on {ranks[-1]} ranks in place of {ranks[-2]}" if len(set(ranks[-2:])) > 1 else ""
+    other = ""
+    if len(set(ranks[-2:])) > 1:
+        other = f" on {ranks[-1]} rank{'s' * (ranks[-1] > 1)} in place of {ranks[-2]}"
     return f"restarted (attempt {before + 1}{other}): {where}{again}"

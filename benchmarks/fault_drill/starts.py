@@ -88,8 +88,7 @@ def find_starts(stack: ExitStack) -> list[Start]:
     ]
     if not missing_programs():
         slurm = stack.enter_context(running_slurm())
-        job = ("--ntasks-per-node", str(RANKS), str(PREEMPTIBLE))
-        found += [Start("preemptible.sbatch", kill, job, (), slurm) for kill in (KILLED, REQUEUED)]
+        found += [Start("preemptible.sbatch", kill, (str(PREEMPTIBLE),), (), slurm) for kill in (KILLED, REQUEUED)]
     return found
 
 
@@ -135,7 +134,7 @@ class JobRun:
     def __init__(self, slurm: Slurm, words: Sequence[str], out: Path) -> None:
         self._slurm = slurm
         self._printed = out.with_suffix(".txt")
-        variables = {**environment(), "RUN": str(out)}
+        variables = {**environment(), "RUN": str(out), "RANKS": str(RANKS)}
         self._job = slurm.submit("--output", self._printed, *words, cwd=ROOT, environment=variables)
 
     def over(self) -> bool:

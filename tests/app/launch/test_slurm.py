@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slurm
 
 SCRIPTS = sorted((ROOT / "configs" / "slurm").glob("*.sbatch"))
 RUN = (*QUICK, "--optimizer", "sgd", "--steps", "6", "--device", "cpu")
+UNHURRIED = "tests.helpers.tiny_models:unhurried"
 ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
@@ -151,25 +152,17 @@ def test_a_run_that_is_preempted_and_then_loses_a_rank_is_requeued_and_goes_on(
 ) -> None:
     out, output = with_index(indexed, tmp_path / "run"), tmp_path / "job.out"
     job = slurm.submit(
-        "--ntasks-per-node=2",
         f"--output={output}",
         ROOT / "configs" / "slurm" / "preemptible.sbatch",
-        *("--slides", classify_slides, *RUN, "--parallel", "ddp", "--model", "tests.helpers.tiny_models:unhurried"),
+        *("--slides", classify_slides, *RUN, "--parallel", "ddp", "--model", UNHURRIED),
         cwd=ROOT,
-        environment={**ENVIRONMENT, "RUN": str(out)},
+        environment={**ENVIRONMENT, "RUN": str(out), "RANKS": "2"},
     )
-
-    def wait_for(what: Callable[[], bool]) -> None:
-        end = time.monotonic() + 150
-        while not what():
-            assert time.monotonic() < end, output.read_text()
-            time.sleep(0.05)
-
-    wait_for(lambda: (out / "metrics.csv").exists() and len(losses_of(out)) >= 2)
+    wait_for(lambda: (out / "metrics.csv").exists() and len(losses_of(out)) >= 2, output)
     # As Slurm does before the time is up: to the steps, not the script.
     sent = slurm.run("scancel", "--signal=USR1", job)
     assert sent.returncode == 0, sent.stderr
-    wait_for(lambda: "restarted (attempt 2): continuing from step " in output.read_text())
+    wait_for(lambda: "restarted (attempt 2): continuing from step " in output.read_text(), output)
     rank_of(out, 1).kill()
     assert slurm.wait(job, 240) == "COMPLETED", output.read_text()
     assert slurm.job(job)["Restarts"] == "2"
@@ -180,6 +173,55 @@ def test_a_run_that_is_preempted_and_then_loses_a_rank_is_requeued_and_goes_on(
     weights, expected = (torch.load(run / "checkpoints" / "last.pt", weights_only=True) for run in (out, trained[0]))
     assert weights["model"].keys() == expected["model"].keys()
     assert all(torch.equal(weights["model"][name], expected["model"][name]) for name in expected["model"])
+
+
+def test_a_run_that_loses_a_node_goes_on_with_those_that_are_left(
+    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    """A rank on each of two nodes, of which one goes: the other computes all of each step, to the same numbers."""
+    out, output = with_index(indexed, tmp_path / "run"), tmp_path / "job.out"
+    arguments = (
+        "--slides",
+        classify_slides,
+        *RUN,
+        "--parallel",
+        "ddp",
+        "--model",
+        UNHURRIED,
+        "--checkpoint-every",
+        "1",
+    )
+    job = slurm.submit(
+        "--nodes=1-2",
+        f"--output={output}",
+        ROOT / "configs" / "slurm" / "preemptible.sbatch",
+        *arguments,
+        cwd=ROOT,
+        environment={**ENVIRONMENT, "RUN": str(out), "RANKS": "1"},
+    )
+    wait_for(lambda: (out / "checkpoints" / "last.pt").exists(), output)
+    try:
+        # A node that is given up is drained; its rank goes with it.
+        assert slurm.run("scontrol", "update", f"nodename={NODES[1]}", "state=drain", "reason=lost").returncode == 0
+        rank_of(out, 1).kill()
+        assert slurm.wait(job, 240) == "COMPLETED", output.read_text()
+    finally:
+        slurm.run("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
+    assert slurm.job(job)["NumNodes"] == "1"
+    assert "restarted (attempt 2 on 1 rank in place of 2): continuing from step " in output.read_text()
+    summary = summary_of(out)
+    assert (summary["status"], summary["ranks"], summary["steps"]) == ("completed", 1, 6)
+    assert [float(loss) for loss in losses_of(out)] == pytest.approx(
+        [float(loss) for loss in losses_of(trained[0])], 1e-4
+    )
+
+
+def wait_for(what: Callable[[], bool], output: Path) -> None:
+    """Until ``what``, of a job that prints to ``output``."""
+    end = time.monotonic() + 150
+    while not what():
+        assert time.monotonic() < end, output.read_text()
+        time.sleep(0.05)
 
 
 def test_a_task_that_does_not_come_is_named_once(slurm: Slurm, tmp_path: Path) -> None:
