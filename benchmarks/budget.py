@@ -128,7 +128,7 @@ BUDGETS = [
     Budget(
         "tickets, three workers that vary by 20 %, over the ideal step",
         "workers",
-        lambda r: next(row["over_ideal"] for row in r["drift"] if row["name"] == "tickets"),
+        lambda r: r["drift"][-1]["kinds"][-1]["over_ideal"],
         1.06,
         False,
     ),
