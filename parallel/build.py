@@ -7,6 +7,7 @@ wrong with a strategy is found here, before the first step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
@@ -36,8 +37,11 @@ from parallel.offload.host_parameters import HostParameters
 from parallel.offload.host_space import HostSpace
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
-from parallel.schedule.action import Action, Kind
+from parallel.schedule.action import Action, Kind, Schedule
+from parallel.schedule.dependencies import Links
 from parallel.schedule.seating import Seating
+from parallel.schedule.shares import Shares
+from parallel.schedule.step_cost import StageCost
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
@@ -129,7 +133,10 @@ def put_to_work(
     rank = communicator.rank
     seat = seating.seat_of(rank)
     policy = strategy.policy
-    schedule = strategy.schedule(partition.links, nominal_costs(partition) if policy.moves else None)
+    scheduled = functools.partial(
+        _schedule_of, strategy, partition.links, nominal_costs(partition) if policy.moves else None
+    )
+    schedule = scheduled(strategy.shares)
     refuse_schedule(traced, partition, schedule, placement, strategy.name)
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[seat])
     holders = StageGroups(communicator, seating, pairs=strategy.shard_optimizer)
@@ -174,6 +181,7 @@ def put_to_work(
         transfers = StageTransfers(routes, partition.links, placement, messenger, rank)
     return RankProgram(
         schedule=schedule,
+        scheduled=scheduled,
         placement=placement,
         seating=seating,
         stages=stages,
@@ -190,6 +198,11 @@ def put_to_work(
         link=link,
         waits=waits,
     )
+
+
+def _schedule_of(strategy: Strategy, links: Links, costs: Sequence[StageCost] | None, shares: Shares) -> Schedule:
+    """Return the actions of all seats where groups compute ``shares``; for the rest see ``Strategy.schedule``."""
+    return dataclasses.replace(strategy, shares=shares).schedule(links, costs)
 
 
 def _reducers(

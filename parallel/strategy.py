@@ -55,7 +55,7 @@ class Strategy:
         grids: of the teams on the seats of a group, which divide each tile among their ranks; empty: one rank a seat.
         shares: microbatches of each group; empty: consecutive ones, as many for each.
         changes: steps from which other shares are in force.
-        rebalanced: shares follow the speed of ranks that compute the whole model.
+        rebalanced: shares follow the speed of groups.
         tickets: ranks that compute the whole model draw the microbatches of each step from each other.
     """
 

@@ -17,13 +17,15 @@ def share_faults(settings: StrategySettings) -> list[str]:
         return [f"--parallel {settings.name} {why}, and takes no --shares {text}: use ddp, or leave it out"]
     if settings.schedule is not None:
         return [f"--developer schedule says who computes what: leave --shares {text} out"]
-    if text in (AUTO, TICKETS):
+    if text == TICKETS:
         if settings.name == "ddp":
             return []
         return [
             f"--shares {text} is for ranks that each compute the whole model, and --parallel {settings.name} lays down "
-            "beforehand who computes what: use ddp, or shares such as 3,1"
+            "before a step who computes what in it: use ddp, or --shares auto"
         ]
+    if text == AUTO:
+        return _change_faults(settings)
     try:
         changes = settings.read_shares()
     except FileNotFoundError:
@@ -31,11 +33,8 @@ def share_faults(settings: StrategySettings) -> list[str]:
     except (OSError, ValueError) as fault:
         return [f"--shares {text}: {fault}"]
     faults, shares = [], changes[0][1]
-    if changes[1:] and settings.name != "ddp":
-        faults.append(
-            f"--parallel {settings.name} keeps the shares that it begins with, and {text} changes them at step "
-            f"{changes[1][0]}: use ddp"
-        )
+    if changes[1:]:
+        faults += _change_faults(settings)
     whose = "ranks" if settings.group_ranks == 1 else f"groups of {settings.group_ranks} ranks"
     if len(shares) != settings.groups:
         faults.append(
@@ -48,4 +47,27 @@ def share_faults(settings: StrategySettings) -> list[str]:
         )
     if settings.name == "mast" and {len(share) for share in shares} != {2}:
         faults.append(f"--parallel mast computes 2 microbatches per group; got --shares {text}: use master")
+    return faults
+
+
+def _change_faults(settings: StrategySettings) -> list[str]:
+    """Return why shares cannot change while a run goes on."""
+    name, text, faults = settings.name, settings.shares, []
+    if settings.splits and settings.groups == 1:
+        faults.append(
+            f"--shares {text} is between groups, and --parallel {name} has one of {settings.group_ranks} ranks: raise "
+            "--ranks, or leave it out"
+        )
+    if name == "mast" and text == AUTO:
+        faults.append("--parallel mast computes 2 microbatches per group, whatever its speed: use master")
+    if settings.splits and name != "spatial" and settings.stream != "none":
+        faults.append(
+            f"maps of --stream {settings.stream} are stored for the microbatches that a stage begins with: leave "
+            f"--shares {text} out, or give counts"
+        )
+    if name == "gpipe" and settings.memory is not None:
+        faults.append(
+            f"gpipe keeps what all microbatches of a group need, which a larger share exceeds --memory with: use "
+            f"--parallel 1f1b, or leave --shares {text} out"
+        )
     return faults

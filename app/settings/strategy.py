@@ -83,13 +83,13 @@ class StrategySettings:
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
-    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp (8 with
-    --shares auto and tickets), 1 per group with mp-basic, 2 with mast, otherwise 2 per stage and group if the batch has
-    as many tiles."""
+    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per
+    group with mp-basic, 2 with mast, otherwise 2 per stage and group, with --shares auto and tickets 8 per group at
+    least, if the batch has as many tiles."""
     shares: str = "equal"
     """Microbatches that each rank with ddp, or each data-parallel group, computes of a step, for devices of unequal
-    speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; with ddp, auto: as the speeds measured
-    in the run ask for, tickets: drawn while a step runs, the next by whoever is free; or a CSV file with the columns
+    speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; auto: as the speeds measured in the run
+    ask for; with ddp, tickets: drawn while a step runs, the next by whoever is free; or a CSV file with the columns
     microbatch,group, a line for each, or the shares.csv of an earlier run. The same numbers whoever computes what."""
     recompute: str = "none"
     """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
@@ -256,11 +256,10 @@ class StrategySettings:
             return self.microbatches
         if self.asked_shares:
             return sum(map(len, self.asked_shares[0][1]))
-        if self.shares in (AUTO, TICKETS):
-            return max(self.world, min(FINE * self.world, self.batch))
+        finer = FINE * self.groups if self.shares in (AUTO, TICKETS) else self.groups
         if not self.splits:
-            return self.world
-        usual = self.groups * default_microbatches(self.name, self.depth)
+            return max(self.groups, min(finer, self.batch))
+        usual = max(finer, self.groups * default_microbatches(self.name, self.depth))
         return usual if self.name == "mast" else max(self.groups, min(usual, self.batch))
 
     @functools.cached_property

@@ -82,7 +82,7 @@ def build_engine(
         )
     if not strategy.splits:
         return _whole(strategy, model, loss, make_optimizer, communicator, batch, shape, seed, device, autocast, host)
-    engine = assemble(
+    return assemble(
         model,
         loss,
         make_optimizer,
@@ -96,9 +96,6 @@ def build_engine(
         observer=watchdog,
         host=host,
     )
-    if watchdog:
-        watchdog.follow(engine.actions_of_ranks)
-    return engine
 
 
 def _whole(

@@ -22,7 +22,6 @@ from app.training.projected_error import ProjectedError
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.engine.tickets import DrawnMicrobatches
@@ -77,8 +76,7 @@ class ExactnessTrial:
         by_boxes: the engine is given images of which it asks for boxes.
         loss: what is minimised; None: ``ProjectedError``.
         classes: targets are ids of so many classes, of which every ninth row does not count; 0: numbers.
-        shares: of the ranks, each which computes the whole model, taken in turns by the steps after the first; empty:
-            they stay as they are.
+        shares: of the groups, taken in turns by the steps after the first; empty: they stay as they are.
     """
 
     module: nn.Module
@@ -254,8 +252,7 @@ def run_engine(trial: ExactnessTrial, make_engine: MakeEngine, communicator: Com
     gradients: dict[str, Tensor] = {}
     for step in range(trial.steps):
         if step and trial.shares:
-            assert isinstance(engine, DataParallelEngine), "ranks that compute the whole model"
-            engine.take_share(trial.shares[(step - 1) % len(trial.shares)][communicator.rank])
+            engine.reshare(trial.shares[(step - 1) % len(trial.shares)])
         microbatches = DrawnMicrobatches(engine.share, functools.partial(_made, trial, engine, step))
         losses.append(engine.step(microbatches, step, trial.lr).loss)
         gradients = gradients or {name: gradient.clone() for name, gradient in engine.gradients().items()}

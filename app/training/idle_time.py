@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from app.training.throughput import WARM_UP
 
 UNKNOWN = -1
-"""In place of microseconds: of strategies whose ranks wait within the step, too."""
+"""In place of microseconds: where a clock does not show it, or there is nobody to wait for."""
 
 
 class IdleTime:

@@ -263,8 +263,7 @@ class TrainingLoop:
             }
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more
-            if not self._session.strategy.splits:
-                state["shares"] = [list(share) for share in self._resharing.shares]
+            state["shares"] = [list(share) for share in self._resharing.shares]
         self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
 
     @property

@@ -50,6 +50,8 @@ class Resharing:
         for begin, replayed in strategy.changes:
             if begin <= step:
                 self.shares = replayed
+        self._strategy = strategy
+        self._group_of = strategy.seating.group_of if strategy.splits else int
         self._rebalancing: Rebalancing | None = None
         if strategy.rebalanced:
             if shares is not None and _sizes(shares) == _sizes(begins_with):
@@ -92,26 +94,34 @@ class Resharing:
         table = torch.zeros(self._communicator.world, dtype=torch.float64)
         table[self._communicator.rank] = statistics.median(self._seconds) if self._seconds else 0.0
         self._communicator.all_reduce(table)
+        of_ranks: list[float] = table.tolist()
         counted, self._counted, self._seconds = self._counted, 0, []
-        if not (table > 0).all():
+        if unknown := [rank for rank, each in enumerate(of_ranks) if not each > 0]:
             if counted:
-                self._tell_unknown([rank for rank, each in enumerate(table.tolist()) if not each > 0])
+                self._tell_unknown(unknown)
             return None
-        if not rebalancing.look(table.tolist()):
+        # A group is done with a microbatch when the last of its ranks is.
+        of_groups = [0.0] * len(self.shares)
+        for rank, each in enumerate(of_ranks):
+            of_groups[self._group_of(rank)] = max(each, of_groups[self._group_of(rank)])
+        if not rebalancing.look(of_groups):
             return None
         self._warm_up = WARM_UP
         if self._communicator.rank == 0:
-            counts, took = ", ".join(map(str, rebalancing.counts)), ", ".join(f"{each:.3g}" for each in table.tolist())
+            counts, took = ", ".join(map(str, rebalancing.counts)), ", ".join(f"{each:.3g}" for each in of_groups)
             log.warning("shares are %s from step %d on: a microbatch takes %s s", counts, step + 1, took)
         return consecutive(rebalancing.counts)
 
     def _tell_unknown(self, ranks: list[int]) -> None:
-        """A GPU's last microbatch of a step ends with the wait for the others, and with one alone none is left."""
+        """A GPU's last microbatch of a step ends with the wait for the others, and with one alone none is left; what
+        one takes a pipeline of GPUs is not measured."""
         if self._communicator.rank == 0 and not self._told:
             log.warning(
-                "shares stay as they are: what a microbatch takes ranks %s is not known, as the only one of a step "
-                "ends with the wait for the others; raise --microbatches",
+                "shares stay as they are: what a microbatch takes ranks %s is not known, as %s",
                 ", ".join(map(str, ranks)),
+                "pipelines of GPUs are not measured; give counts, such as --shares 3,1"
+                if self._strategy.splits
+                else "the only one of a step ends with the wait for the others; raise --microbatches",
             )
         self._told = True
 

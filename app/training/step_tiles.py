@@ -16,7 +16,6 @@ import torch
 
 from app.training.batches import microbatches_of
 from app.training.session import Session
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.schedule.shares import Shares
 from pipelines.stream.batch import Batch
@@ -88,12 +87,11 @@ class StepTiles:
         return {**self._tiles.get_state(), "batch": step}
 
     def reshare(self, shares: Shares, step: int) -> None:
-        """Have ranks compute, and read ahead, ``shares`` from step number ``step`` on, from 0. Every rank calls it."""
+        """Have groups compute, and read ahead, ``shares`` from step number ``step`` on, from 0. Every rank calls it."""
         session, state = self._session, self.state(step)
-        assert isinstance(session.engine, DataParallelEngine), "ranks that compute the whole model"
         self.close()
-        share = shares[session.placement.communicator.rank]
-        session.engine.take_share(share)
+        session.engine.reshare(shares)
+        share = session.engine.share
         wants = [session.engine.wants(i) for i in share]
         self._reading = self._reading.of_ranges([session.ranges[i] for i in share], wants)
         self._stream = self._reading.sharded(self._stream)

@@ -125,9 +125,8 @@ class DataParallelEngine:
     def _stopwatch(self) -> OwnTime:
         return OwnTime(self.module.parameters() if self._communicator.world > 1 else ())
 
-    def take_share(self, share: Sequence[int]) -> None:
-        """Compute these microbatches, rising, from the next step on; the other ranks take those that are left."""
-        self.share = share
+    def reshare(self, shares: Shares) -> None:
+        self.share = shares[self._communicator.rank]
 
     def wants(self, i: int) -> Wants:
         return Wants(images=True, targets=True)

@@ -27,6 +27,7 @@ from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.microbatch import microbatch_seed
+from parallel.schedule.shares import Shares
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.space.team import Box
@@ -41,6 +42,10 @@ class EngineFault(RuntimeError):
 
 class Observer(Protocol):
     """Is told where the engine stands, so that somebody can say so when the engine no longer can."""
+
+    def follow(self, schedule: Schedule) -> None:
+        """Positions are from now on those in ``schedule``, all ranks' actions of a step."""
+        ...
 
     def step(self, number: int) -> None: ...
 
@@ -62,26 +67,33 @@ class Engine:
     def __init__(
         self, work: RankProgram, communicator: Communicator, *, seed: int = 0, observer: Observer | None = None
     ) -> None:
-        seating = work.seating
-        self.schedule, self.placement, self.share = work.schedule, work.placement, work.share
-        self.seating = seating
-        self.counted = seating.member_of(communicator.rank) == 0
-        self._work = work
+        self.placement, self.seating = work.placement, work.seating
+        self.counted = work.seating.member_of(communicator.rank) == 0
         self._communicator = communicator
-        self._actions = tuple(self.actions_of_ranks[communicator.rank])
         self._seed = seed
         self._observer = observer
         self._last = work.placement.stages - 1
+        self._learning_rate = 0.0
+        self._spans: list[Span] = []
+        self._sent_in_step = 0
+        self._shapes = ""
+        self._follow(work)
+
+    def _follow(self, work: RankProgram) -> None:
+        """Walk the actions of ``work`` from the next step on."""
+        self._work, self.schedule, self.share = work, work.schedule, work.share
+        self._actions = tuple(self.actions_of_ranks[self._communicator.rank])
         forwards = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.FORWARD}
         self._wants = {i: Wants((0, i) in forwards, (self._last, i) in forwards) for i in work.share}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
         self._completing = frozenset(completing_backwards(self._actions))
         self._finishing = frozenset(last_backwards(self._actions))
-        self._learning_rate = 0.0
-        self._spans: list[Span] = []
-        self._sent_in_step = 0
-        self._shapes = ""
         self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
+        if self._observer:
+            self._observer.follow(self.actions_of_ranks)
+
+    def reshare(self, shares: Shares) -> None:
+        self._follow(self._work.of_shares(shares, self._communicator.rank))
 
     @property
     def actions_of_ranks(self) -> Schedule:
@@ -114,7 +126,9 @@ class Engine:
             reducer.begin_step()
         self._spans = []
         sent = self._sent_so_far
+        begun_s = time.perf_counter()
         losses = self._walk(StepBatches(microbatches, self.share), step)
+        walked_s = time.perf_counter() - begun_s
         tiles = int(losses[1].sum())
         work.messenger.finish()
         if work.link:
@@ -122,6 +136,7 @@ class Engine:
         self._sent_in_step = self._sent_so_far - sent
         for reducer in work.reducers.values():
             reducer.finish()
+        waited_s = time.perf_counter() - begun_s - walked_s
         for number in sorted(work.stages):
             work.stages[number].statistics.end_step()
         self._communicator.all_reduce(losses)
@@ -132,7 +147,11 @@ class Engine:
             raise NonFiniteLoss(faulty, [float(means[i]) for i in faulty])
         total = int(sizes.sum())
         work.update.apply(learning_rate, scale=work.batch / total)
-        return StepResult(loss=float(means @ sizes) / total, tiles=tiles)
+        loss = float(means @ sizes) / total
+        if self.placement.groups == 1 or work.messenger.device.type != "cpu":  # which computes behind the clock's back
+            return StepResult(loss, tiles)
+        each_s = walked_s / len(self.share)
+        return StepResult(loss, tiles, tuple((i, each_s) for i in self.share), waited_s)
 
     def predicting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

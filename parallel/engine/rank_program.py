@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from parallel.engine.grad_reducer import GradReducer
 from parallel.engine.inference import Inference
@@ -14,6 +14,7 @@ from parallel.engine.transfers import StageTransfers
 from parallel.schedule.action import Schedule
 from parallel.schedule.placement import Placement
 from parallel.schedule.seating import Seating
+from parallel.schedule.shares import Shares
 from parallel.stage.stage import Stage
 from parallel.team.link import TeamLink
 from parallel.team.told_waits import ToldWaits
@@ -25,6 +26,7 @@ class RankProgram:
 
     Attributes:
         schedule: lowered, of all seats; that of this rank's is walked, the others are shown when something fails.
+        scheduled: gives that of other shares of the groups.
         seating: which ranks sit there.
         link: to the others on this rank's seat.
         waits: of the link, for those.
@@ -37,6 +39,7 @@ class RankProgram:
     """
 
     schedule: Schedule
+    scheduled: Callable[[Shares], Schedule]
     placement: Placement
     seating: Seating
     stages: Mapping[int, Stage]
@@ -52,3 +55,11 @@ class RankProgram:
     m: int
     link: TeamLink | None = None
     waits: ToldWaits | None = None
+
+    def of_shares(self, shares: Shares, rank: int) -> RankProgram:
+        """Return what ``rank`` computes, with the same parts, once the groups compute ``shares``.
+
+        Raises:
+            ValueError: the schedule does not take so many microbatches of a group.
+        """
+        return replace(self, schedule=self.scheduled(shares), share=shares[self.seating.group_of(rank)])

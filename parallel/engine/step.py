@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from parallel.schedule.shares import Shares
 from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
 from parallel.streaming.images import Boxes, whole
@@ -60,8 +61,8 @@ class StepResult:
     Attributes:
         loss: mean over the global batch, the same on every rank.
         tiles: those this rank accounts for; summed over the ranks every tile trained on counts once.
-        seconds: microbatches that this rank computed whole, and what each took without waiting for other ranks.
-        waited_s: from the end of its own computing until it had the sums of all ranks' gradients; None: not known.
+        seconds: microbatches of the rank's group, and what each took without waiting for other groups; none: not known.
+        waited_s: from the end of its own computing until it had the sums of all groups' gradients; None: not known.
     """
 
     loss: float
@@ -86,6 +87,10 @@ class TrainingEngine(Protocol):
 
     counted: bool
     """What this rank reads counts; of a team, whose members read parts of the same tiles, that is one rank."""
+
+    def reshare(self, shares: Shares) -> None:
+        """Have groups of ranks compute these microbatches from the next step on; every rank does at the same time."""
+        ...
 
     def wants(self, i: int) -> Wants:
         """What this rank needs of microbatch ``i`` of its share when training."""

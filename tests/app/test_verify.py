@@ -70,13 +70,13 @@ CHANGING = "step,microbatch,group\n0,0,0\n0,1,1\n0,2,1\n40,0,1\n40,1,0\n40,2,0\n
 def test_shares_that_change_between_steps_are_exact(ways: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     communicator, ranks, shares = ways
     (tmp_path / "shares.csv").write_text(CHANGING)
-    taken, take = [], DataParallelEngine.take_share
+    taken, reshare = [], DataParallelEngine.reshare
 
-    def noted(engine: DataParallelEngine, share: Any) -> None:
-        taken.append(tuple(share))
-        take(engine, share)
+    def noted(engine: DataParallelEngine, shares: Any) -> None:
+        reshare(engine, shares)
+        taken.append(engine.share)
 
-    monkeypatch.setattr(DataParallelEngine, "take_share", noted)
+    monkeypatch.setattr(DataParallelEngine, "reshare", noted)
     shares = str(tmp_path / "shares.csv") if shares == "file" else shares
     asked = StrategySettings(parallel="ddp", ranks=ranks, batch=9, shares=shares)
     model = "tests.helpers.tiny_models:classifier"
@@ -86,6 +86,27 @@ def test_shares_that_change_between_steps_are_exact(ways: Any, tmp_path: Path, m
     assert 0 <= result.max_relative_error <= 1e-10
     assert result.steps == 3
     assert sorted(map(len, taken)) == ([1, 1, 1, 1, 7, 7] if shares == "auto" else [1, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "stages", "more"),
+    [
+        ("gpipe", 6, 2, {}),
+        ("master", 4, 2, {"recompute": "stage"}),
+        ("1f1b", 4, 2, {"offload": "activations"}),
+        ("interleaved", 4, 2, {"chunks": 2}),
+        ("spatial", 4, None, {"grid": "2x1"}),
+    ],
+)
+def test_shares_of_groups_that_change_between_steps_are_exact(
+    parallel: Any, ranks: int, stages: int | None, more: dict[str, Any]
+) -> None:
+    asked = StrategySettings(parallel=parallel, ranks=ranks, stages=stages, batch=12, shares="auto", **more)
+    result = verify(VerifyCommand(asked, model="tests.helpers.tiny_models:classifier", tile=96, communicator="threads"))
+    assert result is not None
+    assert result.passed, result
+    assert (result.steps, result.microbatches) == (3, 12)
+    assert 0 <= result.max_relative_error <= 1e-10
 
 
 @pytest.mark.process

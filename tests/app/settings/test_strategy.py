@@ -204,10 +204,14 @@ def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> Non
         ({"shares": "3,1", "parallel": "fsdp"}, "takes no --shares 3,1: use ddp"),
         (
             {"shares": "tickets", "parallel": "gpipe"},
-            "gpipe lays down beforehand who computes what: use ddp",
+            "gpipe lays down before a step who computes what in it: use ddp, or --shares auto",
         ),
         ({"shares": "3,1", "parallel": "auto"}, "of a strategy that nothing is planned for"),
         ({"shares": "1,3", "parallel": "mast", "ranks": 4, "stages": 2}, "2 microbatches per group; got --shares 1,3"),
+        ({"shares": "auto", "parallel": "mast", "ranks": 4, "stages": 2}, "2 microbatches per group, whatever its"),
+        ({"shares": "auto", "parallel": "1f1b"}, "is between groups, and --parallel 1f1b has one of 2 ranks"),
+        ({"shares": "auto", "parallel": "1f1b", "ranks": 4, "stages": 2, "stream": "64"}, "leave --shares auto out"),
+        ({"shares": "auto", "parallel": "gpipe", "ranks": 4, "stages": 2, "memory": "1GiB"}, "exceeds --memory with"),
     ],
 )
 def test_shares_that_do_not_fit(given: dict[str, Any], said: str) -> None:

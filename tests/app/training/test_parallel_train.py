@@ -39,6 +39,7 @@ from app.training.session import build_session
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.engine.tickets import TicketEngine
 from parallel.schedule.shares import read_changes
@@ -227,46 +228,35 @@ def test_ranks_draw_microbatches_and_go_on_with_shares(
     assert_same(run(parallel="ddp", ranks=2, resume=tmp_path / "1"), single)
 
 
+@pytest.mark.parametrize(
+    "asked", [{"parallel": "ddp", "ranks": 2}, {"parallel": "gpipe", "ranks": 4, "stages": 2}], ids=["ranks", "groups"]
+)
 def test_shares_follow_speeds_are_replayed_and_resumed(
-    run: Run, single: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, Any], run: Run, single: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is late: others take over from it after two looks, one a step. Then the same again by ``shares.csv``, bit
     for bit, and a run that stops behind the change and goes on."""
-    compute = DataParallelEngine._accumulate
-
-    def late(engine: DataParallelEngine, i: int, microbatch: Microbatch, step: int) -> Any:
-        time.sleep(0.4 * (engine._communicator.rank == 0))
-        return compute(engine, i, microbatch, step)
-
+    slow_down_rank_0(monkeypatch)
     monkeypatch.setattr(resharing, "WINDOW", 1)
-    monkeypatch.setattr(resharing, "WARM_UP", 0)
-    monkeypatch.setattr(DataParallelEngine, "_accumulate", late)
-    followed = run(parallel="ddp", ranks=2, shares="auto")
+    followed = run(**asked, shares="auto")
     assert_same(followed, single)
     changes = read_changes((tmp_path / "0" / "shares.csv").read_text())
     assert changes == ((0, ((0, 1), (2, 3))), (2, ((0,), (1, 2, 3))))
     assert followed.state["shares"] == [[0], [1, 2, 3]]
-    replayed = run(parallel="ddp", ranks=2, shares=str(tmp_path / "0" / "shares.csv"))
+    replayed = run(**asked, shares=str(tmp_path / "0" / "shares.csv"))
     assert all(torch.equal(replayed.state["model"][name], value) for name, value in followed.state["model"].items())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingLoop, "_finish_step", interrupted_after(3))
-        run(parallel="ddp", ranks=2, shares="auto")
-    resumed = run(parallel="ddp", ranks=2, shares="auto", resume=tmp_path / "2")
+        run(**asked, shares="auto")
+    resumed = run(**asked, shares="auto", resume=tmp_path / "2")
     assert all(torch.equal(resumed.state["model"][name], value) for name, value in followed.state["model"].items())
     assert read_changes((tmp_path / "2" / "shares.csv").read_text()) == changes
 
 
 def test_shares_that_change_with_the_last_step_do_not_reach_the_twin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin repeats the last batch, of the shares that it was read for; a run that goes on takes the others."""
-    compute = DataParallelEngine._accumulate
-
-    def late(engine: DataParallelEngine, i: int, microbatch: Microbatch, step: int) -> Any:
-        time.sleep(0.3 * (engine._communicator.rank == 0))
-        return compute(engine, i, microbatch, step)
-
+    slow_down_rank_0(monkeypatch)
     monkeypatch.setattr(resharing, "WINDOW", STEPS // 2)
-    monkeypatch.setattr(resharing, "WARM_UP", 0)
-    monkeypatch.setattr(DataParallelEngine, "_accumulate", late)
     assert run(parallel="ddp", ranks=2, shares="auto", twin_steps=1).state["shares"] == [[0], [1, 2, 3]]
 
 
@@ -277,6 +267,21 @@ def test_shares_of_other_microbatches_are_not_gone_on_with(run: Run, tmp_path: P
     resumed = run(parallel="ddp", ranks=2, microbatches=None, shares="auto", resume=tmp_path / "0")
     assert resumed.state["shares"] == [[0, 1, 2], [3, 4]]
     assert len(resumed.losses) == STEPS
+
+
+def slow_down_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it computes whole microbatches or stages of them."""
+
+    def late(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(engine: DataParallelEngine | Engine, *args: Any) -> Any:
+            time.sleep(0.4 * (engine._communicator.rank == 0))
+            return compute(engine, *args)
+
+        return computed
+
+    monkeypatch.setattr(resharing, "WARM_UP", 0)
+    monkeypatch.setattr(DataParallelEngine, "_accumulate", late(DataParallelEngine._accumulate))
+    monkeypatch.setattr(Engine, "_forward", late(Engine._forward))
 
 
 def interrupted_after(steps: int) -> Callable[..., bool]:
