@@ -16,7 +16,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.exactness.keeping --only dropout gpipe --again", "12 cells: 12 passed"),
         ("benchmarks.sleeping_stages.run --unit 0.005 --steps 1", "m D (F + B)"),
         ("benchmarks.workers.run --unit 0.005 --steps 8", "max n t"),
-        ("benchmarks.workers.real --rounds 1 --tile 64", "times equal shares"),
+        ("benchmarks.workers.real --rounds 1 --tile 64 --tiles 6", "times equal shares"),
         ("benchmarks.variability.run --steps 8 --rounds 1 --tile 64 --causes none", "as it runs"),
         ("benchmarks.activation_bytes.run --model resnet11_v2 --px 32 --depths 2", "max(A_k, A_{D-1-k})"),
         ("benchmarks.memory.run --models resnet11_v2 --px 64 --ranks 2 --strategies 1f1b", "Error of the prediction"),

@@ -36,7 +36,6 @@ from parallel.schedule.shares import consecutive
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data"
-M = 24
 SLOWER = 3
 """Times as long as the first rank takes, that a microbatch should take the second."""
 
@@ -65,14 +64,14 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
     words = [sys.executable, "-c", THROTTLE, str(os.getpid()), str(RUN_S), str(RUN_S * (SLOWER - 1))]
     throttles = [subprocess.Popen(words) for _ in range(communicator.rank)]
     try:
-        return _in_turns(communicator, argument["tile"], argument["rounds"])
+        return _in_turns(communicator, argument["tile"], argument["tiles"], argument["rounds"])
     finally:
         for throttle in throttles:
             throttle.terminate()
             throttle.wait()
 
 
-def _in_turns(communicator: Communicator, tile: int, rounds: int) -> dict[str, Any]:
+def _in_turns(communicator: Communicator, tile: int, tiles: int, rounds: int) -> dict[str, Any]:
     shape = (1, 3, tile, tile)
     one = Microbatch(torch.randn(shape), torch.zeros(1, dtype=torch.int64), shape)
     torch.manual_seed(0)
@@ -80,7 +79,7 @@ def _in_turns(communicator: Communicator, tile: int, rounds: int) -> dict[str, A
     def engine_of(kind: type[DataParallelEngine], ranks: Communicator, **shares: Any) -> DataParallelEngine:
         model: nn.Module = build_model("resnet18", classes=2, norm="batch", head="average")
         rule = torch.optim.SGD(model.parameters(), lr=0.0)
-        return kind(model, F.cross_entropy, rule, ranks, batch=M, m=M, **shares)
+        return kind(model, F.cross_entropy, rule, ranks, batch=tiles, m=tiles, **shares)
 
     def step(engine: DataParallelEngine) -> list[float]:
         result = engine.step(DrawnMicrobatches(engine.share, lambda _: one), 0, 0.0)
@@ -101,7 +100,7 @@ def _in_turns(communicator: Communicator, tile: int, rounds: int) -> dict[str, A
         return found
 
     step(engines["equal"])
-    counts = best_counts(M, of_ranks([each for _ in range(3) for each in step(engines["equal"])]))
+    counts = best_counts(tiles, of_ranks([each for _ in range(3) for each in step(engines["equal"])]))
     engines["shares"] = engine_of(DataParallelEngine, communicator, shares=consecutive(counts))
     took: dict[str, list[float]] = {kind: [] for kind in KINDS}
     own: list[float] = []
@@ -118,7 +117,7 @@ def _in_turns(communicator: Communicator, tile: int, rounds: int) -> dict[str, A
     return {"took_s": took, "counts": counts, "seconds": of_ranks(own)}
 
 
-def report(found: dict[str, Any], tile: int, rounds: int) -> str:
+def report(found: dict[str, Any], tile: int, tiles: int, rounds: int) -> str:
     """The table of the README."""
     medians = {kind: statistics.median(took) for kind, took in found["took_s"].items()}
     fast, slow = found["seconds"]
@@ -128,10 +127,10 @@ def report(found: dict[str, Any], tile: int, rounds: int) -> str:
             equal / each for equal, each in zip(found["took_s"]["equal"], found["took_s"][kind], strict=True)
         )
         named = f"shares {', '.join(map(str, found['counts']))}" if kind == "shares" else kind
-        rows.append((named, f"{M / medians[kind]:.2f}", f"{ratio:.2f}x"))
+        rows.append((named, f"{tiles / medians[kind]:.2f}", f"{ratio:.2f}x"))
     about = (
-        f"ResNet-18 at {tile} px, {M} tiles a step, one a microbatch, which takes {fast * 1e3:.0f} ms on the one rank "
-        f"and {slow * 1e3:.0f} ms on the other, {slow / fast:.2f} times as long; {rounds} rounds.\n"
+        f"ResNet-18 at {tile} px, {tiles} tiles a step, one a microbatch, which takes {fast * 1e3:.0f} ms on the one "
+        f"rank and {slow * 1e3:.0f} ms on the other, {slow / fast:.2f} times as long; {rounds} rounds.\n"
     )
     table = markdown_table(("who computes what", "images/s", "times equal shares"), rows)
     return results("python -m benchmarks.workers.real --write", about, table)
@@ -140,15 +139,16 @@ def report(found: dict[str, Any], tile: int, rounds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tile", type=int, default=128, help="px")
+    parser.add_argument("--tiles", type=int, default=24, help="of a step, one a microbatch")
     parser.add_argument("--rounds", type=int, default=15, help="after one that is dropped")
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
-    argument = {"tile": arguments.tile, "rounds": arguments.rounds}
+    argument = {"tile": arguments.tile, "tiles": arguments.tiles, "rounds": arguments.rounds}
     found = run_on_ranks(2, "benchmarks.workers.real:measure", argument)[0]
     OUT.mkdir(exist_ok=True)
     kept = {**found, **argument, "environment": measured_on()}
     (OUT / "workers_real.json").write_text(json.dumps(kept, indent=2) + "\n")
-    text = report(found, arguments.tile, arguments.rounds)
+    text = report(found, arguments.tile, arguments.tiles, arguments.rounds)
     print(text)
     fast, slow = found["seconds"]
     if not ALLOWED[0] <= slow / fast <= ALLOWED[1]:
