@@ -129,13 +129,11 @@ def put_to_work(
     Args:
         partition: of ``traced``, into the stages of ``strategy``.
     """
-    placement, seating = strategy.placement, strategy.seating
+    placement, seating, policy = strategy.placement, strategy.seating, strategy.policy
     rank = communicator.rank
     seat = seating.seat_of(rank)
-    policy = strategy.policy
-    scheduled = functools.partial(
-        _schedule_of, strategy, partition.links, nominal_costs(partition) if policy.moves else None
-    )
+    costs = nominal_costs(partition) if policy.moves else None
+    scheduled = functools.partial(_schedule_of, strategy, partition.links, costs)
     schedule = scheduled(strategy.shares)
     refuse_schedule(traced, partition, schedule, placement, strategy.name)
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[seat])
@@ -146,10 +144,8 @@ def put_to_work(
     if seating.together:
         waits = ToldWaits(holders.team, seating.ranks_on(seat))
         link, plans = TeamLink(waits), TeamPlans(traced, once=policy.stream is None)
-        boxed = None
-        if policy.stream is not None:
-            stored = policy.host_bytes and policy.host_bytes // _most_in_flight(schedule[seat])
-            boxed = BoxedParts(policy.stream, stored, host)
+        stored = _stored_bytes(policy, schedule[seat])
+        boxed = None if policy.stream is None else BoxedParts(policy.stream, stored, host)
         cuts: Mapping[int, StageModule] = modules_of_seat(
             traced, partition, numbers, strategy, link, plans, shape, device, boxed
         )
@@ -168,12 +164,7 @@ def put_to_work(
     update = _update(
         make_optimizer, names, stages, reducers, holders, seating, rank, offload, resident=policy.parameters
     )
-    messenger = Messenger(communicator, device)
-    routes = {
-        way: tuple(edge.value for edge in partition.edges if (edge.source, edge.target) == way)
-        for way in partition.links
-    }
-    inputs = partition.inputs_of(0)[0]
+    messenger, routes, inputs = Messenger(communicator, device), _routes(partition), partition.inputs_of(0)[0]
     if plans is not None:
         plan_of = functools.partial(plan_of_stage, strategy, plans)
         transfers: StageTransfers = TeamTransfers(routes, partition.links, seating, messenger, rank, plan_of)
@@ -203,6 +194,14 @@ def put_to_work(
 def _schedule_of(strategy: Strategy, links: Links, costs: Sequence[StageCost] | None, shares: Shares) -> Schedule:
     """Return the actions of all seats where groups compute ``shares``; for the rest see ``Strategy.schedule``."""
     return dataclasses.replace(strategy, shares=shares).schedule(links, costs)
+
+
+def _routes(partition: Partition) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Return names of the values that go from one stage to another."""
+    return {
+        way: tuple(edge.value for edge in partition.edges if (edge.source, edge.target) == way)
+        for way in partition.links
+    }
 
 
 def _reducers(
@@ -242,14 +241,14 @@ def _stage_modules(
         raise ValueError(
             "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
         )
-    limit = policy.host_bytes and policy.host_bytes // _most_in_flight(actions)
-    return streamed_stages(traced, partition, numbers, policy.stream, shape, limit, host)
+    return streamed_stages(traced, partition, numbers, policy.stream, shape, _stored_bytes(policy, actions), host)
 
 
-def _most_in_flight(actions: Sequence[Action]) -> int:
-    """Return the most microbatches of stages that are between their forward and backward passes at a time."""
+def _stored_bytes(policy: ActivationPolicy, actions: Sequence[Action]) -> int | None:
+    """Return what maps of one microbatch may take of the host, by the most that are between their forward and backward
+    passes at a time; None: as much as is asked for."""
     steps = ((action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD) for action in actions)
-    return max(accumulate(steps), default=1)
+    return policy.host_bytes and policy.host_bytes // max(accumulate(steps), default=1)
 
 
 def _stage(

@@ -1,6 +1,6 @@
 """Training with the model split over ranks: the run of one process, whatever the strategy, reading and resume included.
 
-Ranks are threads of this process, which share its slides; the last tests start processes as a user does.
+Ranks are threads of this process, which share its slides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from app.launch.watchdog import Watchdog
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings
 from app.settings.strategy_faults import strategy_faults
-from app.train import main
 from app.training import model as model_module
 from app.training import resharing
 from app.training import session as session_module
@@ -47,7 +46,6 @@ from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index_settings import IndexSettings
-from tests.app.conftest import QUICK, Train, summary_of
 from tests.helpers import tiny_models
 
 BATCH, M, STEPS = 5, 4, 4
@@ -364,41 +362,3 @@ def test_masks_on_another_rank_are_varied_as_their_tiles(augment: Any, segment_s
     # One process is 3e-5 off the loss in float64 here, a team 1e-6: sums over its parts round less.
     assert runs[2].losses == pytest.approx(runs[0].losses, rel=1e-4)
     assert runs[2].metrics == pytest.approx(runs[0].metrics, rel=1e-3)
-
-
-@pytest.mark.process
-def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_process: Train, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    # Without --microbatches: those of the first strategy are kept, which are not the second one's own.
-    arguments = [argument for argument in QUICK if argument not in ("--microbatches", "2")]
-    common = ("--slides", classify_slides, *arguments, "--optimizer", "sgd", "--out", out, "--ranks", "2")
-    done = train_process(*common, "--parallel", "master", "--steps", "3", "--developer", "twin-steps=1")
-    assert done.returncode == 0, done.stderr + done.stdout
-    summary = summary_of(out)
-    assert (summary["strategy"], summary["ranks"], summary["stages"], summary["microbatches"]) == ("master", 2, 2, 4)
-    assert 0 < summary["bubble"] < 1
-    assert (summary["images"], len(summary["peak_memory_bytes"])) == (12, 2)
-    done = train_process(*common, "--parallel", "fsdp", "--steps", "5", "--resume")
-    assert done.returncode == 0, done.stderr + done.stdout
-    summary = summary_of(out)
-    assert (summary["strategy"], summary["stages"], summary["microbatches"], summary["images"]) == ("fsdp", 1, 4, 20)
-    assert summary["bubble"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--parallel", "gpipe"), "--parallel gpipe splits the model over 2 ranks or more; got --ranks 1"),
-        (("--parallel", "mast", "--ranks", "2", "--microbatches", "4"), "mast computes 2 microbatches per group"),
-        (
-            ("--developer", "norm-statistics=deferred", "--norm", "group"),
-            "--developer norm-statistics deferred is about --norm batch",
-        ),
-    ],
-)
-def test_wrong_usage_is_said_before_anything_is_read(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--slides", str(tmp_path), "--out", str(tmp_path / "run"), *arguments]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import functools
-import gc
 
 import pytest
 import torch
 from torch import nn
 
-from app.settings.optimization import OptimizerSettings
-from app.training.engines import build_engine, build_optimizer
 from benchmarks.out_of_core.problem import planner
-from models.losses import PixelClassLoss, TileClassLoss
-from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
@@ -25,6 +20,7 @@ from parallel.streaming.read_region import read_region
 from parallel.team.boxed_region import BoxedRegion
 from parallel.team.link import TeamLink
 from parallel.trace.trace_alone import trace_as_it_runs
+from tests.helpers.team_engine import segments, team_engine
 
 GIB = 2**30
 BATCH = 2
@@ -32,25 +28,12 @@ BATCH = 2
 
 def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _: None) -> int:
     """Most bytes that live of one member in its second step, beside the tile."""
-    segments = model.startswith("unet")
     with not_counted():
-        targets = torch.zeros((1, px, px) if segments else (1,), dtype=torch.int64)
+        targets = torch.zeros((1, px, px) if segments(model) else (1,), dtype=torch.int64)
         image = torch.randn(1, 3, px, px).contiguous(memory_format=torch.channels_last)
     live = LiveBytes()
     with live:
-        torch.manual_seed(0)
-        engine = build_engine(
-            strategy,
-            build_model(model, classes=2).to(memory_format=torch.channels_last),
-            PixelClassLoss() if segments else TileClassLoss(),
-            functools.partial(build_optimizer, OptimizerSettings(lr=1e-3)),
-            communicator,
-            batch=strategy.m,
-            tile=px,
-            seed=0,
-            device=torch.device("cpu"),
-        )
-        gc.collect()
+        engine = team_engine(model, px, strategy, communicator)
         for number in range(2):
             live.reset_peak()
             engine.step([Microbatch(image, targets, tuple(image.shape)) for _ in engine.share], number, 0.0)

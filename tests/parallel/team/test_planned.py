@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import functools
-import gc
 from typing import Any
 
 import pytest
 import torch
 
-from app.settings.optimization import OptimizerSettings
-from app.training.engines import build_engine, build_optimizer
 from benchmarks.out_of_core.problem import planner
-from models.losses import PixelClassLoss, TileClassLoss
-from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
+from tests.helpers.team_engine import segments, team_engine
 
 GIB = 2**30
 
 
 def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _: Any) -> tuple[int, int]:
     """(bytes of pieces sent, most bytes that live) of one member, in its second step."""
-    segments = model.startswith("unet")
     live = LiveBytes()
     with live:
-        torch.manual_seed(0)
-        engine = build_engine(
-            strategy,
-            build_model(model, classes=2).to(memory_format=torch.channels_last),
-            PixelClassLoss() if segments else TileClassLoss(),
-            functools.partial(build_optimizer, OptimizerSettings(lr=1e-3)),
-            communicator,
-            batch=strategy.m,
-            tile=px,
-            seed=0,
-            device=torch.device("cpu"),
-        )
-        gc.collect()
-        link = engine._work.link  # type: ignore[attr-defined]
+        engine = team_engine(model, px, strategy, communicator)
+        link = engine._work.link
         for side in (64, px):
-            targets = torch.zeros((1, side, side) if segments else (1,), dtype=torch.int64)
+            targets = torch.zeros((1, side, side) if segments(model) else (1,), dtype=torch.int64)
             shape = (1, 3, side, side)
             image = torch.randn(shape).contiguous(memory_format=torch.channels_last)
             live.reset_peak()
