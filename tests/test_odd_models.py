@@ -23,7 +23,7 @@ EXACT = (
     "odd.flow:EarlyReturn",
     "odd.flow:AsksAtRoot",
     "monai_nets:BasicUNet",
-    "smp:FPN(resnet18)",
+    pytest.param("smp:FPN(resnet18)", marks=pytest.mark.long),
 )
 
 

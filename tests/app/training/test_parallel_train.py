@@ -226,6 +226,7 @@ def test_ranks_draw_microbatches_and_go_on_with_shares(
     assert_same(run(parallel="ddp", ranks=2, resume=tmp_path / "1"), single)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asked", [{"parallel": "ddp", "ranks": 2}, {"parallel": "gpipe", "ranks": 4, "stages": 2}], ids=["ranks", "groups"]
 )
@@ -251,6 +252,7 @@ def test_shares_follow_speeds_are_replayed_and_resumed(
     assert read_changes((tmp_path / "2" / "shares.csv").read_text()) == changes
 
 
+@pytest.mark.long
 def test_shares_that_change_with_the_last_step_do_not_reach_the_twin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin repeats the last batch, of the shares that it was read for; a run that goes on takes the others."""
     slow_down_rank_0(monkeypatch)

@@ -24,7 +24,8 @@ def test_local_communicator_keeps_the_contract() -> None:
 @pytest.mark.parametrize(
     ("launcher", "world"),
     [
-        *(("threads", n) for n in (1, 2, 3, 4)),
+        *(("threads", n) for n in (1, 2, 3)),
+        pytest.param("threads", 4, marks=pytest.mark.long),
         pytest.param("torch", 2, marks=pytest.mark.process),
         pytest.param("forked", 3, marks=pytest.mark.process),
         *(pytest.param("mpi", n, marks=pytest.mark.process) for n in (1, 2, 3, 4)),

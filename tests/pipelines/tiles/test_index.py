@@ -102,6 +102,7 @@ class Greedy(SlideSpec):
         return np.ones(3 << 30, np.uint8)
 
 
+@pytest.mark.long
 def test_a_slide_that_takes_too_much_is_named_with_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.tiles.index.slide_limits", lambda threads: Limits(8, 2 << 30))
     specs = [Slow("slow", SVS), Greedy("greedy", SVS), *specs_of(svs=SVS)]
