@@ -64,10 +64,7 @@ def contract(communicator: Communicator, argument: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("launcher", "way", "kinds"),
     [
-        *(
-            pytest.param("threads", way, kinds, marks=[pytest.mark.long] * (len(kinds.split()) > 3))
-            for way, kinds in CASES
-        ),
+        *(pytest.param("threads", *case, marks=pytest.mark.long) for case in CASES),
         pytest.param("torch", "device", "a0 ac", marks=pytest.mark.process),
         pytest.param("torch", "host", "a0 ac b0 bc", marks=pytest.mark.process),
         pytest.param("forked", "device", "a0 ac bc b0", marks=pytest.mark.process),
