@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.helpers.lanes import NEEDS, PATIENCE, Watch, marks_of
+from tests.helpers.lanes import NEEDS, PATIENCE, SLOWER, Watch, marks_of
 from tests.helpers.pairs import covering
 
 # No deadline: a shared machine is at times ten times slower, and a time limit per test catches what hangs.
@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile", None):
         settings.load_profile("same" if full else "quick")
     slow = full or "CI" in os.environ or "MEGATILE_BUSY" in os.environ
-    config.stash[WATCH] = Watch(PATIENCE if slow else 1.0)
+    config.stash[WATCH] = Watch(PATIENCE if slow else SLOWER)
     config.stash[WATCH].install()
 
 

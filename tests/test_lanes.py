@@ -69,7 +69,7 @@ def test_a_helper_and_little_time():
 def test_an_unmarked_test_starts_nothing_and_is_quick(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "from tests.helpers import lanes\nfrom tests.conftest import *\n"
-        "lanes.LIMIT_S, lanes.is_calm = 0.5, lambda: True\n"
+        "lanes.LIMIT_S, lanes.is_calm = 0.5 / lanes.SLOWER, lambda: True\n"
     )
     (tmp_path / "test_all.py").write_text(TESTS)
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]

@@ -37,6 +37,9 @@ WAITING = 4.0
 BUSY = 3.0
 """Times the limit of processor time while others keep the machine busy: what shares a core takes longer on it, too."""
 
+SLOWER = 2.0
+"""Times all limits anywhere: a machine half as fast as the one that marks were set on runs the lane, too."""
+
 PATIENCE = 4.0
 """Times all limits where the machine is known to be slow or busy, or the lane to be the whole one."""
 
