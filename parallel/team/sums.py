@@ -30,7 +30,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, total: Tensor, link: TeamLink) -> Tensor:
         ctx.link = link
-        return total.detach().view_as(total)
+        return total.clone()  # what follows may change it in place, as dropout does, and a tape keeps it
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

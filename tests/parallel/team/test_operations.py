@@ -63,3 +63,11 @@ def test_windows_of_padding_alone_do_not_come_to_the_map() -> None:
     errors = team_error(network.double(), (2, 2, 2, 9), Grid(2, 1))
     assert errors.largest <= EXACT, errors
     assert errors.ends_at is None
+
+
+def test_what_follows_a_sum_may_change_it_in_place() -> None:
+    """As dropout behind the pool of torchvision's EfficientNet does."""
+    torch.manual_seed(0)
+    parts = nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5, inplace=True), nn.Conv2d(4, 3, 1)
+    errors = team_error(nn.Sequential(*parts).double(), (2, 2, 20, 20), Grid(2, 1))
+    assert errors.largest <= EXACT, errors
