@@ -18,6 +18,7 @@ from parallel.graph.layers import OUTPUT, Layer, LayerGraph
 from parallel.graph.op import Convolution
 from parallel.graph.scale import cast_parameters, on_part
 from parallel.space.borders import Borders
+from parallel.space.rule import SAME
 from parallel.space.side_by_side import Fetch, SideBySide, box_px
 from parallel.space.step import Step
 
@@ -41,12 +42,27 @@ class Halo:
         bytes: that the member which fetches most is sent; ``all_bytes``: all members together.
         messages: that the member is sent.
         back: gradients return.
+        hoisted: it comes with the moments of a norm before, and its gradients go with the sums of that.
     """
 
     bytes: int
     all_bytes: int
     messages: int
     back: bool
+    hoisted: bool = False
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over the members of a team.
+
+    Attributes:
+        bytes: that each member gives.
+        gathered: members learn what each has given.
+    """
+
+    bytes: int
+    gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,13 +70,13 @@ class Talk:
     """What a layer exchanges within a team, for one tile.
 
     Attributes:
-        forward_sums, backward_sums: bytes of each all-reduce.
+        forward_sums, backward_sums: over the members.
         forward_copied, backward_copied: bytes that are read or written to put boxes together and to take them apart.
     """
 
     halos: tuple[Halo, ...] = ()
-    forward_sums: tuple[int, ...] = ()
-    backward_sums: tuple[int, ...] = ()
+    forward_sums: tuple[Sum, ...] = ()
+    backward_sums: tuple[Sum, ...] = ()
     forward_copied: int = 0
     backward_copied: int = 0
 
@@ -105,7 +121,7 @@ class _Made:
     forward: int = 0
     backward: int = 0
     halos: list[Halo] = field(default_factory=list)
-    sums: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    sums: tuple[list[Sum], list[Sum]] = field(default_factory=lambda: ([], []))
     copied: list[int] = field(default_factory=lambda: [0, 0])
 
 
@@ -121,6 +137,11 @@ class _Parts:
             (n for layer in graph.layers for n, _ in (*layer.saved, *layer.output_storages)), default=0
         )
         self._gathered: set[str] = set()
+        self._users: dict[str, list[str]] = {}
+        for layer in graph.layers:
+            for name in layer.inputs:
+                self._users.setdefault(name, []).append(layer.name)
+        self._hoisted = {user for layer in graph.layers if (user := self._window_behind(layer.name)) is not None}
 
     def divided(self) -> PartGraph:
         layers, talks = [], []
@@ -130,6 +151,25 @@ class _Parts:
             forward, backward = map(tuple, made.sums)
             talks.append(Talk(tuple(made.halos), forward, backward, *made.copied))
         return PartGraph(dataclasses.replace(self._graph, layers=tuple(layers)), tuple(talks))
+
+    def _window_behind(self, name: str) -> str | None:
+        """The operation whose halos come with the moments of the norm ``name``: nobody else uses what lies between
+        them, and that works on each px alone."""
+        if not any(step.normed for step in self._side.by_node.get(name, ())):
+            return None
+        while len(users := self._users.get(name, [])) == 1:
+            (name,) = users
+            steps = self._side.by_node.get(name, ())
+            if len(steps) != 1:
+                return None
+            step = steps[0]
+            if step.sums or step.plain or step.draws_whole or len(step.maps) != 1:
+                return None
+            if any(self._side.fetches(step)):
+                return name
+            if step.rules != (SAME, SAME):
+                return None
+        return None
 
     def _share(self, layer: Layer) -> float:
         if layer.name in self._side.in_parts:
@@ -155,8 +195,8 @@ class _Parts:
                 for fetch in self._side.fetches(step):
                     self._fetched(layer, step, fetch, made)
         elif self._loss_of(layer) is not None:
-            made.sums[0].append(COUNT_BYTES)
-            made.sums[1].append(COUNT_BYTES)
+            made.sums[0].append(Sum(COUNT_BYTES))
+            made.sums[1].append(Sum(COUNT_BYTES))
         else:
             for name in layer.inputs:
                 if name in self._side.in_parts and name not in self._gathered:
@@ -168,13 +208,13 @@ class _Parts:
         if not step.sums:
             return
         if step.name == layer.name:
-            made.sums[0].append(step.value_bytes)
-            made.sums[1].append(step.value_bytes)
+            made.sums[0].append(Sum(step.value_bytes))
+            made.sums[1].append(Sum(step.value_bytes))
             return
         channels = self._px_bytes(step.maps[0]) // FLOAT_BYTES
-        made.sums[0].append(self._members * MOMENTS * channels * COUNT_BYTES)
+        made.sums[0].append(Sum(MOMENTS * channels * COUNT_BYTES, gathered=True))
         if self._graph.flows_back(layer.name):
-            made.sums[1].append((MOMENTS - 1) * channels * COUNT_BYTES)
+            made.sums[1].append(Sum((MOMENTS - 1) * channels * COUNT_BYTES))
             made.copied[1] += round(NORM_PASSES * layer.output_bytes * self._share(layer))
 
     def _drawn(self, layer: Layer, made: _Made) -> None:
@@ -197,8 +237,11 @@ class _Parts:
             numbers = shape.batch * shape.channels_out * math.prod(shape.size_out)
             each = shape.batch * shape.channels_in * (layer.output_bytes // numbers)
         back = self._graph.flows_back(fetch.source)
-        halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back)
+        hoisted = layer.name in self._hoisted
+        halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back, hoisted)
         made.halos.append(halo)
+        if hoisted:
+            made.kept.append((self._number(), halo.bytes))  # as it came; normalised, it is kept as any other
         box, padded = fetch.boxes_px * each, fetch.padded_px * each
         wide = padded or box
         own = round(source.output_bytes * self._share(source))

@@ -15,10 +15,10 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
-from parallel.plan.part_graph import PartGraph, Talk, part_graph
+from parallel.plan.part_graph import PartGraph, Sum, Talk, part_graph
 from parallel.space.boxes import StreamedModel
 from parallel.space.side_by_side import SideBySide, divide_among
-from parallel.space.team import Grid
+from parallel.space.team import TOLD_MEMBERS, Grid, is_told
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,24 @@ def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cl
     """Return ``cost`` with what its layer exchanges in a team of the cluster's first ``members`` ranks."""
     if talk.silent:
         return cost
-    team = range(members)
     link = cluster.link(0, members - 1)
     assert link is not None
     forward = tiles * talk.forward_copied / cluster.update_bandwidth
     backward = tiles * talk.backward_copied / cluster.update_bandwidth
     for halo in talk.halos:
-        seconds = halo.messages * link.latency_s + tiles * halo.bytes / link.bandwidth
+        messages = 0 if halo.hoisted and cluster.kind == "cpu" and members <= TOLD_MEMBERS else halo.messages
+        seconds = messages * link.latency_s + tiles * halo.bytes / link.bandwidth
         forward += seconds * (1 - cluster.hidden)
         backward += seconds * (1 - cluster.hidden) * halo.back
-    forward += sum(cluster.sum_s(size, team) for size in talk.forward_sums)
-    backward += sum(cluster.sum_s(size, team) for size in talk.backward_sums)
+    forward += sum(sum_in_team_s(each, members, cluster) for each in talk.forward_sums)
+    backward += sum(sum_in_team_s(each, members, cluster) for each in talk.backward_sums)
     return LayerCost(cost.forward_s + forward, cost.backward_s + backward, cost.backward_input_s + backward)
+
+
+def sum_in_team_s(told: Sum, members: int, cluster: Cluster) -> float:
+    """Return the seconds of a sum over the cluster's first ``members`` ranks."""
+    if cluster.kind == "cpu" and is_told(told.bytes, members):
+        link = cluster.link(0, members - 1)
+        assert link is not None
+        return link.latency_s + (members - 1) * told.bytes / link.bandwidth
+    return cluster.sum_s(told.bytes * (members if told.gathered else 1), range(members))

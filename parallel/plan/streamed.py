@@ -23,6 +23,8 @@ from parallel.memory.rank_bytes import RankBytes, whole_bytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.plan.limit import Limit
+from parallel.plan.part_graph import Sum
+from parallel.plan.side_by_side import sum_in_team_s
 from parallel.schedule.step_cost import StageCost
 from parallel.space.boxes import Boxes, StreamedModel, given_by, plan_boxes
 from parallel.space.phases import most_stored, phases_of
@@ -223,7 +225,7 @@ class StreamedStages:
         fetched = [size for size in boxes.fetched_of_others.values() if size]
         sums = [step for phase, part in boxes.parts() for step in given_by(phase, part) if step.sums]
         rims = sum(NEIGHBOURS * link.latency_s + size / link.bandwidth for size in fetched)
-        return rims + sum(self._cluster.sum_s(members * step.value_bytes, range(members)) for step in sums)
+        return rims + sum(sum_in_team_s(Sum(step.value_bytes, True), members, self._cluster) for step in sums)
 
     def _end(self, strategy: Strategy, graph: LayerGraph) -> int:
         """Position in ``graph`` of what follows the region."""

@@ -33,6 +33,7 @@ class Step:
         lies_in: map in whose memory its value lies; "" where it has its own.
         hands_on: its backward pass gives the gradient of its value on as it is.
         draws_whole: it draws a number for each px of the whole map, whatever of it is computed.
+        normed: it normalises each channel of a map by the moments that are summed before it.
         copies_pads: where a box is padded on one side alone, what it takes is copied, and the copy kept.
     """
 
@@ -53,6 +54,7 @@ class Step:
     hands_on: bool = False
     copies_pads: bool = False
     draws_whole: bool = False
+    normed: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:

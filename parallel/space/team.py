@@ -22,6 +22,15 @@ from parallel.space.span import Span
 Box = tuple[Span, Span]
 """(rows, columns)"""
 Sides = tuple[int, int]
+TOLD_BYTES, TOLD_MEMBERS = 2**16, 4
+"""Sums of at most so many bytes, in teams of at most so many members, go as a message to each, where members are on
+CPUs."""
+
+
+def is_told(size: int, members: int) -> bool:
+    """Return whether a message to each member takes less than a sum of ``size`` bytes, in which members wait for each
+    other in turn."""
+    return 1 < members <= TOLD_MEMBERS and size <= TOLD_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,7 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
             flops=flops,
             value_bytes=size,
             draws_whole=operation.drawn is not None,
+            normed=operation.norm is not None,
         )
     )
 

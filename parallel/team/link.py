@@ -13,21 +13,21 @@ Between GPUs ``Communicator.connect`` must have been called with all pairs of me
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel.comm.communicator import Work
-from parallel.space.team import Box, Exchange
+from parallel.space.team import Box, Exchange, is_told
 from parallel.streaming.narrowing import narrowed
 from parallel.team.told_waits import Talk
 
 TAGS = 32767
-TOLD_BYTES, TOLD_MEMBERS = 2**16, 4
-"""Sums of at most so many bytes, in teams of at most so many members, go as a message to each."""
+NO_PIECES: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Tape:
@@ -73,12 +73,21 @@ class Halos:
 
 
 class _Sum(Halos):
-    """A sum whose parts are on their way; added in the order of members, to the same bits on each."""
+    """A sum whose parts are on their way; added in the order of members, to the same bits on each.
+
+    Args:
+        parts: of all members.
+        beside: pieces of a map that come with them; they follow the sum.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], works: Sequence[Work], beside: Sequence[Tensor] = ()) -> None:
+        super().__init__(parts, works)
+        self._beside = beside
 
     def wait(self) -> list[Tensor]:
         first, *others = super().wait()
         self._tensors = [functools.reduce(torch.add, others, first)]
-        return self._tensors
+        return [*self._tensors, *self._beside]
 
 
 class TeamLink:
@@ -154,7 +163,7 @@ class TeamLink:
     def begin_sum_back(self, value: Tensor) -> Halos:
         """Begin to sum over the members, in a backward pass; the sum arrives."""
         own = dense(value)
-        if self._is_told(own):
+        if self.tells(own):
             return _Sum(*self._tell(own))
         return Halos([own], [self._communicator.iall_reduce(own)] if self.members > 1 else ())
 
@@ -168,22 +177,78 @@ class TeamLink:
     def gather_back(self, value: Tensor) -> list[Tensor]:
         """The same of a pass that is never computed again."""
         own = dense(value)
-        if self._is_told(own):
-            return Halos(*self._tell(own)).wait()
+        if self.tells(own):
+            parts, works, _ = self._tell(own)
+            return Halos(parts, works).wait()
         table = own.new_zeros((self.members, *own.shape))
         table[self.member] = own
         return list(self.sum_back(table))
 
-    def _is_told(self, own: Tensor) -> bool:
-        """Whether a message to each member takes less than a sum, in which members wait for each other in turn."""
-        return 1 < self.members <= TOLD_MEMBERS and own.nbytes <= TOLD_BYTES and not own.is_cuda
+    def gather_and_fetch(
+        self, value: Tensor, exchange: Exchange, own: Tensor, dims: tuple[int, int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return (what ``gather`` gives of ``value``, what ``fetch`` gives of ``own``), in a message from each member;
+        of a forward pass.
 
-    def _tell(self, own: Tensor) -> tuple[list[Tensor], list[Work]]:
-        """Begin to send ``own`` to all others; return what each member has, in order, once it is there."""
-        places = [own if member == self.member else torch.empty_like(own) for member in range(self.members)]
-        others = [member for member in range(self.members) if member != self.member]
-        leaving, arriving = [(other, own) for other in others], [(other, places[other]) for other in others]
-        return places, self._swap(leaving, arriving, counted=False)
+        ``value`` must be one that is told (``tells``).
+        """
+        if self.tape is not None:
+            found: tuple[list[Tensor], list[Tensor]] = self.tape.word(
+                lambda: self._gather_and_fetch(value, exchange, own, dims)
+            )
+            return found
+        return self._gather_and_fetch(value, exchange, own, dims)
+
+    def _gather_and_fetch(
+        self, value: Tensor, exchange: Exchange, own: Tensor, dims: tuple[int, int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        at = exchange.owned[self.member]
+        leaving = {target: dense(cut(own, dims, box, at)) for target, box in exchange.leaving(self.member)}
+        arriving = {piece.owner: _like(own, dims, piece.box) for piece in exchange.arriving(self.member)}
+        parts, works, pieces = self._tell(dense(value), leaving, arriving)
+        return Halos(parts, works).wait(), pieces
+
+    def begin_sum_and_give_back(
+        self, value: Tensor, exchange: Exchange, gradients: Sequence[Tensor], like: Tensor, dims: tuple[int, int]
+    ) -> Halos:
+        """Begin ``begin_sum_back`` and ``give_back`` at once, in a message to each member: the sum arrives, and behind
+        it what ``give_back`` gives."""
+        pieces = exchange.arriving(self.member)
+        leaving = {piece.owner: dense(gradient) for piece, gradient in zip(pieces, gradients, strict=True)}
+        arriving = {target: _like(like, dims, box) for target, box in exchange.leaving(self.member)}
+        return _Sum(*self._tell(dense(value), leaving, arriving))
+
+    def tells(self, own: Tensor) -> bool:
+        """Return whether ``own`` goes to the others as a message to each, in place of a sum over all."""
+        return is_told(own.nbytes, self.members) and not own.is_cuda
+
+    def _tell(
+        self, own: Tensor, leaving: Mapping[int, Tensor] = NO_PIECES, arriving: Mapping[int, Tensor] = NO_PIECES
+    ) -> tuple[list[Tensor], list[Work], list[Tensor]]:
+        """Begin to send ``own`` to all others, and with it what is ``leaving`` to some of them.
+
+        Args:
+            arriving: by member, a tensor as that which comes with its own.
+
+        Returns:
+            What each member has, in order; what to wait for; what arrived, in the order of ``arriving``.
+        """
+        parts, pieces, messages, places = [], dict(arriving), [], []
+        for member in range(self.members):
+            if member == self.member:
+                parts.append(own)
+                continue
+            messages.append((member, _packed(own, leaving[member]) if member in leaving else own))
+            place = torch.empty_like(own)
+            if member in arriving:
+                whole = own.new_empty(own.nbytes + pieces[member].nbytes, dtype=torch.uint8)
+                place, pieces[member] = _unpacked(whole, own, pieces[member])
+                places.append((member, whole))
+            else:
+                places.append((member, place))
+            parts.append(place)
+        self.sent_bytes += sum(piece.nbytes for piece in leaving.values())
+        return parts, self._swap(messages, places, counted=False), list(pieces.values())
 
     def finish(self) -> None:
         """Wait until all that this member sent has left."""
@@ -219,6 +284,18 @@ def cut(value: Tensor, dims: tuple[int, int], box: Box, at: Box) -> Tensor:
 def dense(value: Tensor) -> Tensor:
     """Return a copy as it is sent: contiguous whatever the layout, which may differ between two members' parts."""
     return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _packed(first: Tensor, second: Tensor) -> Tensor:
+    """One message of two dense tensors."""
+    return torch.cat([each.flatten().view(torch.uint8) for each in (first, second)])
+
+
+def _unpacked(message: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a message, in the forms of what it was packed of."""
+    parts = message[: first.nbytes], message[first.nbytes :]
+    one, other = (part.view(form.dtype).view(form.shape) for part, form in zip(parts, (first, second), strict=True))
+    return one, other
 
 
 def _like(own: Tensor, dims: tuple[int, int], box: Box) -> Tensor:

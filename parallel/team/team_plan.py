@@ -25,7 +25,7 @@ Lies = Literal["parts", "all", "first"]
 """In parts with the members; whole with each of them; with member 0 alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TeamPlan:
     """A model in one mode, for tiles of one shape and a team of one grid.
 
