@@ -62,7 +62,7 @@ SUBJECTS = {
     "unet(5,16)": Subject("unet(5,16)", 64),
     "resnet110_v2": Subject("resnet110_v2", 32),
     "densenet121": Subject("torchvision:densenet121", 64),
-    "inception_v3": Subject("torchvision:inception_v3", 96, tiles=2),
+    "inception_v3": Subject("torchvision:inception_v3", 128, tiles=2),
     "googlenet": Subject(f"{OWN}:googlenet", 64, tiles=2),
     "mobilenet_v3": Subject("torchvision:mobilenet_v3_small", 64, tiles=2),
     "efficientnet_b0": Subject("torchvision:efficientnet_b0", 64, tiles=2),

@@ -13,10 +13,10 @@ from app.planning.workload import Workload
 from benchmarks.plan_accuracy.problems import CLASSES, QUICK, Problem
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
-from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.strategy import WHOLE
 
-NAMES = (*WHOLE, *SCHEDULES)
+NAMES = (*WHOLE, SPATIAL.name, *SCHEDULES)
 
 
 def predicted(problem: Problem) -> tuple[list[PlanRow], PlanRow | None]:

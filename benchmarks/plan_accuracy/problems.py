@@ -1,7 +1,7 @@
 """What is planned and measured: ten problems, each with the ways to train that are tried on it.
 
-Takes nothing; gives ``PROBLEMS``. Sizes are such that all of them run in ten minutes on two cores, which four ranks
-share. Limits of memory rule out what would be chosen without them.
+Takes nothing; gives ``PROBLEMS``, and ``TEAMS``, four with teams among the ways. Sizes are such that all of them run in
+twenty minutes on two cores, which four ranks share. Limits of memory rule out what would be chosen without them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
 MIB = 1 << 20
@@ -176,10 +177,67 @@ PROBLEMS = (
     ),
 )
 
+
+def _teams(
+    ranks: int, grid: str, m: int, depth: int = 1, name: str = "spatial", recompute: Literal["none", "block"] = "none"
+) -> Strategy:
+    """A candidate with a team of ``grid`` on each of ``depth`` seats."""
+    return Strategy(name, ranks, depth, m, grids=(Grid.parse(grid),) * depth).under(recompute=recompute)
+
+
+TEAMS = (
+    Problem(
+        "teams-resnet18-2",
+        "resnet18",
+        512,
+        2,
+        4,
+        "adamw",
+        (_teams(2, "2x1", 2), _teams(2, "2x1", 4), *_on(2, ("ddp", 1, 4), ("1f1b", 2, 4), ("mp-basic", 2, 4))),
+    ),
+    Problem(
+        "teams-unet-2",
+        "unet_w16",
+        768,
+        2,
+        2,
+        "sgd",
+        (_teams(2, "2x1", 2), _teams(2, "1x2", 2), *_on(2, ("ddp", 1, 2), ("1f1b", 2, 2))),
+        segments=True,
+    ),
+    Problem(
+        "teams-resnet50-2-limited",
+        "resnet50",
+        768,
+        2,
+        2,
+        "sgd",
+        (_teams(2, "2x1", 2), _teams(2, "2x1", 2, recompute="block"), *_on(2, ("ddp", 1, 2), ("1f1b", 2, 2))),
+        memory_bytes=1280 * MIB,
+    ),
+    Problem(
+        "teams-resnet18-4",
+        "resnet18",
+        1024,
+        4,
+        4,
+        "sgd",
+        (
+            _teams(4, "4x1", 4),
+            _teams(4, "2x2", 4),
+            _teams(4, "2x1", 4),
+            _teams(4, "2x1", 4, 2, "1f1b"),
+            *_on(4, ("1f1b", 4, 4)),
+        ),
+        memory_bytes=600 * MIB,
+    ),
+)
+"""Tiles divided among teams beside all else: none of these sizes was there when the planner was made."""
+
 QUICK = Problem("quick", "resnet11_v2", 64, 2, 4, "sgd", _on(2, ("ddp", 1, 2), ("1f1b", 2, 4, "recompute")))
 """Small enough for a test of the command."""
 
 
 def named(name: str) -> Problem:
     """The problem called ``name``."""
-    return next(problem for problem in (*PROBLEMS, QUICK) if problem.name == name)
+    return next(problem for problem in (*PROBLEMS, *TEAMS, QUICK) if problem.name == name)

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.machine import measured_on
 from benchmarks.plan_accuracy.predict import predicted
-from benchmarks.plan_accuracy.problems import PROBLEMS, QUICK, Problem
+from benchmarks.plan_accuracy.problems import PROBLEMS, QUICK, TEAMS, Problem
 from benchmarks.plan_accuracy.tables import Outcome, choices_table, errors_table, missed
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import results, write_results
@@ -99,13 +99,14 @@ def report(found: dict[str, Any]) -> str:
 
 def _outcomes(found: dict[str, Any]) -> list[Outcome]:
     """In the order of the problems."""
-    names = [problem.name for problem in (*PROBLEMS, QUICK)]
+    names = [problem.name for problem in (*PROBLEMS, *TEAMS, QUICK)]
     return [Outcome.from_json(name, found[name]) for name in sorted(found, key=names.index)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [problem.name for problem in PROBLEMS]
+    problems = (*PROBLEMS, *TEAMS)
+    names = [problem.name for problem in problems]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PROBLEM", help=", ".join(names))
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each candidate")
     parser.add_argument("--tables", action="store_true", help="measure nothing, make the tables of what is there")
@@ -115,7 +116,9 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     path = OUT / ("plan_accuracy_quick.json" if arguments.quick else "plan_accuracy.json")
     found: dict[str, Any] = {} if arguments.quick or not path.exists() else json.loads(path.read_text())
-    asked = [QUICK] if arguments.quick else [problem for problem in PROBLEMS if problem.name in arguments.only]
+    asked = (
+        [QUICK] if arguments.quick else [problem for problem in problems if problem.name in arguments.only]
+    )
     for problem in [] if arguments.tables else asked:
         begun = time.perf_counter()
         found[problem.name] = compared(problem, arguments.steps) | {"environment": measured_on()}

@@ -18,9 +18,9 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.engine.engine import Engine, EngineFault
 from parallel.schedule.action import Schedule
+from parallel.space import team
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from parallel.team import link
 from parallel.team.told_waits import ToldWaits
 from tests.helpers.engine_runs import build, steps_of, train
 from tests.helpers.forked import run_ranks
@@ -96,7 +96,7 @@ def test_others_of_a_team_are_told_whatever_they_wait_for(
     kind: str, number: int, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "iall_reduce":
-        monkeypatch.setattr(link, "TOLD_BYTES", 0)  # as sums of more are
+        monkeypatch.setattr(team, "TOLD_BYTES", 0)  # as sums of more are
     heard: dict[int, Any] = {}
 
     def run(communicator: Communicator, _: Any) -> None:
