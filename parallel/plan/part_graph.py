@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from parallel.graph.layers import OUTPUT, Layer, LayerGraph
 from parallel.graph.op import Convolution
 from parallel.graph.scale import cast_parameters, on_part
-from parallel.space.borders import Borders
+from parallel.space.borders import Borders, apart_pays
 from parallel.space.rule import SAME
 from parallel.space.side_by_side import Fetch, SideBySide, box_px
 from parallel.space.step import Step
@@ -248,7 +248,7 @@ class _Parts:
         value = round(layer.output_bytes * self._share(layer))
         if plain:
             made.kept.append((self._number(), halo.bytes))
-            apart = self._side.borders(step, fetch)
+            apart = self._side.borders(step, fetch) if apart_pays(own, layer.param_bytes) else [None]
             self._taken_apart(layer, [borders for borders in apart if borders], each, back, made)
             if all(apart):
                 return

@@ -18,6 +18,12 @@ MOST = 0.5
 """Of its output, in rims: beyond, one convolution of all that is needed is less work."""
 
 
+def apart_pays(map_bytes: int, weight_bytes: int) -> bool:
+    """Return whether a convolution is better taken apart: each of its rims reads, and each gradient of a halo writes,
+    the weights again, where putting all together copies a member's part ``map_bytes`` of a tile."""
+    return map_bytes >= weight_bytes
+
+
 @dataclass(frozen=True)
 class Rim:
     """Output that needs what others have.

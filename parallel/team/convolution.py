@@ -2,8 +2,8 @@
 
 Forward: of its own part alone, while halos come in; then the rims of its output again, with them. Backward: gradients
 of the halos first; while they travel, that of its own part and of the weights. So nothing is put together in a tensor
-of its own, and what is kept is this member's part and the halos. Where its part is mostly rims, or padded unlike, it is
-put together after all, for one pass alone.
+of its own, and what is kept is this member's part and the halos. Where its part is mostly rims, padded unlike, or
+smaller than the weights, it is put together after all, for one pass alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.borders import Borders, borders
+from parallel.space.borders import Borders, apart_pays, borders
 from parallel.space.team import Box, Exchange
 from parallel.streaming.patch import Patch
 from parallel.team.fetched import add_pieces, handed_back, put_together, taken_apart
@@ -49,7 +49,8 @@ def convolve_side_by_side(
         kind = torch.get_autocast_dtype(device)
         own, weight, bias = own.to(kind), weight.to(kind), bias if bias is None else bias.to(kind)
         halos = halos if halos is None else [halo.to(kind) for halo in halos]
-    work = _Work(exchange, link.member, patch, rules, groups)
+    pays = apart_pays(own.nbytes // len(own), weight.nbytes)
+    work = _Work(exchange, link.member, patch, rules, groups, pays)
     value: Tensor = _Convolved.apply(own, weight, bias, link, work, halos is None, *(halos or ()))
     return value
 
@@ -57,12 +58,14 @@ def convolve_side_by_side(
 class _Work:
     """One convolution on one member."""
 
-    def __init__(self, exchange: Exchange, member: int, patch: Patch, rules: tuple[Any, Any], groups: int) -> None:
+    def __init__(
+        self, exchange: Exchange, member: int, patch: Patch, rules: tuple[Any, Any], groups: int, pays: bool
+    ) -> None:
         self.exchange, self.member, self.groups = exchange, member, groups
         self.patch = replace(patch, tensor=patch.tensor.new_empty(0))  # or a pass that keeps nothing would keep it
         self.need, self.have, self.own = exchange.needs[member], exchange.boxes[member], exchange.owned[member]
         self.stride, self.dilation = [rule.stride for rule in rules], [rule.dilation for rule in rules]
-        self.apart: Borders | None = borders(rules, patch.box, self.have, self.own, patch.sides)
+        self.apart: Borders | None = borders(rules, patch.box, self.have, self.own, patch.sides) if pays else None
 
     def forward(self, x: Tensor, pads: Pads, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, even = _padded(x, pads)
