@@ -116,9 +116,7 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     path = OUT / ("plan_accuracy_quick.json" if arguments.quick else "plan_accuracy.json")
     found: dict[str, Any] = {} if arguments.quick or not path.exists() else json.loads(path.read_text())
-    asked = (
-        [QUICK] if arguments.quick else [problem for problem in problems if problem.name in arguments.only]
-    )
+    asked = [QUICK] if arguments.quick else [problem for problem in problems if problem.name in arguments.only]
     for problem in [] if arguments.tables else asked:
         begun = time.perf_counter()
         found[problem.name] = compared(problem, arguments.steps) | {"environment": measured_on()}

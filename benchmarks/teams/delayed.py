@@ -22,32 +22,34 @@ class Delayed:
     """``inner``, whose messages and sums take ``delay_s`` longer.
 
     Attributes:
+        noted: what is sent and received now counts.
         sent: by peer: when each message was sent, on the clock of all processes of a machine.
         asked: by peer: when each message was first waited for, in the order of receives.
     """
 
-    def __init__(self, inner: Communicator, delay_s: float, sums: bool) -> None:
-        self.rank, self.world = inner.rank, inner.world
+    def __init__(self, inner: Communicator, delay_s: float) -> None:
+        self.rank, self.world, self.noted = inner.rank, inner.world, True
         self.sent: dict[int, list[float]] = defaultdict(list)
         self.asked: dict[int, list[float]] = defaultdict(list)
-        self._inner, self._delay_s, self._sums = inner, delay_s, sums
+        self._inner, self._delay_s = inner, delay_s
         self._under_way: queue.SimpleQueue[tuple[float, Callable[[], Work], _Late]] = queue.SimpleQueue()
         threading.Thread(target=self._hand_on, name="delayed messages", daemon=True).start()
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send; ``tensor`` is a copy that nobody changes."""
-        self.sent[peer].append(time.perf_counter())
+        if self.noted:
+            self.sent[peer].append(time.perf_counter())
         return self._later(lambda: self._inner.isend(tensor, peer, tag))
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        if not self.noted:
+            return self._inner.irecv(tensor, peer, tag)
         number = len(self.asked[peer])
         self.asked[peer].append(0.0)
         return _Watched(self._inner.irecv(tensor, peer, tag), self.asked[peer], number)
 
     def iall_reduce(self, tensor: Tensor) -> Work:
-        if self._sums:
-            return self._later(lambda: self._inner.iall_reduce(tensor))
-        return self._inner.iall_reduce(tensor)
+        return self._later(lambda: self._inner.iall_reduce(tensor))
 
     def all_reduce(self, tensor: Tensor) -> None:
         self.iall_reduce(tensor).wait()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -11,14 +13,30 @@ from torch import Tensor
 from app.launch.place import take_cores
 from benchmarks.teams.delayed import Delayed
 from benchmarks.teams.passes import Problem
-from parallel.comm.communicator import Communicator
+from parallel.comm.communicator import Communicator, Work
 from parallel.space.team import Exchange, Grid
+from parallel.team import nodes
+from parallel.team.hoisted import NOTHING
 from parallel.team.link import Halos, TeamLink
 
-WAYS = ("at once", "overlapped")
+WAYS = ("at once", "overlapped", "with moments")
+"""Halos that are waited for before anything is computed; that travel meanwhile; and, where a norm's moments can take
+them along, as those, the way teams are."""
 
 
-class AtOnce(TeamLink):
+class Noting(TeamLink):
+    """Notes pieces of maps that travel by themselves, and no sums."""
+
+    def __init__(self, slow: Delayed) -> None:
+        super().__init__(slow)  # type: ignore[arg-type]
+        self._slow = slow
+
+    def _swap(self, leaving: Any, arriving: Any, counted: bool = True) -> list[Work]:
+        self._slow.noted = counted
+        return super()._swap(leaving, arriving, counted)
+
+
+class AtOnce(Noting):
     """Waits for what it asks for before anything else is computed."""
 
     def fetch(self, exchange: Exchange, own: Tensor, dims: tuple[int, int]) -> Halos:
@@ -26,9 +44,6 @@ class AtOnce(TeamLink):
 
     def give_back(self, exchange: Exchange, gradients: Any, like: Tensor, dims: tuple[int, int]) -> Halos:
         return _here(super().give_back(exchange, gradients, like, dims))
-
-    def begin_sum_back(self, value: Tensor) -> Halos:
-        return _here(super().begin_sum_back(value))
 
 
 def _here(halos: Halos) -> Halos:
@@ -40,12 +55,10 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
     seconds of a pass over the links as they are."""
     take_cores(torch.device("cpu"))
     problem, grid = Problem(argument["model"], argument["side"]), Grid.parse(argument["grid"])
-    slow = {way: Delayed(communicator, argument["delay_s"], argument["sums"]) for way in WAYS}
-    members = {
-        "at once": problem.member(communicator, grid, AtOnce(slow["at once"])),
-        "overlapped": problem.member(communicator, grid, TeamLink(slow["overlapped"])),
-        "fast": problem.member(communicator, grid),
-    }
+    slow = {way: Delayed(communicator, argument["delay_s"]) for way in WAYS}
+    links = {way: (AtOnce if way == "at once" else Noting)(slow[way]) for way in WAYS}
+    members = {way: problem.member(communicator, grid, links[way]) for way in WAYS}
+    members["fast"] = problem.member(communicator, grid)
     took: dict[str, Any] = {way: [] for way in members}
     for k in range(argument["rounds"] + 1):
         for way in sorted(members, reverse=bool(k % 2)):
@@ -54,7 +67,9 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
                 link.asked.clear()
             communicator.barrier()
             start = time.perf_counter()
-            members[way].one_pass()
+            alone = way in ("at once", "overlapped")
+            with mock.patch.object(nodes, "hoisted", return_value=NOTHING) if alone else contextlib.nullcontext():
+                members[way].one_pass()
             communicator.barrier()
             if k:  # the first round warms up
                 took[way].append({"wall": time.perf_counter() - start})

@@ -60,26 +60,29 @@ def hidden(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[st
     lines, missed = [], []
     for model, side in models:
         argument: dict[str, Any] = {"model": model, "side": side, "grid": GRID, "rounds": rounds}
-        argument |= {"delay_s": DELAY_S, "sums": False}
+        argument |= {"delay_s": DELAY_S}
         ranks = run_on_ranks(2, "benchmarks.teams.hidden:on_rank", argument)
         shares = {way: [_hidden_share(ranks, way, k) for k in range(rounds)] for way in WAYS}
-        messages = sum(map(len, ranks[0][WAYS[0]][0]["sent"].values()))
+        messages = {way: sum(map(len, ranks[0][way][0]["sent"].values())) for way in ("overlapped", "with moments")}
         walls = {way: [each["wall"] for each in rounds_] for way, rounds_ in ranks[0].items()}
         best = median(shares["overlapped"])
+        turns = zip(walls["with moments"], walls["overlapped"], strict=True)
+        fused = median(ours / theirs for ours, theirs in turns)
         lines.append(
             [
                 f"{model}, {side:,} px",
-                str(messages),
+                f"{messages['overlapped']}, {messages['with moments']}",
                 f"{median(shares['at once']):.0%}",
                 f"**{best:.0%}** ({min(shares['overlapped']):.0%}-{max(shares['overlapped']):.0%})",
-                *(_range(walls[way]) for way in ("fast", "at once", "overlapped")),
+                *(_range(walls[way]) for way in ("fast", *WAYS)),
+                f"**{fused:.3f}**",
             ]
         )
         if best < ASKED_HIDDEN:
             missed.append(f"{model}: {best:.0%} hidden, asked {ASKED_HIDDEN:.0%}")
         print(*lines[-1], sep=" | ", flush=True)
-    header = ["", "messages a pass and member", "hidden, waiting at once", "hidden, overlapped"]
-    header += ["a pass over fast links, s", "2 ms, waiting at once, s", "2 ms, overlapped, s"]
+    header = ["", "halos by themselves, with moments", "hidden, waiting at once", "hidden, overlapped"]
+    header += ["a pass over fast links, s", *(f"2 ms, {way}, s" for way in WAYS), "with moments, of overlapped"]
     return markdown_table(header, lines), missed
 
 
