@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.stage.arrivals import Arrival
 from parallel.streaming.images import Boxes
-from parallel.team.link import Tape
+from parallel.team.tape import Tape
 
 
 @dataclass

@@ -30,7 +30,7 @@ from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.streamed_module import StreamedStage
-from parallel.team.link import Tape
+from parallel.team.tape import Tape
 from parallel.team.team_stage import TeamStage
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 

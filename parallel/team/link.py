@@ -13,10 +13,9 @@ Between GPUs ``Communicator.connect`` must have been called with all pairs of me
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,35 +23,11 @@ from torch import Tensor
 from parallel.comm.communicator import Work
 from parallel.space.team import Box, Exchange, is_told
 from parallel.streaming.narrowing import narrowed
+from parallel.team.tape import Tape
 from parallel.team.told_waits import Talk
 
 TAGS = 32767
 NO_PIECES: Mapping[int, Tensor] = MappingProxyType({})
-
-
-class Tape:
-    """What a pass was told by others, and drew, in order."""
-
-    def __init__(self) -> None:
-        self.words: list[Any] = []
-        self._next: int | None = None
-
-    def word(self, find: Callable[[], Any]) -> Any:
-        """Return the next word: what ``find`` gives, or what it gave when the tape was recorded."""
-        if self._next is None:
-            self.words.append(find())
-            return self.words[-1]
-        word, self.words[self._next] = self.words[self._next], None
-        self._next += 1
-        return word
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Within the block words come from the tape."""
-        self._next = 0
-        yield
-        assert self._next == len(self.words), f"{self._next} of {len(self.words)} words were asked for again"
-        self.words, self._next = [], None
 
 
 class Halos:

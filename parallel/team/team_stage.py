@@ -22,9 +22,10 @@ from parallel.space.team import Box, Grid
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
-from parallel.team.link import Tape, TeamLink, cut
+from parallel.team.link import TeamLink, cut
 from parallel.team.nodes import NodeRun
 from parallel.team.passing import Pass
+from parallel.team.tape import Tape
 from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import SegmentRun, StageModule

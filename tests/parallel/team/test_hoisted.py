@@ -17,7 +17,8 @@ from parallel.space.rule import Window
 from parallel.space.team import Grid, Territory
 from parallel.team import nodes
 from parallel.team.hoisted import NOTHING
-from parallel.team.link import Tape, TeamLink
+from parallel.team.link import TeamLink
+from parallel.team.tape import Tape
 
 EXACT = 1e-12
 SHAPE = (2, 2, 37, 29)

@@ -21,7 +21,7 @@ from parallel.space.span import Span
 from parallel.space.team import Exchange, Grid, Territory
 from parallel.streaming import local_ops, read_norm, read_window
 from parallel.streaming.patch import Patch
-from parallel.team import convolution, fetched, link, nodes, norm, team_plan
+from parallel.team import convolution, fetched, link, member, nodes, norm, team_plan
 from parallel.team.link import Halos, TeamLink
 
 EXACT, WRONG = 1e-12, 1e-7
@@ -159,9 +159,9 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
     "they count in the sums of who looked at them": (
         OPERATIONS["batch norm"].make, replaced(norm, "_of_affine", of_largest_alone), GRID),
     "gradients of a gate are summed": (
-        OPERATIONS["deviation over the image"].make, replaced(nodes, "summed", lambda link, value: value), GRID),
+        OPERATIONS["deviation over the image"].make, replaced(member, "summed", lambda link, value: value), GRID),
     "gradients of moments are summed": (
-        OPERATIONS["group norm"].make, replaced(nodes, "echoed", lambda link, value: value), GRID),
+        OPERATIONS["group norm"].make, replaced(member, "echoed", lambda link, value: value), GRID),
     # MPI4DL pads maxima by 0, which is the largest where all is negative.
     "maxima are padded by minus infinity": (
         lambda: Call(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1)),
@@ -174,7 +174,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         OPERATIONS["convolution 3x3, stride 2, no pad"].make,
         replaced(Window, "need", around_the_part), GRID),
     "needed rows may lie wholly outside": (
-        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(nodes, "patch_of", naive_patch), Grid(3, 1)),
+        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(member, "patch_of", naive_patch), Grid(3, 1)),
     "even 'same' kernels pad at the end": (
         OPERATIONS["convolution 4x4, 'same'"].make,
         replaced(read_window, "same_pads", lambda k, d: ((d * (k - 1) + 1) // 2, d * (k - 1) // 2)), GRID),
