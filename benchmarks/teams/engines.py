@@ -35,12 +35,12 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, d
     problem, depth = Problem(argument["model"], argument["side"]), communicator.world
     strategies = {name: Strategy(name, depth, depth, M) for name in PIPELINES}
     strategies["spatial"] = Strategy("spatial", depth, 1, M, grids=(Grid.parse(argument["grid"]),))
-    engines = {name: _engine(problem, communicator, strategy) for name, strategy in strategies.items()}
+    engines = {name: engine_of(problem, communicator, strategy) for name, strategy in strategies.items()}
     took: dict[str, dict[str, list[float]]] = {"wall": {}, "cpu": {}}
     for k in range(argument["rounds"] + 1):
         for name in sorted(engines, reverse=bool(k % 2)):
             engine = engines[name]
-            microbatches = [_microbatch(problem, engine, i) for i in engine.share]
+            microbatches = [microbatch_of(problem, engine, i) for i in engine.share]
             communicator.barrier()
             start, cpu = time.perf_counter(), time.process_time()
             engine.step(microbatches, k, 1e-3)
@@ -72,13 +72,17 @@ def replayed_s(name: str, cpu: Sequence[float], of_stages: Sequence[float]) -> f
     return simulate(schedule, strategy.placement, costs).makespan_s
 
 
-def _engine(problem: Problem, communicator: Communicator, strategy: Strategy) -> Engine:
+def engine_of(problem: Problem, communicator: Communicator, strategy: Strategy) -> Engine:
+    """Return an engine that computes a step of ``problem``."""
     loss: Loss = PixelClassLoss() if problem.labels_px else F.cross_entropy
     model = copy.deepcopy(problem.model)
-    return assemble(model, loss, RULE, communicator, strategy, shape=problem.shape, batch=M, device=torch.device("cpu"))
+    return assemble(
+        model, loss, RULE, communicator, strategy, shape=problem.shape, batch=strategy.m, device=torch.device("cpu")
+    )
 
 
-def _microbatch(problem: Problem, engine: Engine, i: int) -> Microbatch:
+def microbatch_of(problem: Problem, engine: Engine, i: int) -> Microbatch:
+    """Return what ``engine`` wants of microbatch ``i``."""
     wants = engine.wants(i)
     return Microbatch(
         problem.images if wants.images else None, problem.targets if wants.targets else None, problem.shape

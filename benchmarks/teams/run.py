@@ -2,7 +2,7 @@
 
 Takes nothing; gives the tables of the README. Ways take turns within one run, so that a busy machine slows them alike.
 
-    python -m benchmarks.teams.run [--only speed hidden engine] [--rounds 5] [--models resnet50:1024 unet:512] [--write]
+    python -m benchmarks.teams.run [--only speed hidden messages engine] [--rounds 5] [--models resnet50:1024] [--write]
 """
 
 from __future__ import annotations
@@ -117,9 +117,29 @@ def engine(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[st
     return markdown_table(header, lines), missed
 
 
+def messages(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[str]]:
+    """Return the table of steps with halos in messages of norms and convolutions put together, of those without."""
+    lines = []
+    for model, side in models:
+        argument = {"model": model, "side": side, "grid": GRID, "rounds": rounds}
+        took = run_on_ranks(2, "benchmarks.teams.messages:on_rank", argument)[0]
+        of = [median(a / b for a, b in zip(times, took["both"], strict=True)) for times in took.values()]
+        lines.append([f"{model}, {side:,} px", _range(took["both"]), *(f"{ratio:.3f}" for ratio in of[:-1])])
+        print(*lines[-1], sep=" | ", flush=True)
+    header = [
+        "",
+        "by themselves and apart: a step, s",
+        "as it is, of it",
+        "taken apart",
+        "halos by themselves",
+    ]
+    return markdown_table(header, lines), []
+
+
 PARTS: dict[str, Callable[[Sequence[tuple[str, int]], int], tuple[str, list[str]]]] = {
     "speed": speed,
     "hidden": hidden,
+    "messages": messages,
     "engine": engine,
 }
 
