@@ -186,6 +186,11 @@ class Strategy:
         return self.grids[stage % self.depth] if self.grids else Grid()
 
     @property
+    def unfused(self) -> bool:
+        """No team fetches halos of several operations at once."""
+        return all(grid.fuse == 1 for grid in self.grids)
+
+    @property
     def team_faults(self) -> list[str]:
         """What teams cannot do, a line each."""
         faults = []
@@ -207,6 +212,11 @@ class Strategy:
             (
                 self.policy.stream is not None and self.name != SPATIAL.name,
                 "members' parts are computed box by box with --parallel spatial alone: leave --stream or --grid out",
+            ),
+            (
+                self.policy.stream is not None and not self.unfused,
+                "members' parts in boxes fetch what they look at once for all of a region already: leave --stream or "
+                f"the :{max((grid.fuse for grid in self.grids), default=1)} out",
             ),
         ):
             if self.grids and set_:

@@ -34,6 +34,7 @@ from parallel.plan.step_time import (
 )
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
+from parallel.space.side_by_side import SideBySide
 from parallel.strategy import Strategy
 
 GAIN = 4 / 3
@@ -156,7 +157,7 @@ class Planner:
         batch = self.task.batch
         made = in_teams(ranks, batch, names=names, most_stages=most, most_members=members, depth=depth, m=m)
         grids = [each for each in made if ranks <= PIPELINES or each.grids[0].columns == 1]
-        return [candidate for candidate in grids if parts.side(candidate.grids[0]).steps]
+        return [candidate for candidate in grids if _divides(parts.side(candidate.grids[0]))]
 
     def _no_teams(self, ranks: int) -> str:
         if ranks < 2:
@@ -213,7 +214,7 @@ class Planner:
             if fastest is not None:
                 return fastest
             tried = own + tried
-        if savings.boxes and (streamed := self._in_boxes(candidate)):
+        if savings.boxes and candidate.unfused and (streamed := self._in_boxes(candidate)):
             if streamed.fits:
                 return self._timed(streamed, seconds)
             tried = [streamed, *tried]
@@ -301,7 +302,7 @@ class Planner:
         if name == "spatial":
             of_teams = self._teams([name], ranks)
             most = max((each.members for each in of_teams), default=0)
-            given = [each for each in of_teams if each.members == most and each.grids[0].columns == 1]
+            given = [each for each in of_teams if each.members == most and each.grids[0].columns == 1 and each.unfused]
         else:
             given = list(candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages))
         for candidate in leanest(each for each in given if each.copies == 1 or not self.task.one_copy):
@@ -386,3 +387,8 @@ class Planner:
             return forecast_split(candidate, batch, stages, links, params, slots, self.cluster)
         (stage,), (size,) = stages, params
         return forecast_whole(candidate, batch, stage.forward_s, stage.backward_s, size, slots, self.cluster)
+
+
+def _divides(side: SideBySide) -> bool:
+    """Something is computed side by side; and where halos are asked to be fetched at once, some are."""
+    return bool(side.steps) and (side.territory.grid.fuse == 1 or bool(side.wide))

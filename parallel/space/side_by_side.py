@@ -10,16 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel.space.borders import Borders, borders
 from parallel.space.boxes import StreamedModel
+from parallel.space.fused import wide_boxes
 from parallel.space.span import Span
-from parallel.space.step import Step
-from parallel.space.team import Box, Exchange, Grid, Territory
-
-PRIOR = "~"
-"""Between the name of a node and that of a step before its own."""
+from parallel.space.step import PRIOR, Step
+from parallel.space.team import Box, Exchange, Grid, Territory, needs_of
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,14 @@ class SideBySide:
         steps: in order, up to the first whose map has no part for every member.
         sides: rows and columns of every map.
         ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
+        wide: by name of a value that members hold more of than their own, the box of each.
     """
 
     territory: Territory
     steps: tuple[Step, ...]
     sides: Mapping[str, tuple[int, int]]
     ends_at: tuple[str, str] | None
+    wide: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     @functools.cached_property
     def by_node(self) -> dict[str, tuple[Step, ...]]:
@@ -85,7 +85,12 @@ class SideBySide:
 
     def own(self, name: str) -> tuple[int, int]:
         """Return the most rows, and the most columns, that a member has of a map."""
-        return self._most(self.sides[name])
+        held = self.held(name)
+        return max(rows.size for rows, _ in held), max(columns.size for _, columns in held)
+
+    def held(self, name: str) -> tuple[Box, ...]:
+        """Return, by member, the box that it has of a map."""
+        return self.wide[name] if name in self.wide else self.territory.all_owned(self.sides[name])
 
     def share(self, name: str) -> float:
         """Return the part of a map that the largest member has."""
@@ -96,24 +101,22 @@ class SideBySide:
         for source in step.maps:
             if step.sums:
                 continue
-            fetch = _fetch(self.territory, source, step.rules, step.sides, self.sides[source])
+            if source in self.wide:
+                continue
+            fetch = _fetch(self.territory, source, step.rules, self.held(step.name), self.sides[source])
             if not fetch.exchange.quiet:
                 yield fetch
 
     def borders(self, step: Step, fetch: Fetch) -> list[Borders | None]:
         """Return, by member, how a convolution is taken apart into own part and halos; None where it is not."""
         exchange, whole = fetch.exchange, self.sides[fetch.source]
-        boxes = zip(self.territory.all_owned(step.sides), exchange.boxes, exchange.owned, strict=True)
+        boxes = zip(self.held(step.name), exchange.boxes, exchange.owned, strict=True)
         return [borders(step.rules, made, have, own, whole) for made, have, own in boxes]
 
     def gathered(self, name: str) -> Fetch:
         """Return what member 0 fetches to have all of a map."""
         sides = self.sides[name]
         return Fetch(name, _gathered(self.territory, sides), math.prod(sides), 0)
-
-    def _most(self, sides: tuple[int, int]) -> tuple[int, int]:
-        owned = self.territory.all_owned(sides)
-        return max(rows.size for rows, _ in owned), max(columns.size for _, columns in owned)
 
 
 def divide_among(model: StreamedModel, grid: Grid) -> SideBySide:
@@ -131,7 +134,10 @@ def divide_among(model: StreamedModel, grid: Grid) -> SideBySide:
             break
     while steps and steps[-1].plain:  # what is made of the last sums belongs to what follows
         steps.pop()
-    return SideBySide(territory, tuple(steps), model.sides, ends_at)
+    here = {step.name for step in steps}
+    later = {name for step in model.steps if step.name not in here for name in step.inputs}
+    wide = wide_boxes(territory, steps, model.sides, later.union(model.leaving))
+    return SideBySide(territory, tuple(steps), model.sides, ends_at, wide)
 
 
 def _too_small(sides: tuple[int, int], grid: Grid) -> str:
@@ -139,19 +145,14 @@ def _too_small(sides: tuple[int, int], grid: Grid) -> str:
 
 
 @functools.lru_cache(4096)
-def _fetch(territory: Territory, source: str, rules: tuple, made: tuple[int, int], taken: tuple[int, int]) -> Fetch:  # type: ignore[type-arg]
-    exchange = _exchange(territory, rules, made, taken)
+def _fetch(territory: Territory, source: str, rules: tuple, made: tuple[Box, ...], taken: tuple[int, int]) -> Fetch:  # type: ignore[type-arg]
+    exchange = territory.needed(needs_of(rules, made, taken), taken)
     padded, lopsided = 0, False
     for need, box in zip(exchange.needs, exchange.boxes, strict=True):
         pads = [(has.start - wants.start, wants.stop - has.stop) for wants, has in zip(need, box, strict=True)]
         lopsided |= any(before != after for before, after in pads)
         padded = max(padded, box_px(need))
     return Fetch(source, exchange, max(map(box_px, exchange.boxes)), padded if lopsided else 0)
-
-
-@functools.lru_cache(4096)
-def _exchange(territory: Territory, rules: tuple, made: tuple[int, int], taken: tuple[int, int]) -> Exchange:  # type: ignore[type-arg]
-    return territory.exchange(rules, made, taken)
 
 
 @functools.lru_cache(256)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from parallel.space.rule import SAME, Rule
 
+PRIOR = "~"
+"""Between the name of a node and that of a step before its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -22,6 +22,7 @@ from parallel.team.link import cut
 from parallel.team.norm import Beside, merged_moments, moments_and_halos, normalised_side_by_side
 from parallel.team.passing import Pass
 from parallel.team.sums import echoed, silent, summed
+from parallel.team.team_plan import TeamPlan
 
 
 class Member:
@@ -31,7 +32,7 @@ class Member:
         known: values by name; what runs the nodes adds theirs.
         random: names of nodes that may draw.
         entering: names of what came from before.
-        hoisted: what needs not be fetched.
+        run: the plan of what is run one after the other, and what of it needs not be fetched.
 
     Attributes:
         gathered: maps that member 0 has put together, by name.
@@ -44,12 +45,12 @@ class Member:
         known: dict[str, Any],
         random: frozenset[str],
         entering: frozenset[str],
-        hoisted: Hoisted,
+        run: tuple[TeamPlan, Hoisted],
     ) -> None:
         self._stage, self._pass, self._known, self._random, self._entering = stage, passing, known, random, entering
-        self._hoisted = hoisted
+        self._plan, self._hoisted = run
         self._beside: dict[str, Beside] = {}
-        self._plan, self._link = passing.plan, passing.link
+        self._link = passing.link
         self.gathered: dict[str, Tensor] = {}
 
     def sums(self, node: fx.Node, asked: BoxSums) -> Tensor:
@@ -223,8 +224,8 @@ class Member:
     def _patch(self, node: fx.Node, operation: Operation, source: fx.Node, value: Any) -> Patch:
         plan, member = self._plan, self._link.member
         sides, exchange = plan.sides(source.name), plan.exchange(node.name, operation, source.name)
-        made = sides if operation.sums else plan.sides(node.name)
-        return patch_of(exchange, member, value, plan.territory.owned(member, made), sides, plan.dims(source.name))
+        made = plan.owned(source.name, member) if operation.sums or operation.of_sums else plan.held(node.name, member)
+        return patch_of(exchange, member, value, made, sides, plan.dims(source.name))
 
     def _may_change(self, node: fx.Node, sources: Sequence[fx.Node], operation: Operation) -> bool:
         """Nobody else uses the memory of the only map that it takes."""
