@@ -61,7 +61,7 @@ class Grid:
         """
         found = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)(?::0*([1-9]\d*))?", text.strip(), re.ASCII)
         if found is None:
-            raise ValueError(f"a grid is ROWSxCOLUMNS of members, as 2x1 or 2x2, or 2x1:3; got {text!r}")
+            raise ValueError(f"a grid is ROWSxCOLUMNS of members, as 2x1, 2x2 or 2x1:3; got {text!r}")
         return cls(int(found[1]), int(found[2]), int(found[3] or 1))
 
 

@@ -13,7 +13,7 @@ from app.settings.strategy_faults import strategy_faults
 
 SPATIAL: dict[str, Any] = {"parallel": "spatial", "ranks": 2, "grid": "2x1"}
 TEAMS: dict[str, Any] = {"parallel": "1f1b", "ranks": 4, "grid": "2x1"}
-UNREAD = "--grid: a grid is ROWSxCOLUMNS of members, as 2x1 or 2x2; got "
+UNREAD = "--grid: a grid is ROWSxCOLUMNS of members, as 2x1, 2x2 or 2x1:3; got "
 
 
 @pytest.mark.parametrize("text", ["2", "x2", "0x2", "00x1", "2X1", "-1x2", "2x1x1", "2 x 1", "２x1", "two by one"])
