@@ -215,7 +215,7 @@ class Strategy:
             ),
             (
                 self.policy.stream is not None and not self.unfused,
-                "members' parts in boxes fetch what they look at once for all of a region already: leave --stream or "
+                "members' parts in boxes fetch all that they look at of a map between parts at once: leave --stream or "
                 f"the :{max((grid.fuse for grid in self.grids), default=1)} out",
             ),
         ):

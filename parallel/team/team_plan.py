@@ -90,7 +90,7 @@ class TeamPlan:
         made = taken if operation.sums or operation.of_sums else self.sides(node)
         rules = (SAME, SAME) if operation.sums else operation.rules
         if node in self.wide or source in self.wide:
-            boxes = self.wide[node] if node in self.wide else self.territory.all_owned(made)
+            boxes = self.wide.get(node) or self.territory.all_owned(made)
             if source in self.wide:
                 return self.territory.kept(rules, boxes, self.wide[source], taken)
             return self.territory.needed(needs_of(rules, boxes, taken), taken)

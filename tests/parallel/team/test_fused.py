@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def normed() -> nn.Sequential:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("network", [convolutions, normed])
 @pytest.mark.parametrize("grid", ["2x1:2", "1x2:3", "2x2:6", "3x1:9"])
-def test_as_one_device(network: type[nn.Sequential], grid: str, training: bool) -> None:
+def test_as_one_device(network: Callable[[], nn.Sequential], grid: str, training: bool) -> None:
     torch.manual_seed(0)
     model = network().double()
     errors = team_error(model, (2, 3, 61, 53), Grid.parse(grid), training=training)
