@@ -156,10 +156,13 @@ def _links(ranks: int, threads: int) -> LinkSpeed:
 
 
 def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
+    # Where ranks share cores all that a rank's passes take is stretched, and what they tell each other was so already.
+    told = dataclasses.replace(speed.told, latency_s=speed.told_s / cluster.slowdown(cluster.per_node))
     return dataclasses.replace(
         cluster,
         inside=speed.messages,
         sums=speed.sums,
+        told=told,
         beside_backward=speed.beside_backward,
         gathering=speed.gathering,
     )

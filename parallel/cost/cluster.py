@@ -39,7 +39,7 @@ class Cluster:
         gathering: times half a sum that gathering or scattering parts of parameters takes.
         copy_bandwidth: bytes per second between a rank's device and the host, each way, while all ranks copy.
         host_bytes: of the host's memory that each rank may fill with what it moves there.
-        hidden: part of the time of pieces of maps between members of a team that computation hides.
+        told: the link that members of a team inside a node seem to have while they compute, where that is another.
         speeds: of the ranks, as multiples of that which the times of layers are for, the slowest's; empty: 1.
     """
 
@@ -56,7 +56,7 @@ class Cluster:
     gathering: float = 1.0
     copy_bandwidth: float = math.inf
     host_bytes: float = math.inf
-    hidden: float = 0.0
+    told: LinkSpec | None = None
     speeds: tuple[float, ...] = ()
 
     def speeds_of(self, ranks: Sequence[int]) -> tuple[float, ...]:
@@ -77,6 +77,16 @@ class Cluster:
         if first == second:
             return None
         return self.inside if first // self.per_node == second // self.per_node else self.between
+
+    def told_link(self, members: int) -> LinkSpec:
+        """Return what joins the ``members`` of a team, the first ranks of a node: what they tell each other while they
+        compute."""
+        return self.between if members > self.per_node else self.told or self.inside
+
+    def hides(self, members: int) -> bool:
+        """Return whether the ``members`` of a team compute on while pieces of maps travel: inside a node without
+        accelerators the cores that compute hand them on."""
+        return self.kind != "cpu" or members > self.per_node
 
     def slowdown(self, ranks: int) -> float:
         """Return by how much ranks that all compute at once slow each other."""

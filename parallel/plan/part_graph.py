@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass, field
 
 from parallel.graph.layers import OUTPUT, Layer, LayerGraph
-from parallel.graph.op import Convolution
+from parallel.graph.op import Convolution, Op
 from parallel.graph.scale import cast_parameters, on_part
-from parallel.space.borders import Borders, apart_pays
+from parallel.space.borders import Borders, Rim, apart_pays
 from parallel.space.rule import SAME
 from parallel.space.side_by_side import Fetch, SideBySide, box_px
 from parallel.space.step import Step
@@ -43,6 +43,7 @@ class Halo:
         messages: that the member is sent.
         back: gradients return.
         hoisted: it comes with the moments of a norm before, and its gradients go with the sums of that.
+        behind: the member computes its own part of what needs it while it travels.
     """
 
     bytes: int
@@ -50,6 +51,7 @@ class Halo:
     messages: int
     back: bool
     hoisted: bool = False
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class _Made:
     halos: list[Halo] = field(default_factory=list)
     sums: tuple[list[Sum], list[Sum]] = field(default_factory=lambda: ([], []))
     copied: list[int] = field(default_factory=lambda: [0, 0])
+    again: list[Op] = field(default_factory=list)
 
 
 class _Parts:
@@ -238,19 +241,22 @@ class _Parts:
             each = shape.batch * shape.channels_in * (layer.output_bytes // numbers)
         back = self._graph.flows_back(fetch.source)
         hoisted = layer.name in self._hoisted
-        halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back, hoisted)
+        parts: list[Borders | None] = [None]
+        own = round(source.output_bytes * self._share(source))
+        if plain and apart_pays(own, layer.param_bytes):
+            parts = self._side.borders(step, fetch)
+        apart = plain and all(parts)
+        halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back, hoisted, apart)
         made.halos.append(halo)
         if hoisted:
             made.kept.append((self._number(), halo.bytes))  # as it came; normalised, it is kept as any other
         box, padded = fetch.boxes_px * each, fetch.padded_px * each
         wide = padded or box
-        own = round(source.output_bytes * self._share(source))
         value = round(layer.output_bytes * self._share(layer))
         if plain:
             made.kept.append((self._number(), halo.bytes))
-            apart = self._side.borders(step, fetch) if apart_pays(own, layer.param_bytes) else [None]
-            self._taken_apart(layer, [borders for borders in apart if borders], each, back, made)
-            if all(apart):
+            self._taken_apart(layer, [borders for borders in parts if borders], each, back, made)
+            if apart:
                 return
         made.copied[0] += 2 * (box + padded)
         made.copied[1] += 2 * own * back
@@ -278,6 +284,9 @@ class _Parts:
         made.backward = halos * each * (1 + back) + beside * layer.param_bytes
         made.copied[0] += 2 * rims * each
         made.copied[1] += 4 * halos * each
+        if apart:
+            most = max(apart, key=lambda borders: sum(box_px(rim.made) for rim in borders.rims))
+            made.again += [_rim_op(layer, rim) for rim in most.rims]
 
     def _taken_whole(self, layer: Layer, fetch: Fetch, made: _Made) -> None:
         """Member 0 puts a map together to compute what follows."""
@@ -313,7 +322,7 @@ class _Parts:
             output_bytes=round(layer.output_bytes * share),
             flops=round(layer.flops * share),
             saved=(*kept, *made.kept),
-            ops=tuple(on_part(op, layer, share, self._shape(op.convolution, layer)) for op in layer.ops),
+            ops=(*(on_part(op, layer, share, self._shape(op.convolution, layer)) for op in layer.ops), *made.again),
             output_storages=tuple((n, round(size * self._shares[n])) for n, size in layer.output_storages),
             forward_work=made.forward,
             backward_work=made.backward,
@@ -329,6 +338,17 @@ class _Parts:
             size_in=tuple(max(1, round(px * part)) for px, part in zip(shape.size_in, parts, strict=True)),
             size_out=tuple(max(1, round(px * part)) for px, part in zip(shape.size_out, parts, strict=True)),
         )
+
+
+def _rim_op(layer: Layer, rim: Rim) -> Op:
+    """The convolution of ``layer`` for one rim of a part: forward once more than the part's own, and backward for the
+    halo beside it, which reads and writes the weights as any other."""
+    op = next(op for op in layer.ops if op.convolution is not None)
+    whole = op.convolution
+    assert whole is not None
+    size_in, size_out = (tuple(max(1, span.size) for span in box) for box in (rim.have, rim.made))
+    shape = dataclasses.replace(whole, size_in=size_in, size_out=size_out)
+    return on_part(op, layer, math.prod(size_out) / math.prod(whole.size_out), shape)
 
 
 def _storages(layer: Layer) -> set[int]:

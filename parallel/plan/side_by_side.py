@@ -80,15 +80,15 @@ def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cl
     """Return ``cost`` with what its layer exchanges in a team of the cluster's first ``members`` ranks."""
     if talk.silent:
         return cost
-    link = cluster.link(0, members - 1)
-    assert link is not None
+    link = cluster.told_link(members)
     forward = tiles * talk.forward_copied / cluster.update_bandwidth
     backward = tiles * talk.backward_copied / cluster.update_bandwidth
     for halo in talk.halos:
-        messages = 0 if halo.hoisted and cluster.kind == "cpu" and members <= TOLD_MEMBERS else halo.messages
-        seconds = messages * link.latency_s + tiles * halo.bytes / link.bandwidth
-        forward += seconds * (1 - cluster.hidden)
-        backward += seconds * (1 - cluster.hidden) * halo.back
+        with_moments = halo.hoisted and cluster.kind == "cpu" and members <= TOLD_MEMBERS
+        seconds = tiles * halo.bytes / link.bandwidth + (0 if with_moments else halo.messages * link.latency_s)
+        hides = halo.behind and not with_moments and cluster.hides(members)
+        forward += max(0.0, seconds - cost.forward_s * hides)
+        backward += max(0.0, seconds - cost.backward_s * hides) * halo.back
     forward += sum(sum_in_team_s(each, members, cluster) for each in talk.forward_sums)
     backward += sum(sum_in_team_s(each, members, cluster) for each in talk.backward_sums)
     return LayerCost(cost.forward_s + forward, cost.backward_s + backward, cost.backward_input_s + backward)
@@ -97,7 +97,6 @@ def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cl
 def sum_in_team_s(told: Sum, members: int, cluster: Cluster) -> float:
     """Return the seconds of a sum over the cluster's first ``members`` ranks."""
     if cluster.kind == "cpu" and is_told(told.bytes, members):
-        link = cluster.link(0, members - 1)
-        assert link is not None
-        return link.latency_s + (members - 1) * told.bytes / link.bandwidth
+        link = cluster.told_link(members)
+        return (members - 1) * (link.latency_s + told.bytes / link.bandwidth)
     return cluster.sum_s(told.bytes * (members if told.gathered else 1), range(members))

@@ -1,9 +1,9 @@
 """The speed of messages and sums between ranks of this machine, measured in some seconds and kept.
 
 Takes how many ranks will run on the machine's cores; gives a ``LinkSpeed``. So many are started and talk over Gloo as
-those of a run do: messages there and back, sums by themselves, and the sums and gathered parameters of
-DistributedDataParallel and FSDP2 beside backward passes that need the same cores. Kept beside calibrations, one file
-for each processor, number of cores, version of torch, threads and ranks; none is shipped.
+those of a run do: messages there and back, messages between ranks that compute, sums by themselves, and the sums and
+gathered parameters of DistributedDataParallel and FSDP2 beside backward passes that need the same cores. Kept beside
+calibrations, one file for each processor, number of cores, version of torch, threads and ranks; none is shipped.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from parallel.profile.core_use import BUSY, CoreUse, others_now
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised when speeds kept by earlier versions no longer hold."""
 ROUNDS = 7
-TAKES_S = 20
+TAKES_S = 25
 """About, with the start of the ranks."""
 TIMEOUT_S = 300.0
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,8 @@ class LinkSpeed:
         sum_bandwidth, sum_s: the same of the links of a ring that would sum in the time that sums take.
         beside_backward: times as long as by themselves that DistributedDataParallel's sums hold up a backward pass.
         gathering: times half a sum that FSDP2 holds up a pass by gathering or scattering.
+        told_bandwidth, told_s: as of messages, of those that two ranks which both compute hold each other up by: the
+            cores that hand messages on are at work, and neither goes on before the other has come as far.
         others: share of the cores that other programs took meanwhile.
     """
 
@@ -55,12 +57,19 @@ class LinkSpeed:
     sum_s: float
     beside_backward: float
     gathering: float
+    told_bandwidth: float
+    told_s: float
     others: float = 0.0
 
     @property
     def messages(self) -> LinkSpec:
         """Return the link of messages."""
         return LinkSpec("between ranks of this machine", self.message_bandwidth, self.message_s)
+
+    @property
+    def told(self) -> LinkSpec:
+        """Return the link between members of a team."""
+        return LinkSpec("between members of a team on this machine", self.told_bandwidth, self.told_s)
 
     @property
     def sums(self) -> LinkSpec:
@@ -138,14 +147,20 @@ def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
     summed = max(seconds["sum"] - seconds["empty_sum"], 1e-9)
     sum_bandwidth = turns / ranks * seconds["sum_bytes"] / summed
     of_net = turns / ranks * seconds["net_bytes"] / sum_bandwidth + seconds["empty_sum"]
+    little = max(seconds["told_little"] - seconds["untold"], 1e-9)
+    more = max(seconds["told_much"] - seconds["told_little"], 1e-9)
+    message_bandwidth = seconds["message_bytes"] / moved
+    told_bandwidth = min(message_bandwidth, (seconds["much_bytes"] - seconds["little_bytes"]) / more)
     return LinkSpeed(
-        message_bandwidth=seconds["message_bytes"] / moved,
+        message_bandwidth=message_bandwidth,
         message_s=seconds["empty_message"],
         sum_bandwidth=sum_bandwidth,
         sum_s=seconds["empty_sum"] / turns,
         beside_backward=max(0.0, seconds["replicated"] - seconds["alone"]) / of_net,
         # Gathered for each of the two passes, and scattered once.
         gathering=max(0.0, seconds["sharded"] - seconds["alone"]) / 3 / (of_net / 2),
+        told_bandwidth=told_bandwidth,
+        told_s=max(little - seconds["little_bytes"] / told_bandwidth, 0.0),
     )
 
 

@@ -1,4 +1,5 @@
-"""Ranks that measure how fast they talk to each other: messages, sums, and both ways of data parallelism.
+"""Ranks that measure how fast they talk to each other: messages, also between ranks that compute, sums, and both ways
+of data parallelism.
 
 Started by ``link_speed``, as ``start`` with its settings as JSON; starts the ranks, of which the first writes the
 medians, in seconds, to the path that the settings name.
@@ -8,6 +9,7 @@ medians, in seconds, to the path that the settings name.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import Communicator
+from parallel.comm.communicator import Communicator, Work
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_launch import launch_ranks
 from parallel.profile.malloc import keep_freed_memory
@@ -34,6 +36,10 @@ SUM_BYTES = 24 << 20
 CONVOLUTIONS, CHANNELS, SIDE, TILES = 3, 512, 7, 4
 """A net whose weights are many beside its arithmetic, as at the end of a ResNet."""
 WARM_UP = 2
+TOLD_BYTES = (2 << 10, 256 << 10)
+"""Of what members of a team tell each other: moments of a norm, and rows of a large map with them."""
+TURNS, PART = 12, (1, 64, 64, 64)
+"""What a member computes between two messages: a convolution of some milliseconds."""
 
 
 def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
@@ -49,7 +55,14 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     net_bytes = sum(parameter.nbytes for parameter in plain.parameters())
     replica = communicator.replicate(shared)
     shards = communicator.shard(sharded, [[layer] for layer in sharded], CPU)
+    part = torch.randn(PART).to(memory_format=torch.channels_last)
+    layer = nn.Conv2d(PART[1], PART[1], 3, padding=1, bias=False).to(memory_format=torch.channels_last)
+    turns = functools.partial(_turns, communicator, layer, part)
+    small, large = (torch.ones(size // 4) for size in TOLD_BYTES)
     timed: dict[str, Callable[[], None]] = {
+        "untold": turns,
+        "told_little": lambda: turns(small),
+        "told_much": lambda: turns(large),
         "empty_message": lambda: _there_and_back(communicator, word),
         "message": lambda: _there_and_back(communicator, message),
         "empty_sum": lambda: communicator.all_reduce(word),
@@ -69,7 +82,10 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     for name in ("empty_message", "message"):
         medians[name] /= 2  # one way
-    return medians | {"message_bytes": MESSAGE_BYTES, "sum_bytes": SUM_BYTES, "net_bytes": net_bytes}
+    for name in ("untold", "told_little", "told_much"):
+        medians[name] /= TURNS
+    told = dict(zip(("little_bytes", "much_bytes"), TOLD_BYTES, strict=True))
+    return medians | told | {"message_bytes": MESSAGE_BYTES, "sum_bytes": SUM_BYTES, "net_bytes": net_bytes}
 
 
 def _there_and_back(communicator: Communicator, tensor: Tensor) -> None:
@@ -84,6 +100,22 @@ def _there_and_back(communicator: Communicator, tensor: Tensor) -> None:
     leaving = communicator.isend(tensor, peer, 0)
     arriving.wait()
     leaving.wait()
+
+
+def _turns(communicator: Communicator, layer: nn.Conv2d, part: Tensor, told: Tensor | None = None) -> None:
+    """Compute, and tell the neighbour, and wait for what it tells, as members of a team do at every norm."""
+    peer = communicator.rank ^ 1
+    sent: list[Work] = []
+    with torch.no_grad():
+        for turn in range(TURNS):
+            layer(part)
+            if told is None or peer >= communicator.world:
+                continue
+            arriving = communicator.irecv(torch.empty_like(told), peer, turn)
+            sent.append(communicator.isend(told, peer, turn))
+            arriving.wait()
+    for work in sent:
+        work.wait()
 
 
 def _net() -> nn.Sequential:

@@ -11,18 +11,22 @@ from typing import Any
 import pytest
 
 from parallel.cost.cluster import Cluster
+from parallel.cost.layer_cost import LayerCost
+from parallel.plan.part_graph import Halo, Sum, Talk
+from parallel.plan.side_by_side import sum_in_team_s, with_talk
 from parallel.plan.step_time import forecast_whole
 from parallel.profile import link_speed
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
 from parallel.strategy import Strategy
 
-SPEED = LinkSpeed(4e9, 1e-4, 1e9, 3e-4, 2.5, 6.0)
+SPEED = LinkSpeed(4e9, 1e-4, 1e9, 3e-4, 2.5, 6.0, 5e8, 1e-3)
 SIZE = 30_000_000
 
 
 def seconds(**changed: float) -> dict[str, float]:
     known = {"empty_message": 0.001, "message": 0.005, "empty_sum": 0.006, "sum": 0.046}
     known |= {"alone": 0.2, "replicated": 0.3, "sharded": 0.8}
+    known |= {"untold": 0.006, "told_little": 0.0075, "told_much": 0.009, "little_bytes": 2e3, "much_bytes": 256e3}
     return known | {"message_bytes": 16e6, "sum_bytes": SIZE, "net_bytes": SIZE} | changed
 
 
@@ -39,6 +43,20 @@ def test_a_plan_forecasts_the_seconds_that_were_measured(ranks: int) -> None:
         for name in ("ddp", "fsdp")
     )
     assert (ddp, fsdp) == (pytest.approx(0.3), pytest.approx(0.8))
+
+
+def test_members_that_compute_wait_as_long_for_each_other_as_was_measured() -> None:
+    speed = speed_of(seconds(), 2)
+    cluster = Cluster("test", 1 << 40, 2, 2, speed.messages, speed.messages, 1e30, "cpu", told=speed.told)
+    assert sum_in_team_s(Sum(2000), 2, cluster) == pytest.approx(0.0015)
+    talk = Talk((Halo(256_000, 512_000, 1, back=False),))
+    told = with_talk(LayerCost(0.006, 0.012, 0.006), talk, 1, 2, cluster)
+    assert (told.forward_s, told.backward_s) == (pytest.approx(0.009), 0.012)
+
+
+def test_a_large_message_that_took_no_longer_travels_as_between_ranks_that_wait() -> None:
+    speed = speed_of(seconds(told_much=0.007), 2)
+    assert speed.told_bandwidth == speed.message_bandwidth
 
 
 def test_what_is_not_slower_beside_a_backward_pass_takes_nothing() -> None:
@@ -123,5 +141,7 @@ def test_ranks_of_this_machine() -> None:
     assert 1e7 < speed.message_bandwidth < 1e13
     assert 0 < speed.message_s < 1
     assert 0 < speed.sum_s < 1
+    assert 1e5 < speed.told_bandwidth < 1e13
+    assert 0 <= speed.told_s < 1
     assert 0 <= speed.beside_backward < 1000
     assert 0 <= speed.gathering < 1000
