@@ -1,13 +1,14 @@
-"""The simulator beside real runs: step times of hybrids of a smaller ResNet, predicted and measured on this machine.
+"""The simulator beside real runs: step times of hybrids and of teams, predicted and measured on this machine.
 
-Takes nothing; gives ``Compared`` for 1, 2 and 4 ranks. They are predicted by the same functions as the large machine,
-from a calibration in place of a data sheet, and measured by processes that train as ``app.train`` does.
+Takes lists of problems; gives ``Compared`` for 1, 2 and 4 ranks. They are predicted by the same functions as the large
+machine, from a calibration in place of a data sheet, and measured by processes that train as ``app.train`` does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,21 @@ import torch
 from app.launch.machine import usable_cores
 from app.planning.machine import this_machine
 from app.planning.workload import Workload
-from benchmarks.plan_accuracy.measure import Contender, trim
+from benchmarks.plan_accuracy.measure import WARM_UP, Contender, trim
 from benchmarks.plan_accuracy.problems import CLASSES, Problem
 from benchmarks.ranks import run_on_ranks
+from benchmarks.results import markdown_table
 from parallel.comm.communicator import Communicator
+from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
+from parallel.profile.malloc import keep_freed_memory
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
 MODEL, TILE, TILES, DEPTH = "resnet110_v2", 128, 4, 2
 """Four tiles for each group of two ranks, in every step."""
+TEAMS_MODEL, TEAMS_TILE = "resnet50", 512
+"""As many tiles for each group of teams, each a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Compared:
         return dataclasses.asdict(self)
 
 
-def problems() -> list[Problem]:
+def hybrids() -> list[Problem]:
     """On 1 rank without a split, on 2 as one group, on 4 as two."""
     found = [Problem("1", MODEL, TILE, 1, TILES, "sgd", (Strategy("single", 1, 1, TILES),))]
     for groups in (1, 2):
@@ -55,10 +62,26 @@ def problems() -> list[Problem]:
     return found
 
 
-def compared(steps: int) -> list[Compared]:
-    """Of all problems; the median of ``steps`` steps, after one that is dropped, counts as measured."""
+def teams() -> list[Problem]:
+    """A team on 2 ranks; on 4 two of them as groups, as stages and as inverted replicas. A group has as many tiles
+    whatever its ranks, so that two problems are of 4 ranks."""
+    two = Grid(2, 1)
+    seats = tuple(Strategy(name, 4, 2, TILES, grids=(two, two)) for name in ("master", "1f1b"))
+    return [
+        _of_teams("a team", 2, TILES, (Strategy("spatial", 2, 1, TILES, grids=(two,)),)),
+        _of_teams("two groups", 4, 2 * TILES, (Strategy("spatial", 4, 1, 2 * TILES, grids=(two,)),)),
+        _of_teams("teams on seats", 4, TILES, (Strategy("spatial", 4, 1, TILES, grids=(Grid(4, 1),)), *seats)),
+    ]
+
+
+def _of_teams(name: str, ranks: int, tiles: int, candidates: tuple[Strategy, ...]) -> Problem:
+    return Problem(name, TEAMS_MODEL, TEAMS_TILE, ranks, tiles, "sgd", candidates)
+
+
+def compared(problems: Sequence[Problem], steps: int) -> list[Compared]:
+    """Of all problems; the median of ``steps`` steps, after those of a warm-up, counts as measured."""
     found = []
-    for problem in problems():
+    for problem in problems:
         machine = this_machine(problem.ranks)
         task = Workload(problem.model, problem.tile, CLASSES, optimizer="sgd").task(problem.batch, machine.estimate)
         planner = Planner(task, machine.cluster)
@@ -66,7 +89,7 @@ def compared(steps: int) -> list[Compared]:
         told = run_on_ranks(
             problem.ranks,
             "benchmarks.weak_scaling.reality:measure",
-            {"problem": problem.name, "steps": steps, "cuts": [row.strategy.cuts for row in rows]},
+            {"problem": problem.name, "steps": steps, "rows": [row.to_json() for row in rows]},
         )
         for row, *ranks in zip(rows, *told, strict=True):
             spans = [[rank[step] for rank in ranks] for step in range(steps)]
@@ -77,17 +100,35 @@ def compared(steps: int) -> list[Compared]:
 
 def measure(communicator: Communicator, argument: dict[str, Any]) -> list[list[tuple[float, float]]]:
     """When the steps of each candidate began and ended on this rank; candidates take turns."""
-    problem = next(one for one in problems() if one.name == argument["problem"])
+    problem = next(each for each in (*hybrids(), *teams()) if each.name == argument["problem"])
     torch.set_num_threads(max(1, usable_cores() // communicator.world))  # as app.train starts its ranks
+    keep_freed_memory()
     contenders = []
-    for candidate, cuts in zip(problem.candidates, argument["cuts"], strict=True):
+    for row in argument["rows"]:
         trim()
-        contenders.append(Contender(problem, dataclasses.replace(candidate, cuts=tuple(cuts)), communicator))
-        contenders[-1].grow()
+        contenders.append(Contender(problem, PlanRow.from_json(row).strategy, communicator))
+        contenders[-1].grow(WARM_UP)
     for _ in range(argument["steps"]):
         for contender in contenders:
-            contender.timed()
-    told = [contender.told()["times"] for contender in contenders]
+            contender.timed(counts=True)
+    told = [contender.times() for contender in contenders]
     for contender in contenders:
         contender.close()
     return told
+
+
+def reality_table(found: Sequence[Compared]) -> str:
+    """Return a row for each strategy: predicted beside measured."""
+    return markdown_table(
+        ["ranks", "strategy", "predicted, s", "measured, s", "predicted / measured"],
+        (
+            [
+                str(one.strategy.ranks),
+                str(one.strategy),
+                f"{one.predicted_s:.3f}",
+                f"{one.measured_s:.3f}",
+                f"{one.ratio:.3f}",
+            ]
+            for one in found
+        ),
+    )

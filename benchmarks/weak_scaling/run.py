@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from benchmarks.weak_scaling.picture import draw_picture
-from benchmarks.weak_scaling.reality import MODEL, TILE, TILES, Compared, compared
+from benchmarks.weak_scaling.reality import MODEL, TILE, TILES, Compared, compared, hybrids, reality_table
 from benchmarks.weak_scaling.simulation import ASSUMED, CHANGES, Curve, simulated
 from parallel.units import bytes_text
 
@@ -58,22 +58,6 @@ def what_if_table(curves: Sequence[Curve]) -> str:
         (
             [_name(curve), str(curve.tiles), *(_percent(curve.efficiency[name][-1]) for name in names)]
             for curve in curves
-        ),
-    )
-
-
-def reality_table(found: Sequence[Compared]) -> str:
-    return markdown_table(
-        ["ranks", "strategy", "predicted, s", "measured, s", "predicted / measured"],
-        (
-            [
-                str(one.strategy.ranks),
-                str(one.strategy),
-                f"{one.predicted_s:.3f}",
-                f"{one.measured_s:.3f}",
-                f"{one.ratio:.3f}",
-            ]
-            for one in found
         ),
     )
 
@@ -121,7 +105,7 @@ def main() -> None:
         f"Simulated efficiency at {most} ranks, where another assumption holds.",
         what_if_table(curves),
     ]
-    found = [] if arguments.quick else compared(arguments.steps)
+    found = [] if arguments.quick else compared(hybrids(), arguments.steps)
     if found:
         parts += [
             f"Predicted and measured on this machine, {MODEL}, {TILE} px, {TILES} tiles a step for one rank and for "

@@ -1,9 +1,11 @@
 """Weak scaling of teams x MASTER x data parallelism, simulated: tiles that no single device could compute.
 
-Takes nothing; prints the smallest groups that fit and their efficiency up to 1,024 ranks, and with ``--write`` puts the
-table into README.md and the picture beside it. What the simulation leaves out stands there. Exit code 0.
+Takes nothing; prints the smallest groups that fit and their efficiency up to 1,024 ranks, how much
+faster they are than layers and pipelines on as many ranks, and steps of teams on 2 and 4 real ranks of this machine
+beside their forecast, which want it idle; with ``--write`` puts the tables into README.md and the picture, which names
+the error of the forecast, beside it. What the simulation leaves out stands there. Exit code 0.
 
-    python -m benchmarks.weak_scaling.teams [--write] [--quick]
+    python -m benchmarks.weak_scaling.teams [--steps N] [--write] [--quick]
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from matplotlib.figure import Figure
 from app.planning.machine import named_machine
 from app.planning.workload import Workload
 from benchmarks.results import markdown_table, results, write_results
+from benchmarks.weak_scaling.reality import TEAMS_MODEL, TEAMS_TILE, Compared, compared, reality_table, teams
 from benchmarks.weak_scaling.simulation import DEVICE, LINK, NETWORK, PER_NODE
 from parallel.cost.stage_cost import link_costs
 from parallel.plan.plan import PlanRow
@@ -52,12 +55,16 @@ class TeamCurve:
         row: of a single group, the smallest that fits.
         ranks: of the group, and that times 2, 4, ...
         steps: by number of ranks.
+        layers_s, pipeline_s: a step of the same tiles on the ranks of a group with as many stages, one microbatch at a
+            time and as gpipe, with as much recomputed, whatever memory that takes.
     """
 
     tile: int
     row: PlanRow
     ranks: tuple[int, ...]
     steps: tuple[StepTime, ...]
+    layers_s: float
+    pipeline_s: float
 
     @property
     def efficiency(self) -> list[float]:
@@ -76,8 +83,18 @@ def simulated(model: str, tile: int, most: int) -> list[TeamCurve]:
         if row is not None:
             group = row.strategy.ranks
             ranks = tuple(group * 2**k for k in range(int(math.log2(most // group)) + 1))
-            curves.append(TeamCurve(tile, row, ranks, tuple(_step(planner, row, n) for n in ranks)))
+            split = [_split_s(planner, row, name) for name in ("mp-basic", "gpipe")]
+            curves.append(TeamCurve(tile, row, ranks, tuple(_step(planner, row, n) for n in ranks), *split))
     return curves
+
+
+def _split_s(planner: Planner, row: PlanRow, name: str) -> float:
+    """Seconds of a step of the schedule ``name`` on the ranks of a group, each with a stage of its own."""
+    own = row.strategy
+    other = planner.forecast(Strategy(name, own.ranks, own.ranks, own.m, policy=own.policy))
+    assert other is not None
+    assert other.step_s is not None
+    return other.step_s
 
 
 def _step(planner: Planner, row: PlanRow, ranks: int) -> StepTime:
@@ -99,8 +116,9 @@ def _step(planner: Planner, row: PlanRow, ranks: int) -> StepTime:
 def table(curves: Sequence[TeamCurve]) -> str:
     """A row for each curve."""
     most = curves[0].ranks[-1]
+    header = ["tile px", "strategy", "a group", "fullest rank", f"efficiency at {most} ranks", "images/s", "step, s"]
     return markdown_table(
-        ["tile px", "strategy", "a group", "fullest rank", f"efficiency at {most} ranks", "images/s", "step, s"],
+        [*header, "times layers' speed", "times gpipe's"],
         (
             [
                 str(curve.tile),
@@ -110,14 +128,17 @@ def table(curves: Sequence[TeamCurve]) -> str:
                 f"{100 * curve.efficiency[-1]:.2f} %",
                 f"{TILES * curve.ranks[-1] / curve.ranks[0] / curve.steps[-1].step_s:.1f}",
                 f"{curve.steps[-1].step_s:.2f}",
+                f"{curve.layers_s / curve.steps[0].step_s:.2f}",
+                f"{curve.pipeline_s / curve.steps[0].step_s:.2f}",
             ]
             for curve in curves
         ),
     )
 
 
-def draw(curves: Sequence[TeamCurve], path: Path) -> None:
-    """Write efficiency over ranks, a line for each curve, to ``path``."""
+def draw(curves: Sequence[TeamCurve], real: Sequence[Compared], path: Path) -> None:
+    """Write efficiency over ranks, a line for each curve, and how far forecasts were from ``real`` steps, to
+    ``path``."""
     mpl.use("agg")
     mpl.rcParams["svg.hashsalt"] = "weak scaling of teams"  # the same picture is the same file
     figure = Figure(figsize=(9, 5), layout="constrained", facecolor="white")
@@ -131,6 +152,10 @@ def draw(curves: Sequence[TeamCurve], path: Path) -> None:
     chart.set_ylabel("efficiency: images/s over those of\none group times groups, %")
     chart.set_title("Simulated, nothing ran on a GPU: teams x data parallelism, ResNet-50")
     chart.legend(frameon=False)
+    if real:
+        lines = [f"{each.strategy.ranks} ranks, {each.strategy}: {100 * (each.ratio - 1):+.0f} %" for each in real]
+        text = f"Forecast of a step, off from real ones\n({TEAMS_MODEL}, {TEAMS_TILE} px, CPU, Gloo):\n"
+        chart.text(0.02, 0.03, text + "\n".join(lines), transform=chart.transAxes, fontsize=8, va="bottom")
     chart.grid(axis="y", color="#dddddd", linewidth=0.8)
     chart.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
@@ -138,16 +163,22 @@ def draw(curves: Sequence[TeamCurve], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each real run")
     parser.add_argument("--write", action="store_true", help="put table and picture into this folder")
-    parser.add_argument("--quick", action="store_true", help="tiles of 2048 px to 64 ranks: does it run?")
+    parser.add_argument("--quick", action="store_true", help="tiles of 2048 px to 64 ranks, no real runs")
     arguments = parser.parse_args()
     sides, most = ((2048,), 64) if arguments.quick else (SIDES, MOST)
     curves = [curve for side in sides for curve in simulated(MODEL, side, most)]
-    text = results(COMMAND, f"Simulated, {MODEL}, {TILES} tiles a step for each group, to {most} ranks.", table(curves))
+    real = [] if arguments.quick else compared(teams(), arguments.steps)
+    parts = [f"Simulated, {MODEL}, {TILES} tiles a step for each group, to {most} ranks.", table(curves)]
+    if real:
+        what = f"{TEAMS_MODEL}, {TEAMS_TILE} px; medians of {arguments.steps} steps."
+        parts += [f"Predicted and measured on this machine, {what}", reality_table(real)]
+    text = results(COMMAND, *parts)
     print(text)
     if arguments.write:
         write_results(FOLDER / "README.md", text, "teams")
-        draw(curves, FOLDER / "teams.svg")
+        draw(curves, real, FOLDER / "teams.svg")
 
 
 if __name__ == "__main__":
