@@ -32,6 +32,7 @@ class GraphsBySide:
         self._graphs: dict[int, LayerGraph] = {}
         self._numbers: dict[int, Numbers] = {}
         self._agree = False
+        self._between: dict[int, LayerGraph] = {}
 
     @property
     def count(self) -> int:
@@ -41,6 +42,7 @@ class GraphsBySide:
     def add(self, side: int, graph: LayerGraph) -> None:
         """Take the graph of one more side, which was run."""
         self._graphs[side] = graph
+        self._between.clear()
         self._numbers[side] = np.array(list(_numbers(graph.layers)), dtype=object)
         forms = (_filled(each.layers, repeat(0)) for each in self._graphs.values())
         form = next(forms)
@@ -51,8 +53,11 @@ class GraphsBySide:
         """Return the graph of tiles of ``side``; None where the known ones do not tell."""
         if not self._agree or not min(self._graphs) < side < max(self._graphs):
             return self._graphs.get(side)
-        graph = next(iter(self._graphs.values()))
-        return dataclasses.replace(graph, layers=_filled(graph.layers, iter(self._at(side).tolist())))
+        if side not in self._between:
+            graph = next(iter(self._graphs.values()))
+            layers = _filled(graph.layers, iter(self._at(side).tolist()))
+            self._between[side] = dataclasses.replace(graph, layers=layers)
+        return self._between[side]
 
     def _at(self, side: int) -> Numbers:
         """Interpolate by Lagrange's formula from three sides; rounded down where it gives no integers."""

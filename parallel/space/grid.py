@@ -31,6 +31,7 @@ def cell(cuts: tuple[int, ...], side: int, number: int) -> Span:
     return Span(first, last)
 
 
+@functools.lru_cache(8192)
 def cells(cuts: tuple[int, ...], side: int) -> tuple[Span, ...]:
     """Return the rows of each box in a map of ``side`` rows."""
     return tuple(cell(cuts, side, number) for number in range(len(cuts) - 1))

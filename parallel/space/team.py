@@ -9,13 +9,14 @@ of CNN training by exploiting finer-grained parallelism), with boxes in place of
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from parallel.space.grid import ALIGNED, cell, tile_cuts
+from parallel.space.grid import ALIGNED, cell, cells, tile_cuts
 from parallel.space.rule import Rule
 from parallel.space.span import Span
 
@@ -133,11 +134,15 @@ class Territory:
 
     def all_owned(self, sides: Sides) -> tuple[Box, ...]:
         """Return the box of every member in a map of ``sides``."""
-        return tuple(self.owned(member, sides) for member in range(self.grid.members))
+        return tuple(itertools.product(*self._axes(sides)))
+
+    def _axes(self, sides: Sides) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Return the rows of each row of members, and the columns of each column."""
+        return cells(self.cuts[0], sides[0]), cells(self.cuts[1], sides[1])
 
     def fits(self, sides: Sides) -> bool:
         """Return whether every member has a part of a map of ``sides``."""
-        return all(rows.size and columns.size for rows, columns in self.all_owned(sides))
+        return all(span.size for axis in self._axes(sides) for span in axis)
 
     def exchange(self, rules: tuple[Rule, Rule], made: Sides, taken: Sides) -> Exchange:
         """Return what an operation exchanges, of the map of sides ``taken`` for one of sides ``made``."""
@@ -176,13 +181,16 @@ class Territory:
         return self._of([(Span(0, sides[0]), Span(0, sides[1])), *[nothing] * (self.grid.members - 1)], sides)
 
     def _of(self, needs: Sequence[Box], sides: Sides) -> Exchange:
-        owned = self.all_owned(sides)
+        axes, width = self._axes(sides), self.grid.columns
         boxes = [within(need, sides) for need in needs]
         pieces = []
-        for rows, columns in boxes:
-            common = [(k, (_both(rows, own[0]), _both(columns, own[1]))) for k, own in enumerate(owned)]
-            pieces.append(tuple(Piece(k, box) for k, box in common if box[0].size and box[1].size))
-        return Exchange(tuple(needs), tuple(boxes), tuple(pieces), owned)
+        for box in boxes:
+            rows, columns = (
+                [(k, common) for k, own in enumerate(axis) if (common := _both(span, own)).size]
+                for span, axis in zip(box, axes, strict=True)
+            )
+            pieces.append(tuple(Piece(r * width + c, (top, left)) for r, top in rows for c, left in columns))
+        return Exchange(tuple(needs), tuple(boxes), tuple(pieces), tuple(itertools.product(*axes)))
 
 
 def needs_of(rules: tuple[Rule, Rule], made: Sequence[Box], taken: Sides) -> list[Box]:

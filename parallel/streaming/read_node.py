@@ -92,13 +92,16 @@ def _refuse_changed(reading: Reading, node: fx.Node) -> None:
 def in_same_memory(reading: Reading, node: fx.Node, source: fx.Node) -> list[fx.Node]:
     """Return the maps made before ``node`` that may lie in the memory of ``source``, itself among them."""
 
-    def owner(value: fx.Node) -> fx.Node:
-        while value.name in reading.lies_in:
-            value = reading.lies_in[value.name]
-        return value
-
-    before = (other for other in node.graph.nodes if other.name in reading.dims and other < node)
-    return [other for other in before if owner(other) is owner(source)]
+    root = source
+    while root.name in reading.lies_in:
+        root = reading.lies_in[root.name]
+    found, looked_at = [], [root]
+    while looked_at:  # a map lies in the memory of one that it is made of, so that its owner's users lead to it
+        other = looked_at.pop()
+        if other < node and other.name in reading.dims:
+            found.append(other)
+        looked_at += [user for user in other.users if reading.lies_in.get(user.name) is other]
+    return found
 
 
 def _refuse_turned(reading: Reading, node: fx.Node) -> None:

@@ -125,8 +125,9 @@ class _Recording(nn.Module):
     def _key(self, step: Step) -> Hashable:
         """Return what is equal for steps that are recorded alike; None for a step like no other."""
         region, node = self._region, self._region.nodes[step.name]
-        if any(name in self.plain_steps and not self._known.made(name) for name in step.others):
-            return None  # it is the first to ask for what has no rows, which is recorded with it
+        others = [self._form_of(step, name) for name in step.others]
+        if not all(others):
+            return None
         calls = called(
             module_of(self.module, node),
             node,
@@ -137,9 +138,21 @@ class _Recording(nn.Module):
             return None
         wants = tuple(name not in region.inputs or name in region.flows for name in step.maps)
         maps = tuple((form(self._values[n].detach()), region.sides[n], region.dims[n]) for n in step.maps)
-        others = tuple((form(self._known[name]), name in region.fixed) for name in step.others)
         known = (step.rules, step.sides, step.sums, self._alone(step))
-        return calls, step.name.removeprefix(node.name), maps, wants, others, known
+        return calls, step.name.removeprefix(node.name), maps, wants, tuple(others), known
+
+    def _form_of(self, step: Step, name: str) -> Hashable:
+        """Return what is equal for values without rows that are recorded alike; None for one that ``step`` is the first
+        to ask for, which is recorded with it, unless it is of the same node, and made of values that are there."""
+        region = self._region
+        if name not in self.plain_steps or self._known.made(name):
+            return form(self._known[name]), name in region.fixed
+        plain, of_node = self.plain_steps[name], region.nodes[step.name].name
+        there = all(other not in self.plain_steps or self._known.made(other) for other in plain.others)
+        if region.nodes[name].name != of_node or plain.maps or not there:
+            return None
+        made_of = tuple((form(self._known[other]), other in region.fixed) for other in plain.others)
+        return name.removeprefix(of_node), made_of, name in region.fixed
 
     def _as_before(self, step: Step, same: Step) -> None:
         """Take for ``step`` what was recorded of one that is alike."""
