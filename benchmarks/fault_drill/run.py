@@ -174,7 +174,10 @@ def main() -> None:
     table = markdown_table(HEADER, [one.row() for one in found])
     print(summary)
     if arguments.write:
-        write_results(README, results("python -m benchmarks.fault_drill.run --write", table, summary))
+        under = arguments.under
+        more = "" if under == "master" else f" --under {under} --kills {arguments.kills} --steps {arguments.steps}"
+        text = results(f"python -m benchmarks.fault_drill.run{more} --write", table, summary)
+        write_results(README, text, "teams" if under == "spatial" else "")
     sys.exit(met < len(found))
 
 
