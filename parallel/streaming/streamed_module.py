@@ -163,8 +163,7 @@ class StreamedRun:
         return self.of_region(stage, region, targets) or self.planned(stage, values)
 
     def of_region(self, stage: nn.Module, region: Region, targets: Sequence[int]) -> PlannedRegion | None:
-        """Return the plan of what of the nodes is computed in boxes; None where what leaves it is not what sums are asked
-        of."""
+        """Return the plan of ``region``, of the nodes; None where what leaves it is not what sums are asked of."""
         with READING:
             self._records = self._records or record(stage, region)
         tiles = region.forms[region.inputs[0]][0][0]
