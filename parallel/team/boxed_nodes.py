@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from parallel.offload.host_space import HostSpace
@@ -40,6 +41,7 @@ class BoxedNodes(NodeRun):
 
     Args:
         grid, link: of the team.
+        device: of the stage; the region was read before it was moved there.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class BoxedNodes(NodeRun):
         boxed: BoxedParts,
         grid: Grid,
         link: TeamLink,
+        device: torch.device,
     ) -> None:
         super().__init__(nodes, inputs, outputs, random)
         self._boxes = _Planned(nodes, inputs, outputs, boxed.box, boxed.stored_bytes, host=boxed.host)
         self._boxes.grid, self._boxes.link, self._boxes.random = grid, link, self._random
+        self._device = device
         self._planned: weakref.WeakKeyDictionary[TeamPlan, dict[Targets, PlannedRegion | None]]
         self._planned = weakref.WeakKeyDictionary()
 
@@ -88,6 +92,7 @@ class BoxedNodes(NodeRun):
         region = None if plan.region is None else region_of_stage(plan.region, self._nodes, self._inputs)
         if region is None:
             return None
+        region = replace(region, forms={name: (*form[:2], self._device) for name, form in region.forms.items()})
         self._boxes.tile = plan.territory.side
         return self._boxes.of_region(stage, region, targets) or self.planned(stage, plan)
 

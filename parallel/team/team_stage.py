@@ -213,7 +213,7 @@ def team_stages(
                 "could not tell which rows of it are whose: cut the model elsewhere (--developer cuts)"
             )
         if boxed is not None:
-            return TeamRun(BoxedNodes(nodes, inputs, outputs, random, boxed, grid, link))
+            return TeamRun(BoxedNodes(nodes, inputs, outputs, random, boxed, grid, link, device))
         return TeamRun(NodeRun(nodes, inputs, outputs, random))
 
     made: dict[int, TeamStage] = {}

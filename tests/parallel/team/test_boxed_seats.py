@@ -18,14 +18,22 @@ from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
+from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.streaming.planned_region import PlannedRegion
 from parallel.streaming.read_region import NothingInBoxes
-from parallel.team.boxed_nodes import BoxedNodes
+from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
+from parallel.team.link import TeamLink
+from parallel.team.team_plan import TeamPlans
+from parallel.team.team_stage import team_stages
+from parallel.trace.trace_alone import trace_as_it_runs
+from tests.helpers import engine_runs
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, run, steps_of
+from tests.helpers.plain_step import plain_run
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.small_nets import ALL_NETS, batch_of
 from tests.helpers.tiny_models import classifier
 from tests.parallel.engine.test_teams import of_teams
 from tests.parallel.streaming.test_streamed_stages import M, engine_of, gated, sgd, steps
@@ -53,6 +61,14 @@ PIPELINE = of_teams("1f1b", STRIPS, STRIPS, policy=BOXES)
 )
 def test_every_schedule_gives_the_plain_step(net: str, strategy: Strategy) -> None:
     assert_equal(on_threads(net, strategy, steps_of(strategy.m)), plain(net, strategy.m), torch.float64)
+
+
+def test_tiles_of_another_size_in_a_later_step() -> None:
+    """Each stage has boxes for either, which end where members' parts of that tile do."""
+    given = [batch_of([2] * 4, px, px, torch.float64) for px in (12, 16)]
+    model, loss = engine_runs.net("skips", torch.float64), ALL_NETS["skips"][1]
+    expected = plain_run(model, loss, engine_runs.SGD, given, seed=engine_runs.SEED, lr=engine_runs.LR)
+    assert_equal(on_threads("skips", PIPELINE, given), expected, torch.float64)
 
 
 def on_a_rank(communicator: Communicator, name: str) -> dict[str, Any]:
@@ -151,6 +167,16 @@ def test_a_stage_without_anything_for_boxes_is_computed_at_once() -> None:
     first, last = (all_plans(classifier(3), seats_of("1f1b", STRIPS, STRIPS, cuts=("7",)))[k] for k in range(2))
     assert first[0] is not None
     assert last == [None]
+
+
+def test_boxes_are_on_the_device_of_their_stage() -> None:
+    """Regions are read, and planned, while the model still lies on the CPU."""
+    shape, traced = (1, 3, 32, 32), trace_as_it_runs(classifier(3), (1, 3, 32, 32), torch.float32)
+    link, plans, whole = TeamLink(LocalCommunicator()), TeamPlans(traced, once=False), Partition(traced.graph, (0,))
+    device, boxed = torch.device("cuda"), BoxedParts(8)
+    (stage,) = team_stages(traced, whole, {0: ONE}, link, plans, device, boxed=boxed).values()
+    plan = stage._run_training.nodes.planned(stage.train(), plans.plan(ONE, shape, True))  # type: ignore[union-attr]
+    assert {place for _, _, place in plan.run.region.forms.values()} == {device}
 
 
 class Halves(nn.Module):
