@@ -210,10 +210,6 @@ class Strategy:
             (self.shard_optimizer, "pairs share an optimizer between ranks, not teams: leave shard-optimizer out"),
             (bool(self.policy.parameters), "parameters on the host are not of teams: use offload-state=optimizer"),
             (
-                self.policy.stream is not None and self.name != SPATIAL.name,
-                "members' parts are computed box by box with --parallel spatial alone: leave --stream or --grid out",
-            ),
-            (
                 self.policy.stream is not None and not self.unfused,
                 "members' parts in boxes fetch all that they look at of a map between parts at once: leave --stream or "
                 f"the :{max((grid.fuse for grid in self.grids), default=1)} out",

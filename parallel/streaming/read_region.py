@@ -25,7 +25,7 @@ from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
 from parallel.streaming.read_node import changes_in_place, has_tensors, in_same_memory, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
-from parallel.streaming.region import Region
+from parallel.streaming.region import Forms, Region
 
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 """Methods that take no more of a map than its type and device."""
@@ -303,13 +303,14 @@ def _finished(
         trained = (isinstance(p, nn.Parameter) and p.requires_grad for p in _read_by(model, nodes_of[step.name]))
         if step.name not in found.fixed and (flows.intersection(step.inputs) or any(trained)):
             flows.add(step.name)
+    pooled = {name: reading.values.get(name) for name in found.plain}
     return Region(
         tuple(replace(step) for step in steps),
         found.operations,
         nodes_of,
         reading.dims,
         reading.sides,
-        {n: (tuple(v.shape), v.dtype, v.device) for n, v in {**values, **tensors}.items() if isinstance(v, Tensor)},
+        _forms({**values, **tensors}),
         found.constants,
         frozenset(found.fixed),
         leaving,
@@ -317,4 +318,9 @@ def _finished(
         tuple(tensors),
         frozenset(flows),
         found.ends_at,
+        _forms(pooled),
     )
+
+
+def _forms(values: Mapping[str, Any]) -> Forms:
+    return {n: (tuple(v.shape), v.dtype, v.device) for n, v in values.items() if isinstance(v, Tensor)}

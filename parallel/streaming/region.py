@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -16,6 +16,8 @@ from parallel.space.step import Step
 from parallel.streaming.operation import Operation
 
 WHOLE_TILE = (Fraction(1), Fraction(1))
+Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype, torch.device]]
+"""(shape, type, device) by name."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Region:
         given: names of the tensors without rows that enter, as a gate that an earlier stage made.
         flows: names of steps that gradients flow back through, to parameters or to what enters.
         ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
+        pooled: (shape, type, device) of every tensor without rows that is made inside.
     """
 
     steps: tuple[Step, ...]
@@ -43,7 +46,7 @@ class Region:
     nodes: Mapping[str, fx.Node]
     dims: Mapping[str, tuple[int, int]]
     sides: Mapping[str, tuple[int, int]]
-    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype, torch.device]]
+    forms: Forms
     constants: Mapping[str, Any]
     fixed: frozenset[str]
     leaving: tuple[str, ...]
@@ -51,6 +54,7 @@ class Region:
     given: tuple[str, ...]
     flows: frozenset[str]
     ends_at: tuple[str, str] | None = None
+    pooled: Forms = field(default_factory=dict)
 
     def on_paper(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> StreamedModel:
         """Return what a plan of boxes asks for.

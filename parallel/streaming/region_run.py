@@ -123,6 +123,13 @@ class RegionRun:
     def before_part_backward(self, part: PartPlan, kept: Kept, back: Gradients) -> None:
         """The gradients of what a part gives are those of all that uses it here."""
 
+    def after_backward(self, kept: Kept, back: Gradients) -> None:
+        """The gradients of what entered are those of all that used it here."""
+
+    def leave_gradient(self, maps: Maps, name: str) -> Tensor | None:
+        """Return the gradient of a map that entered."""
+        return maps.take(name)
+
     def forward(
         self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, beside: Mapping[str, Any]
     ) -> tuple[tuple[Tensor, ...], Kept]:
@@ -220,7 +227,11 @@ class RegionRun:
                     kept.maps.take(step.name)
                     back.maps.take(step.name)
             self._plain_backward(module, phase, kept, back)
-        found = {name: back.maps.take(name) if name in region.dims else back.known.get(name) for name in asked}
+        self.after_backward(kept, back)
+        found = {
+            name: self.leave_gradient(back.maps, name) if name in region.dims else back.known.get(name)
+            for name in asked
+        }
         return found, back.sums
 
     def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: Gradients, silent: set[str]) -> None:

@@ -132,10 +132,6 @@ class StreamedRun:
         (output,) = self(stage, *values)
         return asked.of_whole(output)
 
-    def read(self, stage: nn.Module, entering: Mapping[str, Tensor | Boxes], given: Mapping[str, Any]) -> Region:
-        """Return what of the nodes can be computed in boxes."""
-        return read_region(stage, self._nodes, entering, given)
-
     def planned_boxes(self, stage: nn.Module, region: Region) -> RegionRun:
         """Return the region, planned."""
         return RegionRun(region, self._box, self._stored_bytes, self._scale, self._host)
@@ -163,15 +159,19 @@ class StreamedRun:
 
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> PlannedRegion:
         entering, given = parted(dict(zip(self._inputs, values, strict=True)))
-        region = self.read(stage, entering, given)
+        region = read_region(stage, self._nodes, entering, given)
+        return self.of_region(stage, region, targets) or self.planned(stage, values)
+
+    def of_region(self, stage: nn.Module, region: Region, targets: Sequence[int]) -> PlannedRegion | None:
+        """Return the plan of ``region``, of the nodes; None where what leaves it is not what sums are asked of."""
         with READING:
             self._records = self._records or record(stage, region)
-        tiles = next(iter(entering.values())).shape[0]
+        tiles = region.forms[region.inputs[0]][0][0]
         region = replace(region, steps=with_record(region.steps, self._records, tiles))
         if targets:
             summed = with_sums(region, self._nodes, targets)
             if summed is None:
-                return self.planned(stage, values)
+                return None
             region = summed
         made = {step.name for step in region.steps}.union(region.constants, self._inputs)
         rest = [node for node in self._nodes if node.name not in made and node.op != "get_attr" and not targets]

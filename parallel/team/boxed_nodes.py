@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from parallel.offload.host_space import HostSpace
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums, beside
-from parallel.streaming.images import Boxes
+from parallel.streaming.planned_region import PlannedRegion
 from parallel.streaming.region import Region
 from parallel.streaming.region_run import RegionRun
 from parallel.streaming.streamed_module import StreamedRun
@@ -20,6 +21,10 @@ from parallel.team.boxed_region import BoxedRegion
 from parallel.team.link import TeamLink
 from parallel.team.nodes import NodeRun
 from parallel.team.passing import Pass
+from parallel.team.stage_region import region_of_stage, scale_of
+from parallel.team.team_plan import TeamPlan
+
+Targets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,11 @@ class BoxedParts:
 
 
 class BoxedNodes(NodeRun):
-    """As ``NodeRun``, with the region in boxes.
+    """As ``NodeRun``, with what the nodes have of the model's region in boxes, where they have any.
 
     Args:
         grid, link: of the team.
+        device: of the stage; the region was read before it was moved there.
     """
 
     def __init__(
@@ -47,21 +53,21 @@ class BoxedNodes(NodeRun):
         boxed: BoxedParts,
         grid: Grid,
         link: TeamLink,
+        device: torch.device,
     ) -> None:
         super().__init__(nodes, inputs, outputs, random)
         self._boxes = _Planned(nodes, inputs, outputs, boxed.box, boxed.stored_bytes, host=boxed.host)
         self._boxes.grid, self._boxes.link, self._boxes.random = grid, link, self._random
+        self._device = device
+        self._planned: weakref.WeakKeyDictionary[TeamPlan, dict[Targets, PlannedRegion | None]]
+        self._planned = weakref.WeakKeyDictionary()
 
     def run(
         self, stage: nn.Module, passing: Pass, values: Sequence[Any], asked: BoxSums | None = None
     ) -> tuple[Any, ...]:
-        region = passing.plan.region
-        if region is None:
+        plan = self.planned(stage, passing.plan, () if asked is None else tuple(asked.targets.shape))
+        if plan is None:
             return super().run(stage, passing, values, asked)
-        self._boxes.region = region
-        (shape, dtype, device) = region.forms[region.inputs[0]]
-        tiles = torch.zeros((), dtype=dtype, device=device).expand(shape)
-        plan = self._boxes.planned(stage, (tiles,), () if asked is None else asked.targets.shape)
         sums = {} if asked is None or not plan.sums else beside(plan.run.region, asked)
         assert isinstance(plan.run, BoxedRegion)
         plan.run.passing = passing
@@ -71,18 +77,35 @@ class BoxedNodes(NodeRun):
         made = dict(zip(plan.run.region.leaving, leaving, strict=True))
         return self._rest(stage, passing, values, made, asked)
 
+    def planned(self, stage: nn.Module, plan: TeamPlan, targets: Targets = ()) -> PlannedRegion | None:
+        """Return what is computed box by box, planned for tiles as ``plan`` is; None where nothing is.
+
+        Args:
+            targets: shape of those that sums are asked with.
+        """
+        made = self._planned.setdefault(plan, {})
+        if targets not in made:
+            made[targets] = self._plan(stage, plan, targets)
+        return made[targets]
+
+    def _plan(self, stage: nn.Module, plan: TeamPlan, targets: Targets) -> PlannedRegion | None:
+        region = None if plan.region is None else region_of_stage(plan.region, self._nodes, self._inputs)
+        if region is None:
+            return None
+        region = replace(region, forms={name: (*form[:2], self._device) for name, form in region.forms.items()})
+        self._boxes.tile = plan.territory.side
+        return self._boxes.of_region(stage, region, targets) or self.planned(stage, plan)
+
 
 class _Planned(StreamedRun):
     """Plans of a member's region for tiles of any shape."""
 
-    region: Region
     grid: Grid
     link: TeamLink
     random: Collection[str]
-
-    def read(self, stage: nn.Module, entering: Mapping[str, Tensor | Boxes], given: Mapping[str, Any]) -> Region:
-        return self.region
+    tile: tuple[int, int]
 
     def planned_boxes(self, stage: nn.Module, region: Region) -> RegionRun:
-        options = {"stored_bytes": self._stored_bytes, "scale": self._scale, "host": self._host}
+        scale = scale_of(region, self.tile)
+        options = {"stored_bytes": self._stored_bytes, "scale": scale, "host": self._host}
         return BoxedRegion(region, self._box, self.grid, self.link, self.random, **options)

@@ -108,9 +108,22 @@ class BoxedRegion(RegionRun):
             name = step.name
             if step.sums or name not in self.region.flows or self._exchanges[name].quiet:
                 continue
-            if name not in back.maps:
-                back.maps.put(name, torch.zeros_like(kept.maps.whole(name)))
-            self._give_back(back.maps, name, self.region.forms[name][2])
+            self._hand_back(kept, back, name)
+
+    def after_backward(self, kept: Kept, back: Gradients) -> None:
+        for name in self.region.inputs:
+            if name in self.region.flows and not self._exchanges[name].quiet:
+                self._hand_back(kept, back, name)
+
+    def leave_gradient(self, maps: Maps, name: str) -> Tensor | None:
+        return maps.part(name, self._own(name)) if name in maps else None
+
+    def _hand_back(self, kept: Kept, back: Gradients, name: str) -> None:
+        if name not in back.maps and name in kept.maps:
+            back.maps.put(name, torch.zeros_like(kept.maps.whole(name)))
+        elif name not in back.maps:  # it left, and no gradient came back for it
+            back.maps.write(name, self._own(name), torch.zeros((), dtype=self.region.forms[name][1]))
+        self._give_back(back.maps, name, self.region.forms[name][2])
 
     def _own(self, name: str) -> Box:
         return self._territory.owned(self._link.member, self.region.sides[name])

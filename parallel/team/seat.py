@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from parallel.graph.partition import Partition
 from parallel.memory.segments import segments_of
 from parallel.strategy import Strategy
-from parallel.team.boxed_nodes import BoxedParts
+from parallel.streaming.read_region import NothingInBoxes
+from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
 from parallel.team.link import TeamLink
+from parallel.team.stage_region import region_of_stage
 from parallel.team.team_plan import TeamPlan, TeamPlans
-from parallel.team.team_stage import TeamStage, team_stages
-from parallel.trace.trace import Traced
+from parallel.team.team_stage import TeamRun, TeamStage, team_stages
+from parallel.trace.trace import Traced, left_as_it_was
 
 
 def plan_of_stage(strategy: Strategy, plans: TeamPlans, stage: int, shape: tuple[int, ...], training: bool) -> TeamPlan:
@@ -39,7 +41,8 @@ def modules_of_seat(
     """Return the stages ``numbers``, which this rank computes with the others on its seat.
 
     Raises:
-        ValueError: the model updates buffers of its own in forward passes, or nothing of it has rows to divide.
+        ValueError: the model updates buffers of its own in forward passes, or nothing of it has rows to divide, or can
+            be computed box by box where that is asked for.
     """
     if traced.updated:
         raise ValueError(
@@ -54,8 +57,39 @@ def modules_of_seat(
     segments = {number: segments_of(partition, number, strategy.policy) for number in numbers}
     grids = {number: strategy.grid_of(number) for number in numbers}
     stages = team_stages(traced, partition, grids, link, plans, device, segments, boxed)
+    if boxed is not None:
+        _plan_boxes(traced, partition, strategy, plans, shape, stages)
     _leave_shapes(traced.model, stages.values())
     return stages
+
+
+def _plan_boxes(
+    traced: Traced,
+    partition: Partition,
+    strategy: Strategy,
+    plans: TeamPlans,
+    shape: tuple[int, ...],
+    stages: Mapping[int, TeamStage],
+) -> None:
+    """Plan the boxes of ``stages``, so that what is wrong is said now; of the other stages, see that they have any."""
+    nodes: dict[int, list[fx.Node]] = {}
+    for node in traced.training.graph.nodes:
+        nodes.setdefault(partition.stage_of(node.name), []).append(node)
+    by_stage = {number: plans.plan(strategy.grid_of(number), shape, True) for number in range(partition.depth)}
+    if not any(
+        plan.region is not None and region_of_stage(plan.region, nodes[number], partition.inputs_of(number))
+        for number, plan in by_stage.items()
+    ):
+        raise NothingInBoxes(*(by_stage[0].ends_at or ("the model", "has no layer that takes maps")))
+    with left_as_it_was(traced.model):
+        for number, stage in stages.items():
+            stage.train()
+            run = stage._run_training
+            assert isinstance(run, TeamRun)
+            assert isinstance(run.nodes, BoxedNodes)
+            run.nodes.planned(stage, by_stage[number])
+    for stage in stages.values():
+        stage.train(traced.model.training)
 
 
 def _leave_shapes(model: nn.Module, stages: Iterable[nn.Module]) -> None:

@@ -200,7 +200,12 @@ def team_stages(
     random = {layer.name for layer in traced.graph.layers if layer.random}
 
     def run(
-        nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], _: str
+        grid: Grid,
+        nodes: Sequence[fx.Node],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        slots: dict[str, str],
+        _: str,
     ) -> TeamRun:
         if slots:
             raise ValueError(
@@ -208,13 +213,13 @@ def team_stages(
                 "could not tell which rows of it are whose: cut the model elsewhere (--developer cuts)"
             )
         if boxed is not None:
-            (grid,) = grids.values()
-            return TeamRun(BoxedNodes(nodes, inputs, outputs, random, boxed, grid, link))
+            return TeamRun(BoxedNodes(nodes, inputs, outputs, random, boxed, grid, link, device))
         return TeamRun(NodeRun(nodes, inputs, outputs, random))
 
     made: dict[int, TeamStage] = {}
     for number, grid in grids.items():
-        stage = cut_stage(traced, partition, number, segments.get(number, ()), TeamStage, run)
+        made_run = functools.partial(run, grid)
+        stage = cut_stage(traced, partition, number, segments.get(number, ()), TeamStage, made_run)
         assert isinstance(stage, TeamStage)
         stage.link, stage.device = link, device
         stage.plans = functools.partial(plans.plan, grid)

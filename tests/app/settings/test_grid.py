@@ -50,6 +50,10 @@ def test_other_texts_are_no_grids(text: str) -> None:
             TEAMS | {"parallel": "master", "shard_optimizer": "pair"},
             "--grid 2x1: pairs share an optimizer",
         ),
+        (TEAMS | {"stream": "auto"}, "--stream auto is planned for --parallel single, ddp and spatial; got"),
+        (TEAMS | {"stream": "16", "recompute": "block"}, "--stream 16 computes a tile again box by box, and goes w"),
+        (TEAMS | {"stream": "16", "offload": "overlap"}, "--stream 16 computes a tile again box by box, and goes w"),
+        (TEAMS | {"stream": "16", "grid": "2x1:3"}, "--grid 2x1:3: members' parts in boxes fetch all that they look"),
     ],
 )
 def test_what_teams_cannot_do_is_one_fault_of_the_settings(asked: dict[str, Any], message: str) -> None:
@@ -67,6 +71,7 @@ def test_what_teams_cannot_do_is_one_fault_of_the_settings(asked: dict[str, Any]
         (TEAMS | {"grid": "3x1,1x1"}, "1f1b 1 x 2 of 3x1, 1x1, m=4"),
         (TEAMS | {"ranks": 8, "stages": 2}, "1f1b 2 x 2 of 2x1, m=8"),
         (TEAMS | {"parallel": "master", "grid": "2x1"}, "master 1 x 2 of 2x1, m=4"),
+        (TEAMS | {"stream": "16"}, "1f1b 1 x 2 of 2x1, m=4 +stream 16"),
     ],
 )
 def test_what_teams_can_do_is_taken_as_it_is_asked_for(asked: dict[str, Any], shown: str) -> None:

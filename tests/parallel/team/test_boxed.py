@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.exactness.team_error import team_error
-from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid
-from parallel.strategy import Strategy
 from parallel.team.boxed_nodes import BoxedParts
 
 EXACT = 1e-12
@@ -50,10 +48,3 @@ def test_a_whole_map_that_leaves_is_gathered() -> None:
     )
     errors = team_error(network.double(), (1, 3, 40, 33), Grid(2, 1), boxed=BoxedParts(7))
     assert errors.largest <= EXACT, errors
-
-
-def test_boxes_in_teams_of_pipelines_are_refused_by_name() -> None:
-    strategy = Strategy("1f1b", 4, 2, 4, policy=ActivationPolicy(stream=64), grids=(Grid(2, 1), Grid(2, 1)))
-    assert strategy.team_faults == [
-        "members' parts are computed box by box with --parallel spatial alone: leave --stream or --grid out"
-    ]
