@@ -9,14 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
+from app.benchmark.asked import SAVINGS, Asked
 from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_faults import strategy_faults
-from parallel.strategy import WHOLE
-
-SAVINGS = {"recompute": ("--recompute", "block"), "offload": ("--offload", "overlap")}
-"""What can be added to a strategy with a plus: the flag and its value."""
 
 Scaling = Literal["strong", "weak"]
 
@@ -30,6 +27,7 @@ class Case:
         savings: keys of ``SAVINGS``.
         batch, microbatches: of a step over all ranks.
         stages: of each of several groups of ranks; None: one group of all ranks, or a model that is not split.
+        grid: of the teams, as ``--grid`` has it; empty: as the strategy has it without.
     """
 
     parallel: str
@@ -40,12 +38,21 @@ class Case:
     microbatches: int
     memory: str | None = None
     stages: int | None = None
+    grid: str = ""
 
     @property
     def label(self) -> str:
-        """The strategy, as the table names it: with groups and stages where there are several groups."""
-        mesh = f" {self.ranks // self.stages} x {self.stages}" if self.stages else ""
-        return " + ".join((self.parallel + mesh, *self.savings))
+        """The strategy, as the table names it: with groups and stages where several groups were asked for, and with the
+        grid that was."""
+        mesh = f" {self.settings.groups} x {self.stages}" if self.stages else ""
+        teams = f" of {self.grid}" if self.grid else ""
+        return " + ".join((self.parallel + mesh + teams, *self.savings))
+
+    @property
+    def grids(self) -> str:
+        """Of its teams, whoever chose them, once where all are alike; empty: it has none."""
+        grids = self.settings.grids
+        return ", ".join(map(str, grids if len(set(grids)) > 1 else grids[:1]))
 
     @property
     def name(self) -> str:
@@ -59,6 +66,7 @@ class Case:
             parallel=cast(Parallel, self.parallel),
             ranks=self.ranks,
             stages=self.stages,
+            grid=self.grid,
             batch=self.batch,
             microbatches=self.microbatches,
             recompute="block" if "recompute" in self.savings else "none",
@@ -79,24 +87,10 @@ class Case:
             *("--parallel", self.parallel, "--ranks", str(self.ranks), "--tile", str(self.tile)),
             *("--batch", str(self.batch), "--microbatches", str(self.microbatches)),
             *(("--stages", str(self.stages)) if self.stages else ()),
+            *(("--grid", self.grid) if self.grid else ()),
             *(word for saving in self.savings for word in SAVINGS[saving]),
         ]
         return given if self.memory is None else [*given, "--memory", self.memory, "--developer", "memory-excess=stop"]
-
-
-def parse_strategy(text: str) -> tuple[str, tuple[str, ...]]:
-    """Name and savings of a strategy written as ``ddp`` or ``master+recompute+offload``.
-
-    Raises:
-        ValueError: an unknown name or saving.
-    """
-    name, *savings = (part.strip() for part in text.split("+"))
-    names = get_args(Parallel)
-    if name not in names:
-        raise ValueError(f"--strategies knows {', '.join(names)}; got {name!r}")
-    if unknown := [saving for saving in savings if saving not in SAVINGS]:
-        raise ValueError(f"--strategies {text}: after a plus comes {' or '.join(SAVINGS)}; got {unknown[0]!r}")
-    return name, tuple(saving for saving in SAVINGS if saving in savings)
 
 
 def cases_of(
@@ -110,24 +104,17 @@ def cases_of(
     scaling: Scaling,
     memory: str | None,
 ) -> Iterator[Case]:
-    """Every strategy at every tile size and number of ranks: ``single`` on one rank, the others on several; those that
-    split the model with each number of stages.
+    """Every strategy at every tile size and number of ranks: ``single`` on one rank, the others on several, teams where
+    they divide them; those that split the model with each number of stages.
 
     Args:
-        stages: those that do not divide a number of ranks are left out there; none: as many as ranks.
+        stages: those that do not divide a number of ranks, or of teams, are left out there; none: as many.
         batch, microbatches: of a step on the fewest ranks; the same on all with strong scaling, in proportion with
             weak.
     """
     for tile, n in itertools.product(tiles, ranks):
         growth = n / min(ranks) if scaling == "weak" else 1
-        for name, savings in map(parse_strategy, strategies):
-            if name == "auto" or (name == "single") == (n == 1):
-                for depth in _depths(name, n, stages):
-                    size = round(batch * growth), round(microbatches * growth)
-                    yield Case(name, savings, n, tile, *size, memory, depth)
-
-
-def _depths(name: str, ranks: int, stages: Sequence[int]) -> list[int | None]:
-    if not stages or name in (*WHOLE, "auto"):
-        return [None]
-    return [None if depth == ranks else depth for depth in stages if not ranks % depth]
+        size = round(batch * growth), round(microbatches * growth)
+        for asked in map(Asked.parse, strategies):
+            for depth in asked.depths(n, stages) if asked.runs_on(n) else ():
+                yield Case(asked.name, asked.savings, n, tile, *size, memory, depth, asked.grid_text)

@@ -8,7 +8,8 @@ from typing import Literal
 
 from tyro.conf import Suppress
 
-from app.benchmark.case import Case, cases_of, parse_strategy
+from app.benchmark.asked import Asked
+from app.benchmark.case import Case, cases_of
 from app.settings.launcher import find_launch
 from app.settings.run import DataSettings, ModelSettings
 from app.settings.sizes import bytes_of
@@ -19,6 +20,7 @@ STRATEGIES = (
     "ddp",
     "ddp+recompute",
     "fsdp",
+    "spatial",
     "gpipe",
     "1f1b",
     "master",
@@ -45,11 +47,13 @@ class BenchCommand:
     ranks: tuple[int, ...] = (1, 2)
     """Numbers of processes on this machine, which share its cores or have a GPU each."""
     stages: tuple[int, ...] = ()
-    """Numbers of ranks that a copy of the model is split over; where that is a part of the ranks, they make as many
-    data-parallel groups. A number of ranks that it does not divide goes without. Default: all ranks."""
+    """Numbers of ranks, or of teams, that a copy of the model is split over; where that is a part of them, they make as
+    many data-parallel groups. A number of ranks that it does not divide goes without. Default: all ranks."""
     strategies: tuple[str, ...] = STRATEGIES
     """Strategies of app.train, with +recompute (block by block) and +offload where wanted; single runs on one rank,
-    the others on several. ddp is what the others are held against."""
+    the others on several. An @ gives the --grid of teams: spatial@2x2 and 1f1b@2x1 divide each tile, on those of
+    --ranks that such teams make groups of; spatial alone cuts a strip for each rank. ddp is what the others are held
+    against."""
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
@@ -136,9 +140,10 @@ class BenchCommand:
             faults.append(f"--developer trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
         for strategy in self.strategies:
             try:
-                parse_strategy(strategy)
-            except ValueError as fault:
-                faults.append(str(fault))
+                fault = Asked.parse(strategy).fault(self.ranks)
+            except ValueError as unread:
+                fault = str(unread)
+            faults += [fault] if fault else []
         if find_launch() is not None:
             faults.append(
                 "app.bench starts the ranks of its runs itself: start it once, without torchrun, mpirun or srun"

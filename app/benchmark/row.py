@@ -52,7 +52,8 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
         "strategy": case.label,
         "parallel": case.parallel,
         "ranks": case.ranks,
-        "stages": case.settings.depth if case.settings.splits else None,
+        "stages": case.settings.depth if case.settings.depth > 1 else None,
+        "grid": case.grids or None,
         "tile_px": case.tile,
         "global_batch": case.batch,
         "microbatches": case.microbatches,
@@ -66,10 +67,17 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
         "bytes_sent": _largest([summary.get("sent_bytes") for summary in good]),
         "time": _seconds(good),
         "precision": good[0]["precision"] if good else None,
-        "chosen": good[0]["strategy"] if good and case.parallel == "auto" else None,
+        "chosen": _chosen(case, good),
         "losses": list(trials[0].losses),
         "wall_s": sum(trial.wall_s for trial in trials),
     }
+
+
+def _chosen(case: Case, good: Sequence[Mapping[str, Any]]) -> str | None:
+    """What was made of what the strategy leaves open: the plan's choice, or the grid that teams have by default."""
+    if case.parallel == "auto":
+        return str(good[0]["strategy"]) if good else None
+    return None if case.grid or not case.grids else case.grids
 
 
 def compare(rows: Sequence[Row]) -> None:

@@ -31,7 +31,7 @@ PARTS = ("compute", "transfer", "bubble", "data")
 class Result:
     """One row: a strategy, with the settings that tell it from others, on tiles of one side and a number of ranks.
 
-    ``chosen``: what a planner made of it.
+    ``chosen``: what was made of what it leaves open, a planner's strategy or the grid of its teams.
     Speeds in images/s, ``time`` in seconds by part of the step, memory and messages in bytes by rank; () or {} where
     nothing is known.
     """

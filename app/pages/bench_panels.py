@@ -18,7 +18,7 @@ from parallel.units import bytes_text
 
 FAMILIES = {
     "whole": (0, "model whole on each rank: one process, or data parallel"),
-    "split": (1, "model split by this project's engine"),
+    "split": (1, "model or tile split by this project's engine"),
 }
 """Family -> number of its colour and what it is."""
 
@@ -193,5 +193,5 @@ def _repeats(row_groups: Iterable[RowGroup]) -> str:
 
 
 def name_of(one: Result) -> str:
-    """Return its strategy, and what a planner made of it."""
+    """Return its strategy, and what was made of what that leaves open."""
     return one.strategy + (f" ({one.chosen})" if one.chosen else "")

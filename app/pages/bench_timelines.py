@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 from app.pages.bench_file import Result
 from app.pages.bench_groups import RowGroup
+from app.pages.bench_panels import name_of
 
 
 class Picture(NamedTuple):
@@ -46,7 +47,7 @@ def _timeline(one: Result, group: RowGroup, folder: Path, number: int) -> Pictur
         for what, value in (("bubble measured", one.bubble), ("predicted before the run", one.bubble_predicted))
         if value is not None
     ]
-    title = f"{one.model}, {one.tile_px} px, {group.ranks_text}: {one.strategy}"
+    title = f"{one.model}, {one.tile_px} px, {group.ranks_text}: {name_of(one)}"
     return Picture(title, bubbles, file, _picture(folder, file, f"p{number}"))
 
 

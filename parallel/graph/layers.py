@@ -32,7 +32,7 @@ class Layer:
         inputs: names of the values it uses, each once.
         module: path of the module in the model ("layer1.0.conv1"), "" for a function.
         output_bytes: of the value it gives, for the traced shapes; 0 for what is not a tensor.
-        param_bytes: of the parameters it uses.
+        param_bytes: of the parameters it uses; ``largest_param_bytes``: of the largest of them.
         flops: multiply-adds times two of its forward pass, for the traced shapes.
         differentiable: a gradient flows back through its value in training.
         random: it may draw random numbers in training.
@@ -51,6 +51,7 @@ class Layer:
     module: str = ""
     output_bytes: int = 0
     param_bytes: int = 0
+    largest_param_bytes: int = 0
     flops: int = 0
     differentiable: bool = True
     random: bool = False

@@ -25,6 +25,10 @@ GATHERED = 2
 """Units of FSDP that are whole at a time: the one at work, and the one gathered ahead."""
 UNIT = 8
 """A unit holds at most this part of the parameters (``sharding_units.LARGEST``), where blocks allow that."""
+UPDATE_COPIES = (0, 1, 2, 2)
+"""By values that the optimizer keeps for each parameter: copies of one parameter that torch's update on a CPU makes on
+its way (``torch/optim``). SGD's decayed gradient; AdamW's root of the second moment and, beside it, the quotient. A
+running average is added in place; SGD with one is counted as AdamW."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class RankBytes:
     Attributes:
         activations: kept for backward passes to come, that under way included.
         transient: live only while the action runs: values and gradients on their way, gradients of a layer's
-            parameters before they are added.
+            parameters before they are added, and what the update works out.
         boundary: messages received ahead, and such that have not left.
     """
 
@@ -150,22 +154,26 @@ def whole_bytes(
         gathered = min(parameters, GATHERED * parameters // UNIT)
         work = max(stage.forward, stage.backward) - kept + gathered
         gradients = parameters if several else part
-        return _fuller(
-            RankBytes(part, gradients, slots * part, kept, work, 0), _update(part, part, slots * part, device)
-        )
+        update = _update(part, slots * part, -(-stage.largest_parameter // ranks), slots, device)
+        return _fuller(RankBytes(part, gradients, slots * part, kept, work, 0), update)
     beside = parameters if name == "ddp" else 0  # buckets
     extra = max(in_one_go, added if several else 0, stage.forward - kept + (parameters if several else 0))
     gradients = parameters if name == "ddp" or several else 0
     return _fuller(
         RankBytes(parameters, gradients, slots * parameters, kept, extra + beside - gradients, 0),
-        _update(parameters, parameters, slots * parameters, device),
+        _update(parameters, slots * parameters, stage.largest_parameter, slots, device),
     )
 
 
-def _update(parameters: int, gradients: int, optimizer: int, device: str) -> RankBytes:
+def _update(parameters: int, optimizer: int, largest: int, slots: int, device: str) -> RankBytes:
     """While the optimizer updates: on a GPU torch takes all parameters at once, and a copy of them for what it works
-    out."""
-    return RankBytes(parameters, gradients, optimizer, 0, parameters if device == "cuda" else 0, 0)
+    out; on a CPU one after the other.
+
+    Args:
+        largest: of one parameter among those that this rank updates.
+    """
+    work = parameters if device == "cuda" else UPDATE_COPIES[slots] * largest
+    return RankBytes(parameters, parameters, optimizer, 0, work, 0)
 
 
 def _fuller(*moments: RankBytes) -> RankBytes:
@@ -188,12 +196,14 @@ class _Walk:
         summed: bool,
     ) -> None:
         self._actions = [action for action in actions if action.kind in COMPUTE]
-        self._stages, self._weights, self._device = stages, weights, device
+        self._stages, self._weights = stages, weights
         held = sorted({stage for stage, _ in placement.held_by(rank)})
         self._parameters = sum(stages[stage].parameters for stage in held)
         shared = {stage for stage in held if summed or len(placement.holders(stage)) > 1}
         owned = [s for s in held if not shard_optimizer or placement.rank_of(s, 0, placement.group_of(rank)) == rank]
-        self._optimizer = slots * sum(stages[stage].parameters for stage in owned)
+        optimizer = slots * sum(stages[stage].parameters for stage in owned)
+        largest = max((stages[stage].largest_parameter for stage in owned), default=0)
+        self._update = _update(self._parameters, optimizer, largest, slots, device)
         # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.
         self._gradients = {stage: stages[stage].parameters for stage in shared}
         self._recomputed = {a.key for a in self._actions if a.kind is Kind.RECOMPUTE}
@@ -201,8 +211,7 @@ class _Walk:
         self._alone = placement.depth == 1
 
     def fullest(self) -> RankBytes:
-        update = _update(self._parameters, self._parameters, self._optimizer, self._device)
-        return _fuller(update, RankBytes(*max(self._moments(), key=sum)))
+        return _fuller(self._update, RankBytes(*max(self._moments(), key=sum)))
 
     def _moments(self) -> Iterator[tuple[int, int, int, int, int, int]]:
         """What ``RankBytes`` has, while each action runs."""
@@ -215,7 +224,7 @@ class _Walk:
             yield (
                 self._parameters,
                 sum(self._gradients.values()),
-                self._optimizer,
+                self._update.optimizer,
                 round(before),
                 round(during),
                 0 if self._alone else round(boundary),

@@ -21,7 +21,7 @@ class StageBytes:
     """What a stage holds of one microbatch of the traced size.
 
     Attributes:
-        parameters: of its layers.
+        parameters: of its layers; ``largest_parameter``: of the largest of them.
         inputs: what enters it and is held until its backward pass: values received, or the model's input.
         activations: all that is held between its forward and backward pass, ``inputs`` among it.
         forward: live at most in a forward pass.
@@ -42,6 +42,7 @@ class StageBytes:
     returned: int
     sent: int
     awaited: int
+    largest_parameter: int
 
 
 def stage_bytes(partition: Partition, known: Iterable[Piece] | None = None) -> list[StageBytes]:
@@ -105,6 +106,7 @@ def bytes_of_window(graph: LayerGraph, start: int, stop: int, touched: Iterable[
         returned=sum(graph.by_name[name].output_bytes for name in received if graph.by_name[name].differentiable),
         sent=sum(layer.output_bytes for layer in sent),
         awaited=sum(layer.output_bytes for layer in sent if layer.differentiable),
+        largest_parameter=max(layer.largest_param_bytes for layer in graph.layers[start:stop]),
     )
 
 

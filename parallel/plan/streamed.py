@@ -152,7 +152,8 @@ class StreamedStages:
         # Gradients that a team sums lie in buckets, which is counted elsewhere.
         beside = 0 if strategy.grids else parameters
         again = own + beside + max(of_rest, leaving + box)
-        return StageBytes(parameters, own, own, own + forward, own + forward, again, first, 0, 0, 0, 0)
+        largest = max(layer.largest_param_bytes for layer in graph.layers)
+        return StageBytes(parameters, own, own, own + forward, own + forward, again, first, 0, 0, 0, 0, largest)
 
     def host_bytes(self, strategy: Strategy, tiles: int) -> int:
         """Return the bytes of maps between parts, and of the tiles of a microbatch."""

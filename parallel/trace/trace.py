@@ -226,6 +226,7 @@ def _layers(
             last = max([k, *(position[user.name] for user in node.users)]) if node.op == "get_attr" else k
             uses.setdefault(id(tensor), []).extend((k, last))
         fact = facts[node.name]
+        params = [t.numel() * t.element_size() for t in state if isinstance(t, nn.Parameter)]
         layers.append(
             Layer(
                 name=node.name,
@@ -234,7 +235,8 @@ def _layers(
                 module=str(node.target) if node.op == "call_module" else "",
                 scope=str(node.target) if node.op == "call_module" else scope_of(node),
                 output_bytes=fact.output_bytes,
-                param_bytes=sum(t.numel() * t.element_size() for t in state if isinstance(t, nn.Parameter)),
+                param_bytes=sum(params),
+                largest_param_bytes=max(params, default=0),
                 flops=fact.flops,
                 differentiable=fact.differentiable,
                 random=fact.random or _unknown(training, node),

@@ -15,19 +15,21 @@ import pytest
 
 from app import bench
 from app.benchmark import trial as trials
-from app.benchmark.case import Case, cases_of, parse_strategy
+from app.benchmark.asked import Asked
+from app.benchmark.case import Case, cases_of
 from app.benchmark.command import BenchCommand
 from app.benchmark.row import compare, row_of
 from app.benchmark.trial import Trial, run_trial
 from app.settings.run import DataSettings
+from parallel.space.team import Grid
 from tests.app.conftest import ROOT, train_environment
 
 TINY = ("--model", "tests.helpers.tiny_models:classifier", "--mpp", "0.5", "--developer", "twin-steps=1")
 
 
 def case(label: str, ranks: int = 2, **more: Any) -> Case:
-    name, savings = parse_strategy(label)
-    return Case(name, savings, ranks, 256, 4, 4, **more)
+    asked = Asked.parse(label)
+    return Case(asked.name, asked.savings, ranks, 256, 4, 4, grid=asked.grid_text, **more)
 
 
 def trial(speed: float, loss: float = 0.5, **more: Any) -> Trial:
@@ -53,12 +55,59 @@ def rows(**found: list[Trial]) -> dict[str, dict[str, Any]]:
 
 
 def test_strategies_are_named_with_what_they_save() -> None:
-    assert parse_strategy("master+offload+recompute") == ("master", ("recompute", "offload"))
+    assert Asked.parse("master+offload+recompute") == ("master", ("recompute", "offload"), ())
     assert case("ddp+recompute").label == "ddp + recompute"
     with pytest.raises(ValueError, match=r"knows auto, single.*got 'dpp'"):
-        parse_strategy("dpp")
+        Asked.parse("dpp")
     with pytest.raises(ValueError, match="recompute or offload; got 'speed'"):
-        parse_strategy("ddp+speed")
+        Asked.parse("ddp+speed")
+
+
+def test_teams_are_named_with_their_grid() -> None:
+    asked = Asked.parse("1f1b@4x1,1x1+recompute")
+    assert asked == ("1f1b", ("recompute",), (Grid(4, 1), Grid(1, 1)))
+    assert asked.grid_text == "4x1,1x1"
+    assert case("spatial@02x1:3+recompute").label == "spatial of 2x1:3 + recompute"
+    assert [case(text, 4).grids for text in ("spatial", "1f1b@2x1", "ddp")] == ["4x1", "2x1", ""]
+    assert [case(text, 4).refusal for text in ("spatial", "1f1b@2x1")] == ["", ""]
+
+
+def test_teams_run_on_the_ranks_that_they_divide() -> None:
+    texts = ["spatial", "spatial@2x2", "1f1b@2x1", "1f1b@4x1,1x1", "auto", "single"]
+    runs = {text: [n for n in range(1, 11) if Asked.parse(text).runs_on(n)] for text in texts}
+    assert runs == {
+        "spatial": list(range(2, 11)),
+        "spatial@2x2": [4, 8],
+        "1f1b@2x1": [4, 6, 8, 10],
+        "1f1b@4x1,1x1": [5, 10],
+        "auto": list(range(1, 11)),
+        "single": [1],
+    }
+    assert Asked.parse("1f1b@2x1").depths(8, (2, 3, 4)) == [2, None]
+    assert Asked.parse("spatial@2x1").depths(8, (2, 4)) == Asked.parse("1f1b@4x1,1x1").depths(10, (2,)) == [None]
+    asked = (["ddp", "spatial", "spatial@2x1", "1f1b@2x1", "1f1b"], [256], [2, 4, 8], [2])
+    found = list(cases_of(*asked, batch=8, microbatches=8, scaling="strong", memory=None))
+    assert all(one.refusal == "" for one in found)
+    assert [(one.ranks, one.label) for one in found] == [
+        *((2, label) for label in ("ddp", "spatial", "spatial of 2x1", "1f1b")),
+        *((4, label) for label in ("ddp", "spatial", "spatial of 2x1", "1f1b of 2x1", "1f1b 2 x 2")),
+        *((8, label) for label in ("ddp", "spatial", "spatial of 2x1", "1f1b 2 x 2 of 2x1", "1f1b 4 x 2")),
+    ]
+    hybrid = found[-2]
+    assert hybrid.name == "256px_8x_1f1b2x2of2x1"
+    assert [hybrid.arguments[hybrid.arguments.index(flag) + 1] for flag in ("--stages", "--grid")] == ["2", "2x1"]
+    assert (hybrid.settings.groups, hybrid.settings.depth, hybrid.settings.group_ranks) == (2, 2, 4)
+    assert "--grid" not in found[1].arguments
+
+
+def test_rows_of_teams_name_the_grid() -> None:
+    found = rows(ddp=[trial(1.0)], spatial=[trial(2.0)])
+    assert [(row["grid"], row["chosen"], row["stages"]) for row in found.values()] == [
+        (None, None, None),
+        ("2x1", "2x1", None),
+    ]
+    row = row_of(case("1f1b@2x1", 4), "m", [trial(1.0)], None)
+    assert (row["strategy"], row["grid"], row["chosen"], row["stages"]) == ("1f1b of 2x1", "2x1", None, 2)
 
 
 def test_one_rank_runs_single_and_several_run_the_rest() -> None:
@@ -197,6 +246,19 @@ def test_losses_on_other_numbers_of_ranks_may_differ_by_more() -> None:
         ({"memory": "2 GB"}, "--memory takes a size"),
         ({"microbatches": 9}, "--microbatches must be 1 to --batch 8"),
         ({"ranks": (1,), "strategies": ("ddp",)}, "nothing to measure"),
+        ({"strategies": ("ddp", "spatial@2y1")}, "--strategies spatial@2y1: a grid is ROWSxCOLUMNS"),
+        ({"strategies": ("ddp", "spatial@")}, "--strategies spatial@: a grid is ROWSxCOLUMNS"),
+        ({"strategies": ("ddp@2x1",)}, "--strategies ddp@2x1: ddp has no teams"),
+        ({"strategies": ("spatial@1x1", "ddp")}, "spatial@1x1 divides nothing"),
+        ({"strategies": ("spatial@2x1,1x1",), "ranks": (3,)}, "spatial has one team"),
+        (
+            {"strategies": ("spatial@2x2", "ddp")},
+            "its teams take 4, 8, 12 ... ranks; got --ranks 1 2: add",
+        ),
+        (
+            {"strategies": ("ddp", "1f1b@2x1"), "ranks": (2,)},
+            "its teams take 4, 6, 8 ... ranks; got --ranks 2: add",
+        ),
     ],
 )
 def test_wrong_settings_are_told(settings: dict[str, Any], fault: str) -> None:
@@ -328,6 +390,24 @@ def test_groups_of_stages_are_measured_as_a_user_starts_them(classify_slides: Pa
     assert (gpipe["strategy"], gpipe["status"], gpipe["ranks"], gpipe["stages"]) == ("gpipe 2 x 2", "ok", 4, 2)
     assert (ddp["status"], ddp["stages"], gpipe["loss_matches"]) == ("ok", None, True)
     assert gpipe["claim"].endswith("x ddp on 4 ranks, measured once")
+
+
+@pytest.mark.process
+def test_teams_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
+    out = tmp_path / "teams"
+    asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
+    asked += ["--ranks", "4", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
+    done = bench_run(*asked, "--strategies", "ddp", "spatial", "1f1b@2x1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((out / "bench.json").read_text())["rows"]
+    assert [(row["strategy"], row["grid"], row["status"]) for row in found] == [
+        ("ddp", None, "ok"),
+        ("spatial", "4x1", "ok"),
+        ("1f1b of 2x1", "2x1", "ok"),
+    ]
+    assert [row["loss_matches"] for row in found[1:]] == [True] * 2
+    for shown in (done.stdout, (out / "report.html").read_text()):
+        assert all(name in shown for name in ("spatial (4x1)", "1f1b of 2x1"))
 
 
 @pytest.mark.process

@@ -44,6 +44,19 @@ def segmenter(classes: int) -> nn.Module:
     )
 
 
+def top_heavy(classes: int) -> nn.Module:
+    """Nearly all of its parameters are one linear layer's, as of a VGG."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(8),
+        nn.Flatten(),
+        nn.Linear(512, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, classes),
+    )
+
+
 def killed(classes: int) -> nn.Module:
     """``classifier``, ended by signal 9 in its second microbatch, as the kernel ends what takes too much memory."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import statistics
@@ -161,13 +162,49 @@ def test_whole_models() -> None:
     graph = resnet50()
     size = window_bytes(graph, 0, len(graph.layers)).parameters
 
-    def taken(name: str, ranks: int, m: int) -> RankBytes:
-        return whole_bytes(name, ranks, m, graph, 2)
+    def taken(name: str, ranks: int, m: int, slots: int = 0) -> RankBytes:
+        """Of an optimizer whose update takes nothing, unless ``slots`` asks for more: passes are fullest."""
+        return whole_bytes(name, ranks, m, graph, slots)
 
     assert taken("single", 1, 2).total >= taken("single", 1, 1).total
     # Buckets hold all gradients; those of microbatches before the last are beside them.
     assert taken("ddp", 2, 2).total - taken("single", 1, 1).total <= size
     assert taken("ddp", 2, 4).total - taken("single", 1, 2).total == size
-    sharded = taken("fsdp", 4, 4)
+    sharded = taken("fsdp", 4, 4, slots=2)
     assert sharded.parameters == sharded.gradients == -(-size // 4)
     assert sharded.optimizer == 2 * sharded.parameters
+
+
+@pytest.mark.parametrize(
+    ("make", "slots"),
+    [
+        (functools.partial(torch.optim.AdamW, weight_decay=1e-4), 2),
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4), 1),
+    ],
+    ids=["adamw", "sgd"],
+)
+def test_an_update_takes_copies_of_the_largest_parameter(
+    make: Callable[..., torch.optim.Optimizer], slots: int
+) -> None:
+    """Where one parameter is most of the model, no pass takes as much."""
+    model = WithLoss(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 512), nn.Linear(512, 4)), torch.mean)
+    told = whole_bytes("single", 1, 1, trace(model, (1, 4)).graph, slots)
+    optimizer, watch = make(model.parameters()), LiveBytes(())
+    for _ in range(2):
+        with watch:
+            model(torch.ones(1, 4)).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    assert told.transient == slots * 64 * 512 * 4
+    assert told.total == pytest.approx(watch.peak, rel=0.02)
+
+
+def test_a_rank_works_out_the_update_of_what_it_updates() -> None:
+    graph, placement = resnet50(), placement_for("master", groups=1, depth=2)
+    partition, schedule = partition_equal(graph, 2), build_schedule("master", placement, 2)
+    first, last = (stage.largest_parameter for stage in stage_bytes(partition))
+    assert first < last == max(p.numel() for p in build_model("resnet50", classes=3).parameters()) * 4
+    bare = [dataclasses.replace(stage, backward=0, first_backward=0, forward=0) for stage in stage_bytes(partition)]
+    for shared, works in ((True, [first, last]), (False, [last, last])):
+        ranks = rank_bytes(partition, placement, schedule, slots=2, shard_optimizer=shared, stages=bare)
+        assert [rank.transient for rank in ranks] == [2 * work for work in works]

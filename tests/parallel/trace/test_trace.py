@@ -81,7 +81,7 @@ def test_facts_of_layers() -> None:
     assert conv.output_bytes == 2 * 4 * 8 * 8 * 4
     assert conv.param_bytes == 4 * 3 * 9 * 4
     assert conv.flops == 2 * (2 * 4 * 8 * 8) * (3 * 9)
-    assert layers["norm"].param_bytes == 2 * 4 * 4
+    assert (layers["norm"].param_bytes, layers["norm"].largest_param_bytes) == (2 * 4 * 4, 4 * 4)
     assert layers["size"].output_bytes == 0
     assert not any(layers[name].differentiable for name in ("x", "size", "detach", "sum_1"))
     assert [layer.name for layer in traced.graph.layers if layer.random] == ["drop"]
