@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # what is loaded while tests are collected stays: looking for garbage in it, again and again, finds none
+    gc.disable()  # what is loaded while tests are collected stays: no search for garbage would find any
     for name, why in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {why}; not in `make test`")
     config.addinivalue_line("markers", "pairs: without --full, a part of its grid in which every pair of values occurs")
