@@ -6,6 +6,7 @@ finds becomes an `@example` of its test.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Generator
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what is loaded while tests are collected stays: no search for garbage would find any
     for name, why in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {why}; not in `make test`")
     config.addinivalue_line("markers", "pairs: without --full, a part of its grid in which every pair of values occurs")
@@ -52,6 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _thin(config, items)
     if hasattr(config, "workerinput"):
         _deal(items)
+
+
+def pytest_collection_finish() -> None:
+    """What has been loaded lives to the end: no collection looks through it again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,16 +12,20 @@ import torch
 from torch import nn
 
 from parallel.comm.communicator import Communicator
+from parallel.trace.taken_over import taken_over
 from parallel.trace.trace import Traced, left_as_it_was, trace
 from parallel.trace.traced_check import first_difference
 from parallel.trace.updated_faults import refuse_checkpointed
 from parallel.trace.updated_search import Updated, checkpointed_norm, updated_buffers
 
 _TRACING = threading.Lock()
+_TRACED: list[tuple[Traced, tuple[int, ...]]] = []
+"""Of ranks that are in ``trace_alone`` now, and so have not begun to change their models."""
 
 
 def trace_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communicator) -> Traced:
-    """Return what ``trace_as_it_runs`` gives for ``module`` in its own type; every rank calls it.
+    """Return what ``trace_as_it_runs`` gives for ``module`` in its own type; every rank calls it. The first thread of a
+    process traces, and others that have the same model take copies.
 
     Args:
         shape: (n, 3, h, w) of a usual microbatch.
@@ -31,8 +35,17 @@ def trace_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communi
     """
     communicator.barrier()
     with _TRACING:
-        traced = trace_as_it_runs(module, shape, next(module.parameters()).dtype.to_real())
-    communicator.barrier()
+        copies = (taken_over(traced, module) for traced, traced_shape in _TRACED if traced_shape == shape)
+        traced = next(filter(None, copies), None)
+        if traced is None:
+            traced = trace_as_it_runs(module, shape, next(module.parameters()).dtype.to_real())
+        own = (traced, shape)
+        _TRACED.append(own)
+    try:
+        communicator.barrier()
+    finally:
+        with _TRACING:
+            _TRACED[:] = [other for other in _TRACED if other is not own]
     return traced
 
 
