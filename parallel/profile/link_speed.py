@@ -46,8 +46,7 @@ class LinkSpeed:
         sum_bandwidth, sum_s: the same of the links of a ring that would sum in the time that sums take.
         beside_backward: times as long as by themselves that DistributedDataParallel's sums hold up a backward pass.
         gathering: times half a sum that FSDP2 holds up a pass by gathering or scattering.
-        told_bandwidth, told_s: as of messages, of those that two ranks which both compute hold each other up by: the
-            cores that hand messages on are at work, and neither goes on before the other has come as far.
+        told_s: seconds that an exchange holds up two members of a team (``MemberPass``).
         others: share of the cores that other programs took meanwhile.
     """
 
@@ -57,7 +56,6 @@ class LinkSpeed:
     sum_s: float
     beside_backward: float
     gathering: float
-    told_bandwidth: float
     told_s: float
     others: float = 0.0
 
@@ -69,7 +67,7 @@ class LinkSpeed:
     @property
     def told(self) -> LinkSpec:
         """Return the link between members of a team."""
-        return LinkSpec("between members of a team on this machine", self.told_bandwidth, self.told_s)
+        return LinkSpec("between members of a team on this machine", self.message_bandwidth, self.told_s)
 
     @property
     def sums(self) -> LinkSpec:
@@ -147,20 +145,15 @@ def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
     summed = max(seconds["sum"] - seconds["empty_sum"], 1e-9)
     sum_bandwidth = turns / ranks * seconds["sum_bytes"] / summed
     of_net = turns / ranks * seconds["net_bytes"] / sum_bandwidth + seconds["empty_sum"]
-    little = max(seconds["told_little"] - seconds["untold"], 1e-9)
-    more = max(seconds["told_much"] - seconds["told_little"], 1e-9)
-    message_bandwidth = seconds["message_bytes"] / moved
-    told_bandwidth = min(message_bandwidth, (seconds["much_bytes"] - seconds["little_bytes"]) / more)
     return LinkSpeed(
-        message_bandwidth=message_bandwidth,
+        message_bandwidth=seconds["message_bytes"] / moved,
         message_s=seconds["empty_message"],
         sum_bandwidth=sum_bandwidth,
         sum_s=seconds["empty_sum"] / turns,
         beside_backward=max(0.0, seconds["replicated"] - seconds["alone"]) / of_net,
         # Gathered for each of the two passes, and scattered once.
         gathering=max(0.0, seconds["sharded"] - seconds["alone"]) / 3 / (of_net / 2),
-        told_bandwidth=told_bandwidth,
-        told_s=max(little - seconds["little_bytes"] / told_bandwidth, 0.0),
+        told_s=max(0.0, seconds["member"] - seconds["member_alone"]) / seconds["exchanges"],
     )
 
 

@@ -9,7 +9,6 @@ medians, in seconds, to the path that the settings name.
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 import sys
@@ -21,10 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import Communicator, Work
+from parallel.comm.communicator import Communicator
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_launch import launch_ranks
 from parallel.profile.malloc import keep_freed_memory
+from parallel.profile.member_pass import MemberPass
 
 WAITS_S = 60.0
 """A rank for another."""
@@ -36,10 +36,6 @@ SUM_BYTES = 24 << 20
 CONVOLUTIONS, CHANNELS, SIDE, TILES = 3, 512, 7, 4
 """A net whose weights are many beside its arithmetic, as at the end of a ResNet."""
 WARM_UP = 2
-TOLD_BYTES = (2 << 10, 256 << 10)
-"""Of what members of a team tell each other: moments of a norm, and rows of a large map with them."""
-TURNS, PART = 12, (1, 64, 64, 64)
-"""What a member computes between two messages: a convolution of some milliseconds."""
 
 
 def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
@@ -55,14 +51,11 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     net_bytes = sum(parameter.nbytes for parameter in plain.parameters())
     replica = communicator.replicate(shared)
     shards = communicator.shard(sharded, [[layer] for layer in sharded], CPU)
-    part = torch.randn(PART).to(memory_format=torch.channels_last)
-    layer = nn.Conv2d(PART[1], PART[1], 3, padding=1, bias=False).to(memory_format=torch.channels_last)
-    turns = functools.partial(_turns, communicator, layer, part)
-    small, large = (torch.ones(size // 4) for size in TOLD_BYTES)
+    member = MemberPass(_pair(communicator))
+    exchanges: list[int] = []
     timed: dict[str, Callable[[], None]] = {
-        "untold": turns,
-        "told_little": lambda: turns(small),
-        "told_much": lambda: turns(large),
+        "member_alone": member.alone,
+        "member": lambda: exchanges.append(member.in_team()),
         "empty_message": lambda: _there_and_back(communicator, word),
         "message": lambda: _there_and_back(communicator, message),
         "empty_sum": lambda: communicator.all_reduce(word),
@@ -82,10 +75,8 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     for name in ("empty_message", "message"):
         medians[name] /= 2  # one way
-    for name in ("untold", "told_little", "told_much"):
-        medians[name] /= TURNS
-    told = dict(zip(("little_bytes", "much_bytes"), TOLD_BYTES, strict=True))
-    return medians | told | {"message_bytes": MESSAGE_BYTES, "sum_bytes": SUM_BYTES, "net_bytes": net_bytes}
+    counts = {"message_bytes": MESSAGE_BYTES, "sum_bytes": SUM_BYTES, "net_bytes": net_bytes}
+    return medians | counts | {"exchanges": exchanges[0]}
 
 
 def _there_and_back(communicator: Communicator, tensor: Tensor) -> None:
@@ -102,20 +93,12 @@ def _there_and_back(communicator: Communicator, tensor: Tensor) -> None:
     leaving.wait()
 
 
-def _turns(communicator: Communicator, layer: nn.Conv2d, part: Tensor, told: Tensor | None = None) -> None:
-    """Compute, and tell the neighbour, and wait for what it tells, as members of a team do at every norm."""
-    peer = communicator.rank ^ 1
-    sent: list[Work] = []
-    with torch.no_grad():
-        for turn in range(TURNS):
-            layer(part)
-            if told is None or peer >= communicator.world:
-                continue
-            arriving = communicator.irecv(torch.empty_like(told), peer, turn)
-            sent.append(communicator.isend(told, peer, turn))
-            arriving.wait()
-    for work in sent:
-        work.wait()
+def _pair(communicator: Communicator) -> Communicator:
+    """Return that of this rank and its neighbour; the last of an odd number of ranks joins the two before it."""
+    pairs = [[rank, rank + 1] for rank in range(0, communicator.world - 1, 2)]
+    if communicator.world % 2:
+        pairs[-1].append(communicator.world - 1)
+    return next(filter(None, [communicator.subgroup(pair) for pair in pairs]))
 
 
 def _net() -> nn.Sequential:

@@ -73,6 +73,7 @@ class TeamLink:
 
     Attributes:
         sent_bytes: of pieces of maps and their gradients, since it was made.
+        exchanges: with other members that were begun since then.
         tape: of the pass under way.
     """
 
@@ -81,7 +82,7 @@ class TeamLink:
         self.sent_bytes = 0
         self.tape: Tape | None = None
         self._communicator = communicator
-        self._count = 0
+        self.exchanges = 0
         self._leaving: list[Work] = []
 
     @contextmanager
@@ -235,8 +236,8 @@ class TeamLink:
         self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]], counted: bool = True
     ) -> list[Work]:
         """Begin to send and receive, in the order that all members keep to; return what arrives."""
-        self._count += 1
-        tag, member = self._count % TAGS, self.member
+        self.exchanges += 1
+        tag, member = self.exchanges % TAGS, self.member
         messages = [(member, target, tensor) for target, tensor in leaving]
         messages += [(source, member, tensor) for source, tensor in arriving]
         coming: dict[int, Work] = {}

@@ -124,7 +124,7 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("app.planning.machine.load_or_measure_copies", lambda *args, **settings: CopySpeed(1e10, 1e10))
     monkeypatch.setattr(
         "app.planning.machine.load_or_measure_links",
-        lambda ranks, **settings: LinkSpeed(ranks * 1e9, 2e-4, 3e8, 4e-4, 1.5, 4.5, 5e8, 1e-3),
+        lambda ranks, **settings: LinkSpeed(ranks * 1e9, 2e-4, 3e8, 4e-4, 1.5, 4.5, 1e-3),
     )
 
 
