@@ -83,6 +83,15 @@ class Cluster:
         compute."""
         return self.between if members > self.per_node else self.told or self.inside
 
+    def exchange_s(self, messages: int, members: int) -> float:
+        """Return what an exchange in which a member is sent ``messages`` takes it, their bytes aside.
+
+        Between members that compute half of what was measured of two, who send each other one message, is the
+        message's, and half is what a rank does once: rows packed and put together, rims, waiting for who is behind.
+        """
+        link = self.told_link(members)
+        return link.latency_s * ((1 + messages) / 2 if link is self.told else messages)
+
     def hides(self, members: int) -> bool:
         """Return whether the ``members`` of a team compute on while pieces of maps travel: inside a node without
         accelerators the cores that compute hand them on."""

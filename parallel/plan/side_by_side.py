@@ -85,7 +85,9 @@ def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cl
     backward = tiles * talk.backward_copied / cluster.update_bandwidth
     for halo in talk.halos:
         with_moments = halo.hoisted and cluster.kind == "cpu" and members <= TOLD_MEMBERS
-        seconds = tiles * halo.bytes / link.bandwidth + (0 if with_moments else halo.messages * link.latency_s)
+        seconds = tiles * halo.bytes / link.bandwidth + (
+            0 if with_moments else cluster.exchange_s(halo.messages, members)
+        )
         hides = halo.behind and not with_moments and cluster.hides(members)
         forward += max(0.0, seconds - cost.forward_s * hides)
         backward += max(0.0, seconds - cost.backward_s * hides) * halo.back
@@ -97,6 +99,6 @@ def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cl
 def sum_in_team_s(told: Sum, members: int, cluster: Cluster) -> float:
     """Return the seconds of a sum over the cluster's first ``members`` ranks."""
     if cluster.kind == "cpu" and is_told(told.bytes, members):
-        link = cluster.told_link(members)
-        return (members - 1) * (link.latency_s + told.bytes / link.bandwidth)
+        messages = members - 1
+        return cluster.exchange_s(messages, members) + messages * told.bytes / cluster.told_link(members).bandwidth
     return cluster.sum_s(told.bytes * (members if told.gathered else 1), range(members))

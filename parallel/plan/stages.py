@@ -363,8 +363,10 @@ class StageCache:
 
 
 def slower_link(candidate: Strategy, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
-    """Return the link between two stages; of both replicas' the slower."""
+    """Return the link between two stages; of both replicas' the slower. Between teams, what their members tell each
+    other."""
     ends = [stage % candidate.depth for stage in (source, target)]
     ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
     links = [link for way in ways if (link := cluster.link(*(seat * candidate.members for seat in way))) is not None]
-    return min(links, key=lambda link: link.bandwidth, default=None)
+    slower = min(links, key=lambda link: link.bandwidth, default=None)
+    return cluster.told if candidate.members > 1 and cluster.told and slower == cluster.inside else slower

@@ -49,6 +49,7 @@ def test_members_that_compute_wait_as_long_for_each_other_as_was_measured() -> N
     speed = speed_of(seconds(), 2)
     cluster = Cluster("test", 1 << 40, 2, 2, speed.messages, speed.messages, 1e30, "cpu", told=speed.told)
     assert sum_in_team_s(Sum(4000), 2, cluster) == pytest.approx(0.0015 + 1e-6)
+    assert sum_in_team_s(Sum(4000), 4, dataclasses.replace(cluster, per_node=4)) == pytest.approx(0.003 + 3e-6)
     talk = Talk((Halo(4_000_000, 8_000_000, 1, back=False),))
     told = with_talk(LayerCost(0.006, 0.012, 0.006), talk, 1, 2, cluster)
     assert (told.forward_s, told.backward_s) == (pytest.approx(0.0085), 0.012)
