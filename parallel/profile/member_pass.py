@@ -19,7 +19,7 @@ from parallel.space.team import Grid
 from parallel.team.link import TeamLink
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import TeamStage, team_stages
-from parallel.trace.trace import trace
+from parallel.trace.trace_alone import trace_alone
 
 LAYERS, CHANNELS = 8, 64
 PART = 32, 64
@@ -39,7 +39,7 @@ class MemberPass:
         self._shape = shape
         self._net = _net().to(memory_format=torch.channels_last).train()
         self._link = TeamLink(team)
-        traced = trace(copy.deepcopy(self._net), shape)
+        traced = trace_alone(copy.deepcopy(self._net), shape, team)
         partition, plans = Partition(traced.graph, (0,)), TeamPlans(traced)
         stage: Any = team_stages(traced, partition, {0: Grid(team.world, 1)}, self._link, plans, CPU)[0]
         assert isinstance(stage, TeamStage)

@@ -1,0 +1,17 @@
+"""The pass that exchanges are timed with is a team's, and as many of its exchanges are counted as it has."""
+
+from __future__ import annotations
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.profile.member_pass import LAYERS, MemberPass
+
+
+def test_a_pass_counts_its_exchanges() -> None:
+    def passes(communicator: Communicator, _: None) -> list[int]:
+        member = MemberPass(communicator)
+        member.alone()
+        return [member.in_team(), member.in_team()]
+
+    # Moments and their sums back at each norm, the pool's sum and its gradient, and rows of the tile.
+    assert run_on_threads(2, passes, [None, None]) == [[2 * LAYERS + 3] * 2] * 2
