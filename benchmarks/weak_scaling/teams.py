@@ -43,6 +43,8 @@ NAMES = (("spatial", 1), ("master", 2), ("1f1b", 2))
 """Strategy, and teams of a group."""
 GRIDS = (Grid(2, 1), Grid(4, 1), Grid(4, 2), Grid(4, 4), Grid(8, 4))
 """Of a team, from the fewest ranks on."""
+PUBLISHED = (2.67, 1.68)
+"""Times the speed of layer and of pipeline parallelism, at most: Jain et al., Hy-Fi, ISC 2022, abstract."""
 COMMAND = "python -m benchmarks.weak_scaling.teams --write"
 FOLDER = Path(__file__).parent
 
@@ -152,6 +154,12 @@ def draw(curves: Sequence[TeamCurve], real: Sequence[Compared], path: Path) -> N
     chart.set_ylabel("efficiency: images/s over those of\none group times groups, %")
     chart.set_title("Simulated, nothing ran on a GPU: teams x data parallelism, ResNet-50")
     chart.legend(frameon=False)
+    layers = [curve.layers_s / curve.steps[0].step_s for curve in curves]
+    pipelines = [curve.pipeline_s / curve.steps[0].step_s for curve in curves]
+    text = "Times the speed of layers, of gpipe on as many ranks:\n"
+    text += f"here {min(layers):.1f} to {max(layers):.1f}, {min(pipelines):.1f} to {max(pipelines):.1f}\n"
+    text += "Hy-Fi (ISC 2022, abstract), other models: up to {:.2f}, {:.2f}".format(*PUBLISHED)
+    chart.text(0.28, 0.64, text, transform=chart.transAxes, fontsize=8, va="top")
     if real:
         lines = [f"{each.strategy.ranks} ranks, {each.strategy}: {100 * (each.ratio - 1):+.0f} %" for each in real]
         text = f"Forecast of a step, off from real ones\n({TEAMS_MODEL}, {TEAMS_TILE} px, CPU, Gloo):\n"
