@@ -9,10 +9,10 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import LayerCost
 from parallel.plan.candidates import grids_of, in_teams
-from parallel.plan.part_graph import Halo, Talk
 from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
 from parallel.plan.side_by_side import with_talk
+from parallel.plan.talk import Halo, Talk
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
