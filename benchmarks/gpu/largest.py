@@ -36,8 +36,8 @@ RESERVE = 0.95
 rest."""
 HOST = 0.3
 """Part of the machine's memory that offloading may take; torch rounds pinned memory up, to twice as much at worst."""
-TRACED, TINY_TRACED = (2048, 4096), (128, 256)
-"""Sides at which bytes are predicted; between and beyond them they grow with the area."""
+TRACED, TINY_TRACED = (2048, 4096), (512, 1024)
+"""Sides at which bytes are predicted, so large that passes take more than updates; they grow with the area."""
 FIRST_PX, TINY_FIRST_PX = 256, 64
 """Side of the tile that a model is traced with."""
 STRIDE = 1.1
