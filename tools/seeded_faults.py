@@ -152,8 +152,8 @@ FAULTS = (
     Fault(
         "plans forget what the optimizer keeps",
         "parallel/memory/rank_bytes.py",
-        "self._optimizer = slots * sum(",
-        "self._optimizer = 0 * sum(",
+        "optimizer = slots * sum(",
+        "optimizer = 0 * sum(",
         ("tests/parallel/memory/test_rank_bytes.py",),
     ),
 )

@@ -95,8 +95,11 @@ def seats_of(name: str, *grids: Grid, cuts: tuple[str, ...] = (), **policy: Any)
 Result = tuple[float, dict[str, Tensor], list[Tensor], dict[int, list[PlannedRegion | None]]]
 
 
-def gated_steps(communicator: Communicator, strategy: Strategy) -> Result:
-    engine = engine_of(gated(), communicator, strategy)
+def gated_steps(communicator: Communicator, given: tuple[Strategy, dict[str, Tensor]]) -> Result:
+    strategy, state = given
+    module = gated()
+    module.load_state_dict(state)  # ranks that are threads draw from one generator at once
+    engine = engine_of(module, communicator, strategy)
     loss, gradients, _, predicted = steps(engine, CroppedImages)
     return loss, gradients, predicted, planned(engine)
 
@@ -121,12 +124,13 @@ def planned(engine: Engine) -> dict[int, list[PlannedRegion | None]]:
 )
 def test_gates_images_and_sums_of_the_loss_pass_between_teams(strategy: Strategy, given: str) -> None:
     module = gated()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
     alone = DataParallelEngine(module, PixelClassLoss(), sgd(module.parameters()), LocalCommunicator(), batch=M, m=M)
     loss, gradients, _, predicted = steps(alone, lambda tensor: tensor)
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     found: dict[str, Tensor] = {}
     seen: list[list[Tensor]] = []
-    for ours in run_on_threads(strategy.ranks, gated_steps, strategy):
+    for ours in run_on_threads(strategy.ranks, gated_steps, (strategy, state)):
         assert ours[0] == pytest.approx(loss, rel=1e-10)
         for key, gradient in ours[1].items():
             torch.testing.assert_close(gradient, gradients[key], rtol=1e-10, atol=1e-10 * largest)
