@@ -136,12 +136,11 @@ def _annotations(command: IndexCommand, specs: Sequence[SlideSpec]) -> SlideAnno
     Raises:
         ValueError: nothing in ``--annotations`` is of these slides, or none of it can be read.
     """
-    patients = {spec.slide_id: spec.slide_id for spec in specs}
     if command.annotations is not None:
-        return read_annotations(annotations_in(command.annotations, specs), specs, patients)
+        return read_annotations(annotations_in(command.annotations, specs), specs, {})
     try:
         beside = annotations_beside(command.slides, specs)
-        return read_annotations(beside, specs, patients) if beside else None
+        return read_annotations(beside, specs, {}) if beside else None
     except ValueError as fault:
         print(f"annotations are not drawn: {fault}", flush=True)
         return None

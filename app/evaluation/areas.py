@@ -71,7 +71,7 @@ def score_areas(folder: PredictionFolder, shown: Sequence[str], annotations: Pat
     """
     records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
     specs = [SlideSpec(slide_id, Path(slide_id)) for slide_id in records]
-    truth = read_annotations(annotations_in(annotations, specs), specs, {slide_id: slide_id for slide_id in records})
+    truth = read_annotations(annotations_in(annotations, specs), specs, {})
     classes = [name for name in shown if name in truth.classes]
     if not classes:
         raise ValueError(

@@ -72,6 +72,7 @@ def render(files: RunFiles) -> str:
     summary, name = files.summary, files.folder.resolve().name
     status = summary.get("status", "no summary: running, or ended without a word")
     slides, slide_notes = slide_table(files.predictions)
+    splits, split_notes = split_table(files.splits, summary.get("classes") or [])
     return rendered(
         "run.html.j2",
         name=name,
@@ -85,7 +86,8 @@ def render(files: RunFiles) -> str:
         classes=class_table(files.predictions),
         slides=slides,
         slide_notes=slide_notes,
-        splits=split_table(files.splits, summary.get("classes") or []),
+        splits=splits,
+        split_notes=split_notes,
         pictures=overlays(files.overlays),
         overlays=len(files.overlays),
         failed=_failed(files),

@@ -19,6 +19,7 @@ from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from pipelines.labels.class_names import ClassMap
+from pipelines.labels.patients import pattern_fault
 from pipelines.labels.tile_label import TileLabel
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.stream.augment import AugmentSettings
@@ -85,6 +86,9 @@ class SplitSettings:
     split_by: Literal["patient", "site"] = "patient"
     """What stays whole. site: hospitals and scanners as column site of the labels names them, so that none that is
     validated or tested on is trained on; a patient with slides of two sites joins these."""
+    patient_pattern: str | None = None
+    """Regular expression for the patient in slide names, where the labels name none: its first group, as in '^(P[0-9]+)_'.
+    Default: TCGA barcodes. A slide whose patient stays unknown is split by itself."""
     splits: Path | None = None
     """File that says which slides train, validate and test: a table with columns slide and split, splits_0.csv or
     splits_0_bool.csv of CLAM, or splits_final.json of nnU-Net with --fold."""
@@ -96,6 +100,8 @@ class SplitSettings:
 
     def validate(self) -> list[str]:
         faults = self._fold_faults()
+        if fault := pattern_fault(self.patient_pattern):
+            faults.append(fault)
         for name, value in (("--validation", self.validation), ("--test", self.test)):
             if not 0 <= value <= 0.9:
                 faults.append(f"{name} is a fraction of the patients, 0 to 0.9; got {value:g}")

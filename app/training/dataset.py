@@ -116,6 +116,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         labels=data.labels,
         annotations=data.annotations,
         class_map=ClassMap.parse(data.class_map),
+        patient_pattern=config.split.patient_pattern,
     )
     task = _task(config, truth)
     known = truth.label if isinstance(truth, SlideLabels) else truth.paths

@@ -42,7 +42,7 @@ class SlideAnnotations:
 
     Attributes:
         classes: names by class id; 0 is the background.
-        patient: by slide id; the slide id itself where nothing says otherwise.
+        patient: by slide id, of slides whose patient is known.
         source: where the drawings come from, for the log.
         paths: annotation file by slide id; only slides whose file could be read.
         mask_ids: class id by value, for mask files.
@@ -164,7 +164,7 @@ def read_annotations(
     _log(files, failed, unlabelled, without_area)
     return SlideAnnotations(
         classes,
-        {slide: patient[slide] for slide in slides if slide not in failed},
+        {slide: patient[slide] for slide in slides if slide in patient and slide not in failed},
         files.source,
         {slide: files.path[slide] for slide in slides if slide not in failed},
         {value: class_id(name, classes) for value, name in mask_names.items()},

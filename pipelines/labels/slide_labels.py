@@ -17,6 +17,7 @@ from pipelines.catalog.table import Table, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import ClassMap
+from pipelines.labels.patients import known_patients
 from pipelines.labels.splits import split_folders
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class SlideLabels:
     Attributes:
         classes: names in the order of their index: by number where all are numbers, else by name.
         label: index into ``classes``, by slide id; only slides that have one.
-        patient: by slide id; the slide id itself where nothing says otherwise.
+        patient: by slide id, of slides whose patient is known.
         source: where the labels come from, for the log.
         unlabelled: slides of the folder without a label; they take no part.
         unknown: names that have a label and no slide.
@@ -58,6 +59,7 @@ def find_labels(
     labels: Path | None = None,
     annotations: Path | None = None,
     class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
+    patient_pattern: str | None = None,
 ) -> SlideLabels | SlideAnnotations:
     """Return the labels of ``specs``, from the first of these that is there.
 
@@ -70,6 +72,7 @@ def find_labels(
 
     With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
     patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` is for annotations.
+    Patients that no table names are looked for in the slides' names, as ``known_patients`` does with the pattern.
 
     Raises:
         ValueError: none of them, or all faults of the one that was found.
@@ -78,13 +81,13 @@ def find_labels(
     table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
     if annotations is not None:
         return read_annotations(
-            annotations_in(annotations, specs), specs, *_patients_and_sites(table, specs), class_map
+            annotations_in(annotations, specs), specs, *_patients_and_sites(table, specs, patient_pattern), class_map
         )
     if table is not None and (labels is not None or "label" in table.roles):
-        return _labels_from_table(read_table(table_path, ("slide", "label")), specs)
+        return _labels_from_table(read_table(table_path, ("slide", "label")), specs, patient_pattern)
     if beside := annotations_beside(root, specs):
-        return read_annotations(beside, specs, *_patients_and_sites(table, specs), class_map)
-    if by_folder := _labels_from_folders(root, specs):
+        return read_annotations(beside, specs, *_patients_and_sites(table, specs, patient_pattern), class_map)
+    if by_folder := _labels_from_folders(root, specs, patient_pattern):
         return by_folder
     raise ValueError(
         f"the slides of {root} have no labels. Give them in one of four ways:\n"
@@ -124,7 +127,7 @@ def read_mpp_column(path: Path) -> dict[str, float]:
     return mpp_by_slide
 
 
-def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
+def _labels_from_table(table: Table, specs: Sequence[SlideSpec], pattern: str | None) -> SlideLabels:
     ids = {spec.slide_id for spec in specs}
     names = SlideNames(ids)
     faults: list[str] = []
@@ -155,11 +158,10 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
         )
     if faults:
         raise ValueError(f"labels {table.path}: {shown(faults)}")
-    patients = {slide: slide for slide in ids} | patients
-    return _labels(name_of, patients, specs, str(table.path), unknown, sites)
+    return _labels(name_of, known_patients(sorted(ids), patients, pattern), specs, str(table.path), unknown, sites)
 
 
-def _labels_from_folders(root: Path, specs: Sequence[SlideSpec]) -> SlideLabels | None:
+def _labels_from_folders(root: Path, specs: Sequence[SlideSpec], pattern: str | None) -> SlideLabels | None:
     """Labels from ``root/CLASS/...`` or ``root/SPLIT/CLASS/...``, or None where the folders are not classes.
 
     Folders are not classes when they are called like splits, when a slide lies outside of them, when there is one only,
@@ -175,7 +177,8 @@ def _labels_from_folders(root: Path, specs: Sequence[SlideSpec]) -> SlideLabels 
     classes = len(set(name_of.values()))
     if classes < 2 or (classes == len(name_of) and classes > 2):
         return None
-    return _labels(name_of, {s: s for s in name_of}, specs, f"class sub-folders of {root}", [], {})
+    patients = known_patients(sorted(name_of), {}, pattern)
+    return _labels(name_of, patients, specs, f"class sub-folders of {root}", [], {})
 
 
 def _labels(
@@ -198,7 +201,7 @@ def _labels(
     return SlideLabels(
         classes,
         {slide: index[name] for slide, name in sorted(name_of.items())},
-        {slide: patients[slide] for slide in sorted(name_of)},
+        {slide: patients[slide] for slide in sorted(name_of) if slide in patients},
         source,
         unlabelled,
         tuple(unknown),
@@ -206,17 +209,18 @@ def _labels(
     )
 
 
-def _patients_and_sites(table: Table | None, specs: Sequence[SlideSpec]) -> tuple[dict[str, str], dict[str, str]]:
-    """Patient of every slide (the slide itself where the table has none), and the sites that the table names."""
+def _patients_and_sites(
+    table: Table | None, specs: Sequence[SlideSpec], pattern: str | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The patients that are known, and the sites that the table names, by slide id."""
     ids = {spec.slide_id for spec in specs}
-    patients = {slide: slide for slide in ids}
     if table is None:
-        return patients, {}
+        return known_patients(sorted(ids), {}, pattern), {}
     named, faults = _named(table, ids, "patient")
     sites, site_faults = _named(table, ids, "site")
     if faults + site_faults:
         raise ValueError(f"labels {table.path}: {shown(faults + site_faults)}")
-    return patients | named, sites
+    return known_patients(sorted(ids), named, pattern), sites
 
 
 def _named(table: Table, ids: set[str], role: str) -> tuple[dict[str, str], list[str]]:

@@ -155,7 +155,7 @@ def test_the_shipped_nuclei(caplog: pytest.LogCaptureFixture) -> None:
     assert found.paths == annotations(NUCLEI / "masks", slides).paths
     assert found.classes == ("background", "foreground")
     assert set(found.paths) == {spec.slide_id for spec in slides}
-    assert found.patient == {slide: slide for slide in found.paths}
+    assert found.patient == {}
     assert not found.failed
     assert not found.unlabelled
     assert not found.unknown
@@ -172,7 +172,7 @@ def test_a_damaged_file_takes_its_slide_out(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "b.geojson").write_text("{")
     (tmp_path / "c.tif").write_bytes(b"II*\0")
     found = annotations(tmp_path, specs("a", "b", "c", "d"))
-    assert set(found.paths) == set(found.patient) == {"a"}
+    assert set(found.paths) == {"a"}
     assert set(found.failed) == {"b", "c"}
     assert found.unlabelled == ("d",)
     text = caplog.text
@@ -253,7 +253,7 @@ def test_patients_come_from_the_table(tmp_path: Path) -> None:
     for slide in "ab":
         write_geojson(root / f"{slide}.geojson", box(0, 0, 5, 5))
     (root / "labels.csv").write_text("slide,patient\na,p1\nb,\n")
-    assert find_labels(root, specs("a", "b", root=root)).patient == {"a": "p1", "b": "b"}
+    assert find_labels(root, specs("a", "b", root=root)).patient == {"a": "p1"}
     (tmp_path / "t.csv").write_text("image;case_id;label\na;p1;x\nb;p1;y\n")
     both = find_labels(root, specs("a", "b", root=root), labels=tmp_path / "t.csv", annotations=root)
     assert isinstance(both, SlideAnnotations)

@@ -33,7 +33,7 @@ def test_a_table(tmp_path: Path) -> None:
     found = from_table(tmp_path, "filename,class,case_id\na.svs,tumour,p1\nslides/b.svs,normal,\nC,tumour,p1\n")
     assert found.classes == ("normal", "tumour")
     assert found.label == {"a": 1, "b": 0, "c": 1}
-    assert found.patient == {"a": "p1", "b": "b", "c": "p1"}
+    assert found.patient == {"a": "p1", "c": "p1"}
     assert found.source == str(tmp_path / "t.csv")
     assert found.unlabelled == found.unknown == ()
 
@@ -48,7 +48,7 @@ def test_the_same_line_twice_is_one(tmp_path: Path) -> None:
 
 def test_what_does_not_match_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = from_table(tmp_path, "slide,label\na,x\nb,y\nnobody,y\n,y\n")
-    assert set(found.label) == set(found.patient) == {"a", "b"}
+    assert set(found.label) == {"a", "b"}
     assert found.unlabelled == ("c",)
     assert found.unknown == ("nobody", "(line 5: no slide)")
     assert "1 slides have no label and are left out: c" in caplog.text
@@ -90,7 +90,7 @@ def test_the_order_of_the_four_ways(tmp_path: Path) -> None:
     assert isinstance(by_folder, SlideLabels)
     assert by_folder.classes == ("x", "y")
     assert by_folder.label == {"a": 0, "b": 1}
-    assert by_folder.patient == {"a": "a", "b": "b"}
+    assert by_folder.patient == {}
 
     write_geojson(root / "annotations" / "a.geojson", box(0, 0, 5, 5, "beside"))
     beside = find_labels(root, specs)
