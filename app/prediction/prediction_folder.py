@@ -86,10 +86,12 @@ class PredictionFolder:
         record = self.record(slide_id)
         return record.exists() and SlideState(**json.loads(record.read_text())["state"]).is_of(path)
 
-    def finish(self, slide_id: str, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any]) -> None:
-        """Write down that a slide is done, with its row of the table and where its maps lie."""
-        record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas)}
-        _write_json(self.record(slide_id), record)
+    def finish(
+        self, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any], opening: Mapping[str, Any]
+    ) -> None:
+        """Record that a slide is done: its row of the table, where its maps lie, and how it was opened."""
+        record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas), "opening": dict(opening)}
+        _write_json(self.record(row["slide"]), record)
 
     def settings(self) -> dict[str, Any]:
         """Return what the predictions were made with.
@@ -104,7 +106,7 @@ class PredictionFolder:
         return settings
 
     def records(self) -> list[dict[str, Any]]:
-        """Return ``row``, ``state`` and ``canvas`` of all slides that are done, by slide."""
+        """Return ``row``, ``state``, ``canvas`` and ``opening`` of all slides that are done, by slide."""
         return [json.loads(path.read_text()) for path in sorted((self.path / "slides").rglob("*.json"))]
 
     def rows(self) -> list[dict[str, Any]]:

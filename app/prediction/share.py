@@ -28,11 +28,11 @@ from app.settings.cli import RunError
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from app.training.progress import LOG_FORMAT
+from app.training.run_slides import predicted_slides
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.windows import WindowSettings
 
 log = logging.getLogger("app.predict")
@@ -56,14 +56,8 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     model = load_model(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
     writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     predict, what = _predictor(model, command)
-    asked = model.settings
-    specs = find_slides(
-        command.slides,
-        mpp=command.slide_mpp,
-        picture_mpp=asked["mpp"],
-        whole_pictures=model.whole_pictures,
-        backend=command.backend,
-    )
+    index, columns = model.config.index, model.slides or {}
+    data, specs = predicted_slides(model.config.data, index, columns, command.run_settings)
     folder = PredictionFolder(command.out)
     folder.open(
         {
@@ -73,11 +67,14 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             "task": model.task,
             "classes": list(model.classes),
             "shown": list(model.shown.values()),
-            "tile": asked["tile"],
-            "whole_pictures": model.whole_pictures or None,  # None: folders from before there were any do not say
-            "mpp": asked["mpp"],
+            "positive_class": None if model.positive is None else model.classes[model.positive],
+            "patient_pattern": model.config.split.patient_pattern,
+            "splits": "unknown" if model.slides is None else "recorded",
+            "tile": index.tile,
+            "whole_pictures": model.whole_pictures,
+            "mpp": index.mpp,
             "overlap": command.overlap,
-            "slide_mpp": command.slide_mpp,
+            **{name: getattr(data, name) for name in command.changing},
         }
     )
     _log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))
@@ -128,25 +125,23 @@ def _predictor(
     model: TrainedModel, command: PredictCommand
 ) -> tuple[Callable[[SlideSpec, PredictionFolder], dict[str, Any] | None], str]:
     """What predicts a slide, and what it looks at, for people."""
-    asked = model.settings
+    index = model.config.index
     if model.whole_pictures:
-        pictures = IndexSettings(asked["tile"], pictures="resize", tissue_mpp=asked["tissue_mpp"])
-        return lambda spec, folder: predict_picture(spec, model, pictures, folder), (
+        return lambda spec, folder: predict_picture(spec, model, index, folder), (
             f"pictures as one image of {model.tile} px"
         )
     if model.whole_slides:
-        index = IndexSettings("slide", asked["mpp"], asked["stride"], asked["min_tissue"], asked["tissue_mpp"])
         return lambda spec, folder: predict_as_tile(spec, model, index, folder), (
-            f"slides as one image at {asked['mpp']:g} um/px"
+            f"slides as one image at {index.mpp:g} um/px"
         )
     cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)
     cells = model.tile // cell
     stride = max(1, round(cells * (1 - command.overlap)))
-    least = asked["min_tissue"] if model.task == "classify" else min(asked["min_tissue"], ANY_TISSUE)
+    least = index.min_tissue if model.task == "classify" else min(index.min_tissue, ANY_TISSUE)
     method = model.stain_target.method if model.stain_target else None
-    windows = WindowSettings(model.tile, asked["mpp"], cell, stride, least, asked["tissue_mpp"], method)
+    windows = WindowSettings(model.tile, index.mpp, cell, stride, least, index.tissue_mpp, method)
     return lambda spec, folder: predict_slide(spec, model, windows, command.batch, folder), (
-        f"windows of {model.tile} px at {asked['mpp']:g} um/px every {stride * cell} px"
+        f"windows of {model.tile} px at {index.mpp:g} um/px every {stride * cell} px"
     )
 
 

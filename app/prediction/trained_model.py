@@ -11,7 +11,6 @@ import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,13 @@ from numpy.typing import NDArray
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import choose_autocast
 from app.prediction.computation import InParts, Spread, Whole
+from app.settings.fields import with_values
+from app.settings.run import DataSettings, RunConfig
 from app.training.memory_layout import takes_channels_last
+from app.training.run_slides import SlideColumns
 from models.registry import build_model
+from pipelines.labels.class_names import positive_class
+from pipelines.labels.patients import patient_in
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.stain_steps import StainSteps
@@ -43,48 +47,72 @@ class TrainedModel:
         name: as ``--model`` of the run had it.
         task: classify (one class per tile) or segment (one per px).
         classes: names, in the order of the model's outputs.
-        settings: of the run, by flag.
+        config: settings of the run.
         digest: of the checkpoint's bytes.
         step: after how many steps it was written.
         averaged: its weights are their running averages.
         stain_target: what the run made its slides look like; None: they stayed as they are.
+        slides: of the run, as `slide_columns` gives them; None: the checkpoint does not record them.
     """
 
     name: str
     task: str
     classes: tuple[str, ...]
-    settings: dict[str, Any]
+    config: RunConfig
     digest: str
     step: int
     averaged: bool
     stain_target: StainFit | None
+    slides: SlideColumns | None
     computation: Whole | InParts
 
     @property
     def whole_slides(self) -> bool:
         """It was trained on slides as single images."""
-        return bool(self.settings["tile"] == "slide")
+        return self.config.index.tile == "slide"
 
     @property
     def whole_pictures(self) -> bool:
         """It was trained on pictures that are resized to a tile."""
-        return bool(self.settings.get("pictures") == "resize")  # checkpoints from before there was any do not say
+        return self.config.index.whole_pictures
 
     @property
     def tile(self) -> int:
         """Side of the tiles that it was trained on, px; there are none with ``whole_slides``."""
-        side: int = self.settings["tile"]
-        return side
+        return self.config.index.side
+
+    @property
+    def positive(self) -> int | None:
+        """Index of the positive class of two, as `positive_class` has it."""
+        return positive_class(self.classes, self.config.score.positive_class)
+
+    def origin(self, slide_id: str) -> dict[str, str | None]:
+        """Return split and patient of a slide, as cells of its row: those of the run. Another slide is in the split of
+        its patient, where its name says who that is, else ``external``."""
+        if self.slides is None:
+            return {"split": "unknown", "patient": patient_in(slide_id, self.config.split.patient_pattern)}
+        patient = self.slides["patient"].get(slide_id)
+        if slide_id in self.slides["split"]:
+            return {"split": self.slides["split"][slide_id], "patient": patient}
+        patient = patient_in(slide_id, self.config.split.patient_pattern)
+        return {"split": self._split_of_patient.get(patient or "", "external"), "patient": patient}
+
+    @functools.cached_property
+    def _split_of_patient(self) -> dict[str, str]:
+        assert self.slides is not None
+        return {patient: self.slides["split"][slide_id] for slide_id, patient in self.slides["patient"].items()}
 
     @property
     def shown(self) -> dict[int, str]:
         """Classes that get a heat map and areas, by number: of a segmenter all but the background; of a classifier of
-        two the second, whose probability says that of the first, too. None with ``whole_slides``
-        and ``whole_pictures``."""
+        two the positive one if it is known, whose probability gives that of the other. None with ``whole_slides`` and
+        ``whole_pictures``."""
         if self.whole_slides or self.whole_pictures:
             return {}
-        first = 1 if self.task == "segment" or len(self.classes) == 2 else 0
-        return {number: name for number, name in enumerate(self.classes) if number >= first}
+        numbers = range(self.task == "segment", len(self.classes))
+        if self.task == "classify" and self.positive is not None:
+            numbers = range(self.positive, self.positive + 1)
+        return {number: self.classes[number] for number in numbers}
 
     def probabilities(
         self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainFit | None = None
@@ -171,7 +199,9 @@ def load_model(
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     numbers = state.get("stain_target")  # of a run from before there was any: None
     target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
-    return TrainedModel(name, task, classes, settings, digest, state["step"], bool(averages), target, computation)
+    config, slides = with_values(RunConfig(DataSettings(Path())), settings), state.get("slides")
+    step = state["step"]
+    return TrainedModel(name, task, classes, config, digest, step, bool(averages), target, slides, computation)
 
 
 def _task(computation: Whole, name: str, classes: int, side: int) -> str:

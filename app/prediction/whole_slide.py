@@ -26,6 +26,7 @@ from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.score_tables import TileRow, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
+from app.training.run_slides import opening
 from pipelines.backends.heat_map import HeatMapWriter
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Size
@@ -81,10 +82,12 @@ def predict_slide(
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
     picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
     folder.overlay(spec.slide_id).write_bytes(picture)
-    how = model.settings["slide_score"], model.settings["top_k"]
-    _, (of_slide,) = slide_scores(scored.scores[readable], np.zeros(int(readable.sum()), np.int64), *how)
+    how = model.config.score
+    of_readable = scored.scores[readable], np.zeros(int(readable.sum()), np.int64)
+    _, (of_slide,) = slide_scores(*of_readable, how.slide_score, how.top_k)
     row = {
         "slide": spec.slide_id,
+        **model.origin(spec.slide_id),
         "tiles": int(readable.sum()),
         "tiles_unreadable": unread,
         **class_scores(model.classes, of_slide),
@@ -100,7 +103,7 @@ def predict_slide(
         "width": width,
         "height": height,
     }
-    folder.finish(spec.slide_id, row, windows.state, canvas)
+    folder.finish(row, windows.state, canvas, opening(spec))
     return row
 
 

@@ -87,7 +87,7 @@ class SplitSettings:
     """What stays whole. site: hospitals and scanners as column site of the labels names them, so that none that is
     validated or tested on is trained on; a patient with slides of two sites joins these."""
     patient_pattern: str | None = None
-    """Regular expression for the patient in slide names, where the labels name none: its first group, as in '^(P[0-9]+)_'.
+    """Regular expression for the patient in slide names, where no table names one: its first group, as '^(P[0-9]+)_'.
     Default: TCGA barcodes. A slide whose patient stays unknown is split by itself."""
     splits: Path | None = None
     """File that says which slides train, validate and test: a table with columns slide and split, splits_0.csv or
@@ -207,6 +207,9 @@ class ScoreSettings:
     """Tiles scored per validation slide, evenly spread; 0: all."""
     slide_score: Literal["mean", "max", "top-k"] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
+    positive_class: str | None = None
+    """Of two classes the one that heat maps show and that a patient has where one slide has it. Default: the one that
+    is not called normal, benign, negative, background or 0, if only one is; upper and lower case do not matter."""
     patience: int = 0
     """Validations in a row without a better score, after which a run ends; 0: it goes through all its steps."""
     top_k: Suppress[int] = 5

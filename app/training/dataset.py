@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
+from app.training.run_slides import find_run_slides
 from app.training.split_choice import choose_splits
 from pipelines.cache.cached_slide import CachedSpec
 from pipelines.cache.tile_cache import TileCache
-from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
-from pipelines.labels.class_names import ClassMap
-from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
+from pipelines.labels.class_names import ClassMap, positive_class
+from pipelines.labels.slide_labels import SlideLabels, find_labels
 from pipelines.labels.splits import Splits, split_folders
 from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
@@ -101,15 +102,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         SlideError: not one slide can be used.
     """
     data = config.data
-    table = data.labels or data.slides / LABELS_FILE
-    specs = find_slides(
-        data.slides,
-        mpp=data.slide_mpp,
-        mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
-        picture_mpp=config.index.picture_mpp,
-        whole_pictures=config.index.whole_pictures,
-        backend=data.backend,
-    )
+    specs = find_run_slides(data, config.index)
     truth = find_labels(
         data.slides,
         specs,
@@ -153,6 +146,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     else:
         assert drawn_labels is not None
         tile_labels = drawn_labels
+    positive_class(truth.classes, config.score.positive_class)  # a name that is no class is refused before training
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
     if config.colour.method:
         how = config.colour.method, config.index.tissue_mpp, folder.path

@@ -260,6 +260,7 @@ class TrainingLoop:
                 "task": self._session.dataset.task,
                 "settings": self._session.settings,
                 "stain_target": self._session.stain_target,
+                "slides": self._session.slides,
             }
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more

@@ -61,7 +61,7 @@ FREE_TO_CHANGE = frozenset(
         "index_workers",
     }
     | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
-    | {"validate_every", "patience", "twin_steps", "slides", "out", "mlflow"}
+    | {"validate_every", "patience", "positive_class", "twin_steps", "slides", "out", "mlflow"}
 )
 """Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
 

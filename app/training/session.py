@@ -27,6 +27,7 @@ from app.training.dataset import Dataset
 from app.training.drawn_tiles import DrawnTiles
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_loss, build_run_model
+from app.training.run_slides import SlideColumns, slide_columns
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
 from models.weights_report import LoadedWeights
@@ -136,6 +137,11 @@ class Session:
     def settings(self) -> dict[str, Any]:
         """What the run was asked for, as the checkpoint keeps it."""
         return flat(self.config)
+
+    @functools.cached_property
+    def slides(self) -> SlideColumns:
+        """Split, patient and opening of each slide, as the checkpoint keeps them."""
+        return slide_columns(self.dataset.specs, self.dataset.splits)
 
     @property
     def stain_target(self) -> list[float] | None:

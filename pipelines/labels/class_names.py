@@ -19,6 +19,9 @@ IGNORE = 255
 IGNORED_CLASS = re.compile(r"ignore|exclude", re.IGNORECASE)
 """Areas of a class that starts like this are not learnt from; QuPath itself has a class ``Ignore*``."""
 
+NEGATIVES = frozenset({"normal", "benign", "negative", BACKGROUND, "0"})
+"""Names of a class that, of two, is not the positive one; in any case."""
+
 OTHERS = "*"
 """In a class map: every name that is drawn and not listed."""
 
@@ -33,6 +36,24 @@ def class_id(name: str, classes: Sequence[str]) -> int:
     if IGNORED_CLASS.match(name):
         return IGNORE
     return classes.index(name) if is_learned(name) else 0
+
+
+def positive_class(classes: Sequence[str], named: str | None = None) -> int | None:
+    """Return the index of the positive class of two; None where it is not known, and of any other number of classes.
+
+    Args:
+        classes: names, in order.
+        named: ``--positive-class`` of the user. None: the one class that is not called as in ``NEGATIVES``.
+
+    Raises:
+        ValueError: ``named`` is none of ``classes``, or these are not two.
+    """
+    if named is not None and (len(classes) != 2 or named not in classes):
+        raise ValueError(f"--positive-class is one of two classes; got {named!r}, the classes are {listed(classes)}")
+    if named is not None:
+        return classes.index(named)
+    positive = [k for k, name in enumerate(classes) if name.casefold() not in NEGATIVES]
+    return positive[0] if len(classes) == 2 and len(positive) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

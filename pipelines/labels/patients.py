@@ -15,6 +15,15 @@ TCGA_PATIENT = re.compile(r"(?<![A-Z0-9])(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-
 """Project, tissue source site and participant of a TCGA barcode, as in TCGA-AA-0001-01Z-00-DX1."""
 
 
+def patient_in(slide: str, pattern: str | None = None) -> str | None:
+    """Return the patient that a slide's name says; None: it says none. ``pattern`` as for `known_patients`."""
+    if pattern is None:
+        barcode = TCGA_PATIENT.search(slide)
+        return barcode[1].upper() if barcode else None
+    match = re.search(pattern, slide)
+    return match[min(1, match.re.groups)] or None if match else None
+
+
 def known_patients(slides: Collection[str], named: Mapping[str, str], pattern: str | None = None) -> dict[str, str]:
     """Return the patient of every slide whose patient is known, by slide id.
 
@@ -27,11 +36,8 @@ def known_patients(slides: Collection[str], named: Mapping[str, str], pattern: s
     Raises:
         ValueError: no id matches ``pattern``.
     """
-    expression = TCGA_PATIENT if pattern is None else re.compile(pattern)
     known, unnamed = dict(named), [slide for slide in slides if slide not in named]
-    for slide in unnamed:
-        if (match := expression.search(slide)) and (patient := match[min(1, expression.groups)]):
-            known[slide] = patient.upper() if pattern is None else patient
+    known |= {slide: patient for slide in unnamed if (patient := patient_in(slide, pattern))}
     if pattern is not None and unnamed and not any(slide in known for slide in unnamed):
         raise ValueError(
             f"--patient-pattern {pattern!r} finds no patient in the slides' names, such as {min(unnamed)!r}: give an "

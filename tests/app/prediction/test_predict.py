@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_is_refused(slides, checkpoint, tmp_path):
 class InBounds:
     """A spec of a slide whose scanned part does not begin at the corner of level 0."""
 
-    slide_id, mpp = "a", None
+    slide_id, mpp, backend = "a", None, "auto"
 
     def __init__(self, path, damaged_from=10_000):
         """Windows that reach below level-0 row ``damaged_from`` cannot be read."""
@@ -297,3 +297,67 @@ def assert_same_maps(expected, out):
     for slide_id in DARK:
         ours, theirs = (tifffile.imread(folder / "heat_maps" / f"{slide_id}.dark.tif") for folder in (out, expected))
         assert np.abs(ours.astype(int) - theirs).max() <= 1  # of 255: rounding of the last bit of a float
+
+
+RECORDED = {
+    "split": {"a": "train", "p1_x": "test"},
+    "patient": {"p1_x": "p1"},
+    "mpp": {"a": 1.0},
+}
+"""What a run knows of its slides."""
+
+
+@pytest.mark.parametrize(
+    ("words", "mpp"),
+    [
+        ((), {"a": 1.0, "b": 0.25}),  # of the run: what it read this slide at, and its --slide-mpp
+        (("--slide-mpp", "0.5"), {"a": 0.5, "b": 0.5}),
+    ],
+)
+def test_slides_are_opened_as_in_the_run(slides, tmp_path, words, mpp):
+    checkpoint = write_checkpoint(
+        tmp_path / "best.pt",
+        SEGMENTER,
+        tile=96,
+        mpp=1.0,
+        min_tissue=0,
+        slides=RECORDED,
+        slide_mpp=0.25,
+        labels="gone.csv",
+    )
+    done = predict(slides, checkpoint, tmp_path / "out", *words)
+    assert done.returncode == 0, done.stderr
+    records = PredictionFolder(tmp_path / "out").records()
+    assert {r["row"]["slide"]: r["canvas"]["mpp"] for r in records} == mpp
+    assert {r["row"]["slide"]: r["opening"]["mpp"] for r in records} == mpp
+
+
+def test_each_slide_has_its_split_and_patient(checkpoint, tmp_path):
+    torch_cpu = torch.device("cpu")
+    recorded = write_checkpoint(
+        tmp_path / "a.pt", SEGMENTER, tile=96, mpp=0.5, slides=RECORDED, patient_pattern="^(p.)_"
+    )
+    model = load_model(recorded, SEGMENTER, torch_cpu)
+    assert {name: tuple(model.origin(name).values()) for name in ("a", "p1_x", "p1_new", "p2_new", "new")} == {
+        "a": ("train", None),
+        "p1_x": ("test", "p1"),
+        "p1_new": ("test", "p1"),  # the run does not know the slide, but its patient
+        "p2_new": ("external", "p2"),
+        "new": ("external", None),
+    }
+    assert load_model(checkpoint, SEGMENTER, torch_cpu).origin("a") == {"split": "unknown", "patient": None}
+
+
+@pytest.mark.parametrize(
+    ("classes", "named", "shown"),
+    [
+        (("cancer", "normal"), None, ["cancer"]),
+        (("Normal", "cancer"), None, ["cancer"]),
+        (("luad", "lusc"), None, ["luad", "lusc"]),
+        (("luad", "lusc"), "luad", ["luad"]),
+        (("a", "b", "normal"), None, ["a", "b", "normal"]),
+    ],
+)
+def test_the_heat_map_is_that_of_the_positive_class(tmp_path, classes, named, shown):
+    path = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=96, mpp=0.5, classes=classes, positive_class=named)
+    assert list(load_model(path, CLASSIFIER, torch.device("cpu")).shown.values()) == shown
