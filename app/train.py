@@ -234,7 +234,7 @@ def _train_guarded(
     except Exception as fault:
         error = guard.explain(fault)
         if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):
-            error += f"\n{loop.memory.fault()}"
+            error += f"\n{loop.memory.fault()}{_how_to_go_on(folder)}"
         summary.failed(error, memory.bytes)
         if placement.communicator.world > 1 or guard.foresees(fault):
             raise RunError(error) from fault
@@ -242,6 +242,13 @@ def _train_guarded(
     summary.finished(memory.bytes)
     session.close()
     return 0
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    """Return what a run that ran out of memory can do with its checkpoint; "" where there is none."""
+    if not folder.last.exists():
+        return ""
+    return f". {folder.last} is kept: all of these but --tile may be added to --resume"
 
 
 def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
