@@ -1,7 +1,8 @@
 """``python -m app.train``: a folder of slides and labels in, a trained model, its scores and its speed out.
 
 One process, ``--ranks N`` on this machine, or under torchrun or mpirun. Everything a run leaves is in its run folder. A
-process that torchrun, ``--max-restarts`` or Slurm has started again goes on from the last checkpoint there.
+process that torchrun, ``--max-restarts`` or Slurm has started again goes on from the last checkpoint there, as with
+``--resume``; where there is none yet, the run starts from its beginning.
 """
 
 from __future__ import annotations
@@ -88,8 +89,15 @@ def _fewer(config: RunConfig, folder: RunFolder, dataset: Dataset, ranks: int) -
 
 
 def _continued(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
-    """``config``, resumed without being asked where ``before`` attempts of the same start left a checkpoint."""
-    return dataclasses.replace(config, resume=config.resume or (before > 0 and folder.last.exists()))
+    """Return ``config`` with ``resume`` decided: there is a checkpoint, and the user asked to or ``before`` attempts
+    of the same start were made."""
+    from app.launch.place import started_by_us
+
+    resumes = (config.resume or before > 0) and folder.last.exists()
+    was_begun = folder.config.exists() and not folder.last.exists()
+    if not (resumes or before or started_by_us()) and (config.resume or was_begun):
+        _say(f"{folder.path} holds no checkpoint: the run starts from its beginning")
+    return dataclasses.replace(config, resume=resumes)
 
 
 def _with_microbatches(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
@@ -100,13 +108,19 @@ def _with_microbatches(config: RunConfig, folder: RunFolder, before: int) -> Run
     Raises:
         ValueError: the strategy cannot compute that number.
     """
-    strategy = config.strategy
+    asked = config.strategy
     begun = folder.settings(again=before > 0).get("microbatches") if config.resume or before else None
-    if strategy.undecided and begun is None and not config.resume:
+    if asked.undecided and begun is None and not config.resume:
         return config
-    m = begun if strategy.microbatches is None and begun is not None else strategy.m
-    strategy = dataclasses.replace(strategy, microbatches=m)
+    m = begun if asked.microbatches is None and begun is not None else asked.m
+    strategy = dataclasses.replace(asked, microbatches=m)
     if faults := strategy_faults(strategy):
+        if asked.microbatches is None and not strategy_faults(asked):
+            faults.append(
+                f"the run computes each batch in {begun} microbatch{'es' * (begun != 1)}: add --microbatches {asked.m} "
+                f"to go on with {asked.m} (batch norm and dropout then look at other groups of tiles, so the numbers "
+                "are not those of an uninterrupted run), or use a strategy that computes as many as before"
+            )
         raise ValueError(f"{folder.path} cannot be resumed like this:\n       " + "\n       ".join(faults))
     return dataclasses.replace(config, strategy=strategy)
 
@@ -206,7 +220,7 @@ def _train_guarded(
         _say(note)
     is_done = loop.is_done
     if is_done and folder.tells_end(loop.outcome.step):
-        done, more = f"has all its {loop.outcome.step} steps", "--steps or --epochs"
+        done, more = f"has all its {loop.outcome.step} steps", "--steps or --epochs, with --extend"
         if loop.outcome.step < session.total_steps:
             done, more = f"was stopped early at step {loop.outcome.step}", "--patience"
         summary.say(f"nothing to do: {config.out} {done}; ask for more {more}")
@@ -220,7 +234,7 @@ def _train_guarded(
     except Exception as fault:
         error = guard.explain(fault)
         if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):
-            error += f"\n{loop.memory.fault()}"
+            error += f"\n{loop.memory.fault()}{_how_to_go_on(folder)}"
         summary.failed(error, memory.bytes)
         if placement.communicator.world > 1 or guard.foresees(fault):
             raise RunError(error) from fault
@@ -228,6 +242,13 @@ def _train_guarded(
     summary.finished(memory.bytes)
     session.close()
     return 0
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    """Return what a run that ran out of memory can do with its checkpoint; "" where there is none."""
+    if not folder.last.exists():
+        return ""
+    return f". {folder.last} is kept: all of these but --tile may be added to --resume"
 
 
 def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:

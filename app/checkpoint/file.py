@@ -118,7 +118,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         RunError: there is none, it is not as it was written, or not a checkpoint of this version.
     """
     if not path.exists():
-        raise RunError(f"no checkpoint at {path}: start without --resume, or name the run folder with --out")
+        raise RunError(f"no checkpoint at {path}: name the folder of a run that has written one")
     try:
         with path.open("rb") as file:
             check_seal(file)

@@ -26,6 +26,9 @@ from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.stain_fits import StainSettings
 
+EPOCHS = 10.0
+"""Passes over the training tiles of a run that is given neither ``--steps`` nor ``--epochs``."""
+
 
 @dataclass(frozen=True)
 class DataSettings:
@@ -252,7 +255,10 @@ class RunConfig:
     epochs: float | None = None
     """Passes over the training tiles; default 10."""
     resume: bool = False
-    """Continue the run in --out from its last checkpoint."""
+    """Continue the run in --out from its last checkpoint; start it from the beginning where there is none yet."""
+    extend: bool = False
+    """With --resume: accept more --steps or --epochs than the run has. The learning rate is from then on that of a run
+    of the new length, so it may rise at once."""
     max_restarts: int = 0
     """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
     torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
@@ -288,6 +294,8 @@ class RunConfig:
             faults.append(f"--steps must be at least 1; got {self.steps}")
         if self.epochs is not None and not self.epochs > 0:
             faults.append(f"--epochs must be above 0; got {self.epochs:g}")
+        if self.extend and not self.resume:
+            faults.append("--extend lengthens a run that is resumed: add --resume, or leave it out")
         if self.max_restarts < 0:
             faults.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
         least = self.min_ranks

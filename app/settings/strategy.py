@@ -155,8 +155,8 @@ class StrategySettings:
 
     @property
     def undecided(self) -> bool:
-        """A planner has yet to choose the strategy."""
-        return self.parallel == "auto"
+        """A planner has yet to choose the strategy. One rank with --stream leaves no choice."""
+        return self.parallel == "auto" and (self.world > 1 or self.stream == "none")
 
     @property
     def runs_undecided(self) -> bool:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from app.settings.optimization import OptimizerSettings
+from app.training.engines import build_optimizer
 from app.training.projected_error import ProjectedError
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
@@ -128,7 +130,7 @@ class ExactnessTrial:
         return classes
 
     def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=0.9, weight_decay=1e-4)
+        return build_optimizer(OptimizerSettings(optimizer="sgd", lr=self.lr), parameters)
 
 
 def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import time
 from typing import Any
 
@@ -34,6 +35,8 @@ from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
+
+log = logging.getLogger(__name__)
 
 
 class TrainingLoop:
@@ -259,6 +262,7 @@ class TrainingLoop:
                 "classes": list(self._session.dataset.classes),
                 "task": self._session.dataset.task,
                 "settings": self._session.settings,
+                "numbers": self._numbers,
                 "stain_target": self._session.stain_target,
                 "slides": self._session.slides,
             }
@@ -280,9 +284,48 @@ class TrainingLoop:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
         for name in ("step", "images", "replaced", "loss", "metrics", "validation", "best", "stale"):
             setattr(self.outcome, name, state[name])
-        if self._is_first and self._is_best:
-            keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
+        if self._is_first:
+            self._warn_of_changes(state)
+            if self._is_best:
+                keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
         return state
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        """What changes the numbers of a run, and yet may be another when it is resumed."""
+        session = self._session
+        return {
+            "precision": "bf16" if session.placement.autocast else "fp32",
+            "microbatches": len(session.ranges),
+        }
+
+    def _warn_of_changes(self, state: dict[str, Any]) -> None:
+        """Warn where the steps that follow are not those of a run that was never interrupted."""
+        session, step = self._session, self.outcome.step
+        reasons = {
+            "precision": "it rounds otherwise",
+            "microbatches": "batch norm and dropout look at other groups of tiles",
+        }
+        for name, now in self._numbers.items():
+            if (before := state.get("numbers", {}).get(name, now)) != now:
+                log.warning(
+                    "%s %s from step %d on, %s before: %s, so the numbers are not those of an uninterrupted run",
+                    name,
+                    now,
+                    step + 1,
+                    before,
+                    reasons[name],
+                )
+        before, now = session.steps_of(state["settings"]["steps"], state["settings"]["epochs"]), session.total_steps
+        if before != now:
+            log.warning(
+                "the run ends at step %d instead of %d: the learning rate of step %d is %.3g instead of %.3g",
+                now,
+                before,
+                step + 1,
+                session.learning_rate(step),
+                session.learning_rate(step, before),
+            )
 
     def _measure_twin(self, batch: Batch) -> None:
         """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""

@@ -25,17 +25,16 @@ from app.launch.folder_lock import sole_user
 from app.launch.restart import Attempts
 from app.settings.cli import RunError
 from app.settings.fields import flat, in_blocks, out_of_blocks
-from app.settings.run import RunConfig
+from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
 from pipelines.catalog.csv_cells import write_rows
 
 FREE_TO_CHANGE = frozenset(
     {
         "resume",
+        "extend",
         "max_restarts",
         "min_ranks",
-        "steps",
-        "epochs",
         "parallel",
         "ranks",
         "stages",
@@ -45,11 +44,20 @@ FREE_TO_CHANGE = frozenset(
         "cuts",
         "schedule",
         "recompute",
+        "recompute_runs",
+        "offload",
+        "offload_ahead",
+        "offload_host",
+        "offload_state",
+        "stream",
         "shard_optimizer",
         "compile",
         "memory",
         "memory_excess",
         "device",
+        "cpu_ranks",
+        "mixed_sums",
+        "channels_last",
         "timeout_s",
         "join_timeout_s",
         "read_threads",
@@ -62,8 +70,16 @@ FREE_TO_CHANGE = frozenset(
     }
     | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
     | {"validate_every", "patience", "positive_class", "twin_steps", "slides", "out", "mlflow"}
+    | {"precision", "microbatches"}
 )
-"""Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
+"""Settings that may differ when a run is resumed: they change where it runs, not what it computes. The last two change
+the numbers: the first steps with another value are announced by a warning (``TrainingLoop``)."""
+
+LENGTH = ("steps", "epochs")
+"""Settings of the end of a run, which the learning rate depends on: they may grow with ``--extend``."""
+
+BEFORE = {"decay_all": True}
+"""Values that runs had before these settings existed, where the default is another now."""
 
 
 class RunFolder:
@@ -118,7 +134,7 @@ class RunFolder:
 
         Raises:
             RunError: the folder cannot be written.
-            ValueError: it holds a run and ``--resume`` was not given, or other settings were used for it.
+            ValueError: it holds a checkpoint and ``--resume`` was not given, or other settings were used for it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -173,12 +189,20 @@ class RunFolder:
         return (found["status"], found["steps"]) == ("completed", step)
 
     def _check_settings(self, asked: Mapping[str, Any]) -> None:
-        found = self.settings()
+        # A run begun before a setting existed has computed with its default.
+        found = flat(RunConfig(DataSettings(Path()))) | BEFORE | self.settings()
         differing = [
-            f"{key}: the run has {found.get(key)!r}, asked is {asked[key]!r}"
+            f"{key}: the run has {found[key]!r}, asked is {asked[key]!r}"
             for key in asked
-            if key not in FREE_TO_CHANGE and found.get(key) != asked[key]
+            if key not in {*FREE_TO_CHANGE, *LENGTH} and found[key] != asked[key]
         ]
+        (unit, begun), (other_unit, now) = _length(found), _length(asked)
+        if (unit, begun) != (other_unit, now):
+            line = f"{other_unit}: the run ends after {begun:g} {unit}, asked is {now:g} {other_unit}"
+            if not asked["extend"]:
+                differing.append(f"{line}; its learning rate follows its end: add --extend to train for longer")
+            elif unit == other_unit and now < begun:
+                differing.append(f"{line}; --extend makes a run longer, not shorter")
         if differing:
             raise ValueError(
                 f"{self.path} cannot be resumed with other settings; use the same, or another --out:\n       "
@@ -203,6 +227,13 @@ class RunFolder:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
         os.replace(temporary, path)
+
+
+def _length(settings: Mapping[str, Any]) -> tuple[str, float]:
+    """Unit and number of what a run ends after."""
+    if settings["steps"] is not None:
+        return "steps", settings["steps"]
+    return "epochs", EPOCHS if settings["epochs"] is None else settings["epochs"]
 
 
 class CsvLog:

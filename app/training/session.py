@@ -21,7 +21,7 @@ from torch import nn
 from app.launch.place import RankPlace, host_space
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
-from app.settings.run import RunConfig
+from app.settings.run import EPOCHS, RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset
 from app.training.drawn_tiles import DrawnTiles
@@ -107,21 +107,27 @@ class Session:
 
     @property
     def total_steps(self) -> int:
-        if self.config.steps is not None:
-            return self.config.steps
-        epochs = 10.0 if self.config.epochs is None else self.config.epochs
+        return self.steps_of(self.config.steps, self.config.epochs)
+
+    def steps_of(self, steps: int | None, epochs: float | None) -> int:
+        """Return the steps of a run that is given ``steps`` or ``epochs``, or neither."""
+        if steps is not None:
+            return steps
+        epochs = EPOCHS if epochs is None else epochs
         return max(1, math.ceil(epochs * self.epoch_length / self.config.strategy.batch))
 
     def epoch_of(self, step: int) -> int:
         """Passes over the training tiles begun before ``step`` steps were done, from 0."""
         return step * self.config.strategy.batch // self.epoch_length
 
-    def learning_rate(self, step: int) -> float:
-        """Of the update number ``step``, from 0: a linear rise, then a cosine to 0 (Loshchilov and Hutter 2017)."""
+    def learning_rate(self, step: int, total_steps: int | None = None) -> float:
+        """Return the rate of update number ``step``, from 0: a linear rise, then a cosine to 0 (Loshchilov and Hutter
+        2017) at ``total_steps``; None: those of the run."""
         settings = self.config.optimization
         if step < settings.warmup:
             return settings.lr * (step + 1) / settings.warmup
-        done = (step - settings.warmup) / max(1, self.total_steps - settings.warmup)
+        total_steps = self.total_steps if total_steps is None else total_steps
+        done = min(1.0, (step - settings.warmup) / max(1, total_steps - settings.warmup))
         return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ def test_an_engine_on_one_rank_is_exact(trial: ExactnessTrial, plain: StepsResul
     ranks = run_engine(
         trial,
         lambda module, loss, make, communicator: DataParallelEngine(
-            module, loss, make(module.parameters()), communicator, batch=3, m=2
+            module, loss, make(module.named_parameters()), communicator, batch=3, m=2
         ),
         LocalCommunicator(),
     )

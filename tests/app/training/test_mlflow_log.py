@@ -42,7 +42,7 @@ def test_a_run_and_its_resumed_rest_are_one(server: Path, classify_slides: Path,
     server.mkdir()
     out = tmp_path / "run"
     arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--developer", "mlflow=study")
-    for more in (("--steps", "2"), ("--steps", "3", "--resume")):
+    for more in (("--steps", "2"), ("--steps", "3", "--resume", "--extend")):
         done = train(*arguments, *more)
         assert done.returncode == 0, done.stderr
     told = calls(server)

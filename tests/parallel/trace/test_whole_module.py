@@ -38,7 +38,7 @@ def engine(
     saved_tensors = SavedTensors(policy, CPU, meter=meter)
     loss = ALL_NETS[name][1]
     return DataParallelEngine(
-        model, loss, SGD(model.parameters()), communicator, batch=8, m=4, seed=SEED, saved_tensors=saved_tensors
+        model, loss, SGD(model.named_parameters()), communicator, batch=8, m=4, seed=SEED, saved_tensors=saved_tensors
     )
 
 
@@ -114,7 +114,7 @@ def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None
         made = DataParallelEngine(
             model,
             lambda output, target: output,
-            SGD(model.parameters()),
+            SGD(model.named_parameters()),
             LocalCommunicator(),
             batch=1,
             m=1,
@@ -149,7 +149,7 @@ def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
     made = DataParallelEngine(
         model,
         NETS["skips"][1],
-        SGD(model.parameters()),
+        SGD(model.named_parameters()),
         LocalCommunicator(),
         batch=8,
         m=4,
