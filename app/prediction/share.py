@@ -60,7 +60,6 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     specs = find_slides(
         command.slides,
         mpp=command.slide_mpp,
-        picture_mpp=asked["mpp"],
         whole_pictures=model.whole_pictures,
         backend=command.backend,
     )

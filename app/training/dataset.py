@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import ClassMap
-from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
+from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp
 from pipelines.labels.splits import Splits, split_folders
 from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
@@ -58,6 +58,7 @@ class Dataset:
         slide_labels: class of each slide; empty when only tiles or pixels have one.
         stains: of each slide of ``tiles``, None where there is no fit; empty when they are not normalised.
         stain_target: what they are made to look like.
+        mpp_by_slide: um/px that the user gave for single slides, by name as in the table.
     """
 
     task: str
@@ -70,6 +71,7 @@ class Dataset:
     slide_labels: dict[str, int]
     stains: tuple[StainFit | None, ...] = ()
     stain_target: StainFit | None = None
+    mpp_by_slide: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self, split: str) -> NDArray[np.int64]:
         """Rows of ``tiles`` that belong to ``split`` (train, val or test)."""
@@ -101,12 +103,11 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         SlideError: not one slide can be used.
     """
     data = config.data
-    table = data.labels or data.slides / LABELS_FILE
+    mpp_by_slide = read_mpp(data.slides, data.mpp_table, data.labels)
     specs = find_slides(
         data.slides,
         mpp=data.slide_mpp,
-        mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
-        picture_mpp=config.index.picture_mpp,
+        mpp_by_slide=mpp_by_slide,
         whole_pictures=config.index.whole_pictures,
         backend=data.backend,
     )
@@ -152,7 +153,9 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     else:
         assert drawn_labels is not None
         tile_labels = drawn_labels
-    dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
+    dataset = Dataset(
+        *(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels), mpp_by_slide=mpp_by_slide
+    )
     if config.colour.method:
         how = config.colour.method, config.index.tissue_mpp, folder.path
         fits = fit_slides(specs, *how, workers=data.index_workers, progress=progress)

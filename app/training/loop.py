@@ -258,7 +258,7 @@ class TrainingLoop:
                 "stale": outcome.stale,
                 "classes": list(self._session.dataset.classes),
                 "task": self._session.dataset.task,
-                "settings": self._session.settings,
+                "settings": self._session.settings | {"mpp_by_slide": dict(self._session.dataset.mpp_by_slide)},
                 "stain_target": self._session.stain_target,
             }
             if averages := averages_of(state):

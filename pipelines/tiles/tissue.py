@@ -182,14 +182,14 @@ def _search(pixels: Pixels, mpp: float) -> tuple[Mask, str]:
         least = SPECK_UM2
     else:
         marks = _marks(smooth, mpp)
-        mask, threshold, glass = _saturated(smooth, ~marks)
+        mask, threshold, shown = _saturated(smooth, ~marks)
         # Coloured areas are counted from the ceiling on: beside pale tissue a pen looks like the stain of the slide.
         all_marks = _marks(smooth, mpp, is_pale=True)
         if ink := int((all_marks & ~marks).sum()):
             pale = _saturated(smooth, ~all_marks)
             if pale[1] < SATURATION_CEILING and pale[0].sum() > ink:
-                mask, threshold, glass = pale
-        rule = f"stain with a saturation above {threshold} of 255 was looked for (median of the slide {glass:.0f})"
+                mask, threshold, shown = pale
+        rule = f"stain with a saturation above {threshold} of 255 was looked for; px have {shown}"
         least = DUST_UM2 if threshold >= SATURATION_FLOOR else SPECK_UM2
     closed = _morph(cv2.MORPH_CLOSE, mask, CLOSE_UM, mpp)
     largest = largest_area(closed, mpp)
@@ -221,13 +221,13 @@ def _bright(pixels: Pixels) -> tuple[Mask, float]:
     return mask, threshold
 
 
-def _saturated(pixels: Pixels, where: Mask) -> tuple[Mask, int, float]:
-    """Stain within ``where``, its threshold of saturation, and the median saturation.
+def _saturated(pixels: Pixels, where: Mask) -> tuple[Mask, int, str]:
+    """Stain within ``where``, its threshold of saturation, and a few words about the saturation of all px.
 
     The tint of the glass is divided out first.
     """
     if not where.any():
-        return where, SATURATION_FLOOR, 0.0
+        return where, SATURATION_FLOOR, "none"
     hsv = cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV)
     texture = _texture(pixels)
     glass = (pixels.min(axis=2) >= 200) & (hsv[..., 1] < 26)
@@ -248,7 +248,8 @@ def _saturated(pixels: Pixels, where: Mask) -> tuple[Mask, int, float]:
         if _is_pale_tissue(saturation, texture, rest, pale) and (rest & (saturation > pale)).sum() > enough:
             threshold = pale
     mask: Mask = (saturation > threshold) & where
-    return mask, threshold, float(np.median(saturation[where]))
+    median, high = np.percentile(saturation[where], (50, 99))
+    return mask, threshold, f"{median:.0f} (median) and {high:.0f} (99th percentile)"
 
 
 def _otsu(values: NDArray[np.uint8]) -> int:

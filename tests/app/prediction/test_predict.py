@@ -55,7 +55,8 @@ def checkpoint(tmp_path_factory):
 
 def predict(slides, checkpoint, out, *more, model=SEGMENTER):
     return call(
-        "app.predict", "--slides", slides, "--checkpoint", checkpoint, "--out", out, "--model", model, *more,
+        "app.predict", "--slides", slides, "--checkpoint", checkpoint, "--out", out, "--model", model,
+        "--slide-mpp", "0.5", *more,
         env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -233,7 +234,7 @@ def test_a_classifier_has_a_coarse_map(slides, tmp_path):
 def test_ranks_share_the_slides_out(slides, checkpoint, tmp_path):
     (tmp_path / "ranks").mkdir()
     out = tmp_path / "out"
-    words = ["--slides", slides, "--checkpoint", checkpoint, "--out", out, "--model", SEGMENTER]
+    words = ["--slides", slides, "--checkpoint", checkpoint, "--out", out, "--model", SEGMENTER, "--slide-mpp", 0.5]
     codes, printed = run_ranks(2, "app.predict", list(map(str, words)), tmp_path / "ranks")
     assert codes == [0, 0], printed
     for rank, own, other in ((0, "a", "b"), (1, "b", "a")):
@@ -286,6 +287,7 @@ def test_two_ranks_compute_a_slide_together(slides, checkpoint, predicted, tmp_p
     (tmp_path / "ranks").mkdir()
     out = tmp_path / "out"
     words = ["--slides", slides, "--checkpoint", checkpoint, "--out", out, "--model", SEGMENTER, "--stages", "2"]
+    words += ["--slide-mpp", "0.5"]
     codes, printed = run_ranks(2, "app.predict", list(map(str, words)), tmp_path / "ranks")
     assert codes == [0, 0], printed
     assert_same_maps(predicted, out)
