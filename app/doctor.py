@@ -22,7 +22,7 @@ from app.settings.cli import FAILED, OK, run_command
 from app.settings.console import print_findings, print_table
 from app.training.run_info import describe_environment
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.labels.slide_labels import read_mpp
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class DoctorCommand:
     out: Path = Path("runs/train")
     """Run folder whose disk is tried."""
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say."""
+    """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
+    mpp_table: Path | None = None
+    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
+    labels.csv in --slides, if there is one."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
 
@@ -43,8 +46,12 @@ def doctor(command: DoctorCommand) -> int:
     """Look at everything, print it, and count the faults."""
     specs: tuple[SlideSpec, ...] = ()
     if command.slides:
-        looked_at = IndexSettings().picture_mpp  # without --mpp, as a command that trains on them would
-        specs = find_slides(command.slides, mpp=command.slide_mpp, picture_mpp=looked_at, backend=command.backend)
+        specs = find_slides(
+            command.slides,
+            mpp=command.slide_mpp,
+            mpp_by_slide=read_mpp(command.slides, command.mpp_table),
+            backend=command.backend,
+        )
     with _busy("looking at the machine"):
         environment = describe_environment()
         groups = {
@@ -72,11 +79,9 @@ def doctor(command: DoctorCommand) -> int:
 
 
 def _row(check: SlideCheck) -> tuple[str, ...]:
-    if check.mpp is None:
-        return (check.slide_id, check.backend, "–", "–", "–", "; ".join(check.faults))
-    size = f"{check.width} x {check.height}"
-    told = "; ".join(check.faults) or "none"
-    return (check.slide_id, check.backend, f"{check.mpp:.4g}", size, str(check.levels), told)
+    mpp = "–" if check.mpp is None else f"{check.mpp:.4g}"
+    size, levels = (f"{check.width} x {check.height}", str(check.levels)) if check.levels else ("–", "–")
+    return (check.slide_id, check.backend, mpp, size, levels, "; ".join(check.faults) or "none")
 
 
 @contextmanager

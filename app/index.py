@@ -27,7 +27,8 @@ from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.labels.slide_labels import read_mpp
+from pipelines.slides.geometry import mpp_fault
 from pipelines.tiles.index import TileTable, build_index
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
 from pipelines.tiles.index_settings import IndexSettings
@@ -48,7 +49,10 @@ class IndexCommand:
     slides."""
     index: IndexSettings = field(default_factory=IndexSettings)
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say."""
+    """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
+    mpp_table: Path | None = None
+    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
+    labels.csv in --slides, if there is one."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
     workers: int = 0
@@ -71,8 +75,8 @@ class IndexCommand:
         faults = self.index.validate()
         if self.annotations is not None and not self.has_page:
             faults.append("--annotations is for slides.html, which is not made with --part or --pictures resize")
-        if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
-            faults.append(f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp:g}")
+        if self.slide_mpp is not None and (fault := mpp_fault(self.slide_mpp)):
+            faults.append(f"--slide-mpp {fault}")
         if self.workers < 0:
             faults.append(f"--workers is at least 0; got {self.workers}")
         try:
@@ -88,7 +92,7 @@ def index(command: IndexCommand) -> None:
     specs = find_slides(
         command.slides,
         mpp=command.slide_mpp,
-        picture_mpp=command.index.picture_mpp,
+        mpp_by_slide=read_mpp(command.slides, command.mpp_table),
         whole_pictures=command.index.whole_pictures,
         backend=command.backend,
     )

@@ -21,7 +21,7 @@ from app.settings.strategy_faults import strategy_faults
 from pipelines.labels.class_names import ClassMap
 from pipelines.labels.patients import pattern_fault
 from pipelines.labels.tile_label import TileLabel
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.slides.geometry import mpp_fault
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.stain_fits import StainSettings
@@ -52,7 +52,10 @@ class DataSettings:
     """Class of a tile, from annotations. majority: the class that covers most of it, background included; any: the
     class drawn on most of it, if there is one; a fraction, such as 0.25: that class if it covers so much of it."""
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say; column mpp of the CSV goes before it."""
+    """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
+    mpp_table: Path | None = None
+    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
+    the labels."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
     index_workers: Suppress[int] = 0
@@ -60,8 +63,8 @@ class DataSettings:
 
     def validate(self) -> list[str]:
         faults = []
-        if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
-            faults.append(f"--slide-mpp must be within {MPP_MIN}-{MPP_MAX} um/px; got {self.slide_mpp:g}")
+        if self.slide_mpp is not None and (fault := mpp_fault(self.slide_mpp)):
+            faults.append(f"--slide-mpp {fault}")
         try:
             ClassMap.parse(self.class_map)
         except ValueError as fault:

@@ -67,6 +67,7 @@ FREE_TO_CHANGE = frozenset(
         "device_prefetch",
         "gradient_buckets",
         "index_workers",
+        "mpp_table",  # the index refuses other values in it
     }
     | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
     | {"validate_every", "patience", "positive_class", "twin_steps", "slides", "out", "mlflow"}

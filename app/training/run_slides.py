@@ -13,7 +13,7 @@ from typing import Any
 
 from app.settings.run import DataSettings
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.labels.slide_labels import LABELS_FILE, read_mpp_column
+from pipelines.labels.slide_labels import read_mpp
 from pipelines.labels.splits import Splits
 from pipelines.tiles.index_settings import IndexSettings
 
@@ -30,12 +30,10 @@ def find_run_slides(data: DataSettings, index: IndexSettings) -> tuple[SlideSpec
     Raises:
         ValueError: there are none, or the table of labels cannot be read.
     """
-    table = data.labels or data.slides / LABELS_FILE
     return find_slides(
         data.slides,
         mpp=data.slide_mpp,
-        mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
-        picture_mpp=index.picture_mpp,
+        mpp_by_slide=read_mpp(data.slides, data.mpp_table, data.labels),
         whole_pictures=index.whole_pictures,
         backend=data.backend,
     )

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pipelines.backends.resolution import Recorded
 from pipelines.backends.zarr_metadata import ZarrArray, read_array, read_json
 from pipelines.backends.zarr_store import ZarrStore, holds, key_of
 from pipelines.slides.slide import NotThisFormat, SlideError
@@ -38,11 +39,11 @@ UM_PER_UNIT: Final = {
 
 @dataclass(frozen=True)
 class ZarrImage:
-    """Arrays finest first, their axes, and um/px in x and y, None where the store is silent."""
+    """Arrays finest first, their axes, and what the store records of um/px in x and y."""
 
     arrays: tuple[ZarrArray, ...]
     axes: tuple[str, ...]
-    mpp: tuple[float | None, float | None]
+    mpp: tuple[Recorded, Recorded]
 
 
 def read_image(root: ZarrStore) -> ZarrImage:
@@ -125,11 +126,13 @@ def _multiscale(root: ZarrStore, attributes: Mapping[str, Any]) -> ZarrImage:
         if first is not None:
             log.warning("%s: the scales of its levels contradict their sizes, so its um/px is not known", root)
         return ZarrImage(tuple(arrays), axes, (None, None))
-    um = {
-        axis["name"]: s * UM_PER_UNIT[axis["unit"]]
-        for axis, s in zip(image["axes"], first, strict=True)
-        if axis.get("unit") in UM_PER_UNIT  # without a unit a scale says nothing about um
-    }
+    um: dict[str, Recorded] = {}
+    for axis, scale in zip(image["axes"], first, strict=True):
+        unit = axis.get("unit")
+        if unit in UM_PER_UNIT:
+            um[axis["name"]] = scale * UM_PER_UNIT[unit]
+        elif unit is not None:  # without a unit a scale says nothing about um
+            um[axis["name"]] = f"records a scale of {scale:g} in {str(unit)[:40]!r}, a unit that is not read"
     return ZarrImage(tuple(arrays), axes, (um.get("x"), um.get("y")))
 
 

@@ -7,7 +7,6 @@ opened: a damaged file, or a text file named ``.svs``, stays a candidate and fai
 from __future__ import annotations
 
 import io
-import logging
 import os
 import stat
 import unicodedata
@@ -19,11 +18,10 @@ from pathlib import Path
 from pipelines.backends.dicom_elements import sop_class
 from pipelines.backends.segmentation_head import SEGMENTATIONS
 from pipelines.catalog.slide_state import SlideState
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.catalog.table import shown
+from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.slides.slide_url import URL_ENDING, is_url_name
-
-log = logging.getLogger(__name__)
 
 FILE_SUFFIXES = frozenset(
     {".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}
@@ -33,6 +31,9 @@ FILE_SUFFIXES = frozenset(
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 """Files with these record no um/px, only how large they are to be printed."""
+
+PICTURE_MPP = 0.5
+"""um/px of pictures that are resized as a whole, whose um/px changes nothing."""
 
 FOLDER_SUFFIX = ".zarr"
 """A folder that ends like this is one slide."""
@@ -164,7 +165,6 @@ def find_slides(
     *,
     mpp: float | None = None,
     mpp_by_slide: Mapping[str, float] | None = None,
-    picture_mpp: float | None = None,
     whole_pictures: bool = False,
     backend: str = "auto",
 ) -> tuple[SlideSpec, ...]:
@@ -180,7 +180,6 @@ def find_slides(
         root: folder.
         mpp: um/px of level 0 for every slide, in place of what the files say.
         mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
-        picture_mpp: um/px that PNG and JPEG files without any are taken to have; None: they must be given one.
         whole_pictures: a slide's id is its path below ``root``, without suffix, as class folders of pictures have the
             same names again and again; and nobody asks for um/px.
         backend: handed to ``open_slide``.
@@ -189,9 +188,9 @@ def find_slides(
         ValueError: ``root`` is no folder or holds no slide, two slides have one id, or an mpp is implausible.
     """
     named = mpp_by_slide or {}
-    for where, value in [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]:
-        if value is not None and not check_mpp(value):
-            raise ValueError(f"{where} must be between {MPP_MIN:g} and {MPP_MAX:g} um/px; got {value:g}")
+    given = [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]
+    if faults := [f"{where} {fault}" for where, value in given if value is not None and (fault := mpp_fault(value))]:
+        raise ValueError(shown(faults))
     _check_folder(root)
     paths: dict[str, Path] = {}
     twice: list[str] = []
@@ -215,16 +214,14 @@ def find_slides(
             "_mask are taken for annotations. Give the folder that holds the slides"
         )
     names = SlideNames(paths)
-    overrides = {names.match(name): value for name, value in named.items()}
-    pictures = {s for s in paths if mpp is None and paths[s].suffix.lower() in PICTURE_SUFFIXES} - set(overrides)
-    if pictures and picture_mpp is not None and not whole_pictures:
-        log.warning(
-            "%d pictures record no um/px, as %r: their px are taken as they are, as if of %g um; --slide-mpp, or the "
-            "column mpp of the CSV, says what they are",
-            *(len(pictures), min(pictures), picture_mpp),
-        )
-    if picture_mpp is not None:
-        overrides |= dict.fromkeys(pictures, picture_mpp)
+    overrides: dict[str, float] = {}
+    for name, value in named.items():
+        slide = names.match(name)
+        if slide is not None and overrides.setdefault(slide, value) != value:
+            raise ValueError(f"slide {slide!r} has two mpp, {overrides[slide]:g} and {value:g} um/px; keep one")
+    if whole_pictures and mpp is None:
+        pictures = [s for s in paths if paths[s].suffix.lower() in PICTURE_SUFFIXES]
+        overrides = dict.fromkeys(pictures, PICTURE_MPP) | overrides
     return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend) for s in sorted(paths))
 
 

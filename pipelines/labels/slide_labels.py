@@ -7,6 +7,7 @@ classification or ``SlideAnnotations`` for segmentation. The four ways are tried
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import ClassMap
 from pipelines.labels.patients import known_patients
 from pipelines.labels.splits import split_folders
+from pipelines.slides.geometry import mpp_fault
 
 logger = logging.getLogger(__name__)
 
@@ -106,22 +108,47 @@ def find_labels(
     )
 
 
-def read_mpp_column(path: Path) -> dict[str, float]:
+def read_mpp(slides: Path, table: Path | None, labels: Path | None = None) -> dict[str, float]:
+    """Return um/px of level 0 by slide name: of ``--mpp-table``, else of the column ``mpp`` of the labels, if any.
+
+    Args:
+        slides: folder, whose ``labels.csv`` holds the labels unless ``labels`` does.
+        table: CSV file with columns slide and mpp.
+        labels: CSV file of labels.
+
+    Raises:
+        ValueError: as ``read_mpp_column``, or ``table`` has no column mpp.
+    """
+    if table is not None:
+        return read_mpp_column(table, ("slide", "mpp"))
+    labels = labels or slides / LABELS_FILE
+    return read_mpp_column(labels) if labels.is_file() else {}
+
+
+def read_mpp_column(path: Path, required: tuple[str, ...] = ("slide",)) -> dict[str, float]:
     """um/px of level 0 by slide name, from the ``mpp`` column of a table; blanks and a missing column give nothing.
 
     Raises:
-        ValueError: the table cannot be read, or values that are no number, all at once.
+        ValueError: the table cannot be read; or values that are no um/px, or differ for one name, all at once.
     """
     mpp_by_slide: dict[str, float] = {}
     faults: list[str] = []
-    for row in read_table(path, ("slide",)).rows:
-        text = row["mpp"]
+    for row in read_table(path, required).rows:
+        text, slide = row["mpp"], row["slide"]
         try:
-            if text:
-                # A decimal comma is what a German Excel writes.
-                mpp_by_slide[row["slide"]] = float(text.replace(",", "."))
+            # A decimal comma is what a German Excel writes; 40x is a magnification.
+            mpp = float(re.sub(r"(?<=\d)\s*[xX×]$", "", text.replace(",", "."))) if text else None
         except ValueError:
-            faults.append(f"line {row.line} ({row['slide']}): {text!r}")
+            faults.append(f"line {row.line} ({slide}): {text!r}")
+            continue
+        if mpp is None:
+            continue
+        if fault := mpp_fault(mpp):
+            faults.append(f"line {row.line} ({slide}): {fault}")
+        elif text[-1] in "xX×":
+            faults.append(f"line {row.line} ({slide}): {text!r} is a magnification, not um/px")
+        elif mpp_by_slide.setdefault(slide, mpp) != mpp:
+            faults.append(f"line {row.line} ({slide}): {mpp:g} here and {mpp_by_slide[slide]:g} before; keep one")
     if faults:
         raise ValueError(f"{path}: column mpp is a number in um/px or empty; got {shown(faults)}")
     return mpp_by_slide

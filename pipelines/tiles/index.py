@@ -37,8 +37,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-SAVE_EVERY_S = 60.0
-"""An index of many slides is written this often, so that an interrupted one is continued."""
+SAVE_EVERY_S, SAVE_SHARE = 60.0, 0.05
+"""An index of many slides is written this often, so that an interrupted one is continued; less often where that would
+take a larger part of the time."""
 
 LISTED_FAULTS = 20
 """As many slides are named in a message; all are in ``failed_slides.csv``."""
@@ -181,7 +182,7 @@ def _index_slides(
     threads = default_threads(workers)
     task = functools.partial(index_slide, settings=table.settings, threads=threads, judged=judged)
     tried: dict[str, SlideTiles | SlideFault] = {}
-    saved_s = time.monotonic()
+    save_at_s = time.monotonic() + SAVE_EVERY_S
     try:
         for done, (spec, result) in enumerate(each_in_process(task, specs, workers, slide_limits(threads)), 1):
             if isinstance(result, ProcessDied):
@@ -206,9 +207,10 @@ def _index_slides(
             told = SlideDone(done, len(specs), spec.slide_id, what, is_fault)
             log.info("%s", told)
             progress(told)
-            if time.monotonic() - saved_s > SAVE_EVERY_S:
+            if (begun_s := time.monotonic()) > save_at_s:
                 _merged(table, tried).save(path)
-                saved_s = time.monotonic()
+                took_s = time.monotonic() - begun_s
+                save_at_s = begun_s + took_s + max(SAVE_EVERY_S, took_s / SAVE_SHARE)
     finally:
         table = _merged(table, tried)
         table.save(path)

@@ -151,7 +151,7 @@ CASES = [
     Case("every slide bad", only(HTML), TRAIN, 1, "none of the 2 slides can be used"),
     Case("tile larger than the slides", slides, TRAIN.replace("--tile 256", "--tile 4096"), 1, "4096"),
     Case("mpp that no level can give", slides, TRAIN + " --mpp 0.1", 1, "0.1"),
-    Case("absurd mpp", slides, TRAIN + " --slide-mpp 1000", 2, "--slide-mpp must be within 0.05-100.0 um/px; got 1000"),
+    Case("absurd mpp", slides, TRAIN + " --slide-mpp 1000", 2, "must be between 0.05 and 100 um/px; got 1000"),
     Case("run folder that cannot be written", unwritable, TRAIN, 1, "cannot be written"),
     Case("run folder that holds a run", held, TRAIN, 2, "already holds a run"),
     Case("disk full while saving", full_disk, RESNET, 1, "the previous one is kept", "ulimit -f 3000;"),

@@ -6,6 +6,7 @@ import sys
 import cv2
 import numpy as np
 import pytest
+import tifffile
 
 from app.index import main
 from pipelines.catalog.failures import FailedSlides
@@ -128,3 +129,35 @@ def test_what_is_drawn_on_slides_is_outlined(slides, tmp_path, capsys):
     assert changed.max(0) == pytest.approx([2400 * scale, 1800 * scale], abs=4)
     assert main([*arguments, "--annotations", str(tmp_path / "nowhere")]) == 2
     assert "must be a folder of annotation files" in capsys.readouterr().err
+
+
+def test_slides_without_mpp_are_indexed_by_a_table(tmp_path, capsys):
+    """Two TIFFs of different um/px and a picture, none of which records any."""
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    for name in ("a", "b"):
+        write_tissue(folder / f"{name}.tif")
+    cv2.imwrite(str(folder / "c.png"), np.full((600, 600, 3), (180, 90, 200), np.uint8))
+    arguments = ["--slides", str(folder), "--tile", "256", "--workers", "1", "--out"]
+    assert main([*arguments, str(tmp_path / "none")]) == 1
+    said = capsys.readouterr().err
+    assert all(f"{name}: open: {folder}/{name}" in said for name in "abc"), "a picture, too, is never taken at --mpp"
+    assert "does not record its um/px (mpp); give it with --slide-mpp" in said
+
+    table = tmp_path / "mpp.csv"
+    table.write_text("slide,mpp\na,0.5\nb.tif,0.25\n")
+    assert main([*arguments, str(tmp_path / "out"), "--mpp-table", str(table)]) == 0
+    sources = {source.slide_id: source for source in TileTable.load(tmp_path / "out" / "tiles.parquet").sources}
+    assert {name: source.mpp for name, source in sources.items()} == {"a": 0.5, "b": 0.25}
+    (folder / "labels.csv").write_text("slide,mpp\na,0.5\nb.tif,0.25\nc,0.5\n")
+    capsys.readouterr()
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    assert "on 3 slides" in capsys.readouterr().out
+    table.write_text("slide,mpp\na,40\n")
+    assert main([*arguments, str(tmp_path / "out"), "--mpp-table", str(table)]) == 2
+    assert "magnification" in capsys.readouterr().err
+
+
+def write_tissue(path):
+    pixels = np.random.default_rng(0).integers((150, 60, 160), (220, 120, 220), (600, 600, 3), np.uint8)
+    tifffile.imwrite(path, pixels, tile=(256, 256), photometric="rgb", metadata=None)

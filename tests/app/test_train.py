@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from pipelines.tiles.tile_table import TileTable
 from tests.app.conftest import QUICK, ROOT, Train, summary_of, train_command, train_environment
 
 SUMMARY_FIELDS = {
@@ -307,3 +308,21 @@ def test_killed_rank_ends_the_run_within_a_minute(classify_slides: Path, tmp_pat
     assert time.monotonic() - started < 60
     assert b"a rank ended with exit code 137" in output
     assert torch.load(out / "checkpoints" / "last.pt", weights_only=True)["step"] > 0
+
+
+@pytest.mark.process
+def test_mpp_of_single_slides_is_used_and_kept_in_the_checkpoint(
+    classify_slides: Path, train: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "mpp.csv").write_text("slide,mpp\nslide_0000,0.4\nslide_0001.tif,0.45\nelsewhere,0.3\n")
+    arguments = ("--slides", classify_slides, *QUICK, "--steps", "1", "--out", tmp_path / "run", "--mpp-table")
+    done = train(*arguments, tmp_path / "mpp.csv")
+    assert done.returncode == 0, done.stderr
+    slides = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)["slides"]
+    assert slides["mpp"] == {"slide_0000": 0.4, "slide_0001": 0.45}
+    sources = {source.slide_id: source.mpp for source in TileTable.load(tmp_path / "run" / "tiles.parquet").sources}
+    assert (sources["slide_0000"], sources["slide_0001"], sources["slide_0002"]) == (0.4, 0.45, 0.5)
+    (tmp_path / "other.csv").write_text("slide,mpp\nslide_0000,0.3\n")
+    again = train(*arguments, tmp_path / "other.csv", "--resume")
+    assert again.returncode == 2
+    assert "slide-mpp of slide_0000 is 0.4 there, 0.3 was asked for" in again.stderr

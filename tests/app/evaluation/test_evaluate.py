@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
     checkpoint = write_checkpoint(root / "best.pt", SEGMENTER, tile=64, mpp=0.5, min_tissue=0)
     done = call(
         "app.predict", "--slides", root / "slides", "--checkpoint", checkpoint, "--out", root / "out",
-        "--model", SEGMENTER, env={"OMP_NUM_THREADS": "1"},
+        "--model", SEGMENTER, "--slide-mpp", "0.5", env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (root / "labels.csv").write_text(

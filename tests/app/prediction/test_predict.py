@@ -50,7 +50,7 @@ def slides(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "best.pt"
-    return write_checkpoint(path, SEGMENTER, tile=96, mpp=0.5, min_tissue=0)
+    return write_checkpoint(path, SEGMENTER, tile=96, mpp=0.5, min_tissue=0, slide_mpp=0.5)
 
 
 def predict(slides, checkpoint, out, *more, model=SEGMENTER):
@@ -214,7 +214,7 @@ def test_windows_that_cannot_be_read_are_left_out_and_counted(slides, checkpoint
 
 
 def test_a_classifier_has_a_coarse_map(slides, tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=96, mpp=0.5, min_tissue=0)
+    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=96, mpp=0.5, min_tissue=0, slide_mpp=0.5)
     out = tmp_path / "out"
     done = predict(slides, checkpoint, out, "--overlap", "0.5", model=CLASSIFIER)
     assert done.returncode == 0, done.stderr
@@ -245,7 +245,7 @@ def test_ranks_share_the_slides_out(slides, checkpoint, tmp_path):
 
 
 def test_a_model_of_whole_slides_gives_a_score_for_each(slides, tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile="slide", mpp=0.5, min_tissue=0)
+    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile="slide", mpp=0.5, min_tissue=0, slide_mpp=0.5)
     out = tmp_path / "out"
     done = predict(slides, checkpoint, out, model=CLASSIFIER)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.labels.annotations import SlideAnnotations
-from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp_column
+from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp, read_mpp_column
 from pipelines.labels.splits import split_folders
 from tests.helpers.drawings import box, write_geojson
 
@@ -150,6 +150,48 @@ def test_mpp_column(tmp_path: Path) -> None:
     path.write_text("slide,mpp\na,fine\nb,0.5\nc,x\n")
     with pytest.raises(ValueError, match=r"line 2 \(a\): 'fine'\n  line 4 \(c\): 'x'"):
         read_mpp_column(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (("40", "0.5"), r"line 2 \(a\): is in um/px; got 40, which is a magnification: 40x is about 0.25"),
+        (("0.5", "20x"), r"line 3 \(b\): .*got 20, which is a magnification"),
+        (("0.25x", ""), "'0.25x' is a magnification"),
+        (("264.58", ""), "must be between 0.05 and 100 um/px; got 264.58"),
+    ],
+)
+def test_what_is_no_um_per_px_is_named(tmp_path: Path, values: tuple[str, str], said: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("slide,mpp\n" + "".join(f"{name},{value}\n" for name, value in zip("ab", values, strict=True)))
+    with pytest.raises(ValueError, match=said):
+        read_mpp_column(path)
+
+
+def test_a_slide_has_one_mpp(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("slide,mpp\na,0.5\na,0.25\n")
+    with pytest.raises(ValueError, match=r"line 3 \(a\): 0.25 here and 0.5 before"):
+        read_mpp_column(path)
+    slides(tmp_path / "slides", "a.svs")
+    path.write_text("slide,mpp\na,0.5\na.svs,0.25\n")
+    with pytest.raises(ValueError, match=r"slide 'a' has two mpp, 0.5 and 0.25"):
+        find_slides(tmp_path / "slides", mpp_by_slide=read_mpp_column(path))
+
+
+def test_mpp_is_taken_from_the_table_else_from_the_labels(tmp_path: Path) -> None:
+    slides(tmp_path, "a.svs", "b.svs")
+    table, labels = tmp_path / "mpp.csv", tmp_path / "truth.csv"
+    assert read_mpp(tmp_path, None) == {}
+    (tmp_path / "labels.csv").write_text("slide,label,mpp\na,x,0.3\nb,y,\n")
+    labels.write_text("slide,label,mpp\na,x,0.4\n")
+    table.write_text("slide,mpp\nb,0.5\n")
+    assert read_mpp(tmp_path, None) == {"a": 0.3}
+    assert read_mpp(tmp_path, None, labels) == {"a": 0.4}
+    assert read_mpp(tmp_path, table, labels) == {"b": 0.5}
+    table.write_text("slide,um\nb,0.5\n")
+    with pytest.raises(ValueError, match=r"lacks a column \(mpp: mpp\)"):
+        read_mpp(tmp_path, table)
 
 
 def test_a_hundred_thousand_rows_are_read_in_seconds(tmp_path: Path) -> None:
