@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 PATIENCE_S = 900
 """How long a rank waits for another."""
 
+
 def rows_of(entry: Entry) -> Iterator[Row]:
     """One for each way, as they come."""
     begun = time.process_time()
