@@ -1,7 +1,8 @@
 """Which backend opens a slide: the first, in a fixed order, that knows the file by its content.
 
-Takes a path, gives a ``Slide``; suffixes are not looked at. Direct decoding goes before OpenSlide because it gives the
-same pixels several times faster. When nothing opens the file there is one error, which says what each backend said.
+Takes a path, gives a ``Slide``. The suffix chooses no backend, but content of another kind than it says is refused.
+Direct decoding goes before OpenSlide because it gives the same pixels several times faster. When nothing opens the file
+there is one error, which says what each backend said.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import stat
 from pathlib import Path
 from typing import Final, Protocol, cast
 
+from pipelines.backends.content import refuse_preview, check_content
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_tags import check_tiff
 from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError
@@ -40,7 +42,8 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
 
     Raises:
         ValueError: unknown ``backend``, or ``mpp`` outside 0.05-100.
-        SlideError: no such file, empty, damaged, of no known format, or without a usable mpp.
+        SlideError: no such file, empty, damaged, of no known format or of another than its suffix says, or without a
+            usable mpp.
     """
     path = Path(path)
     if backend not in ("auto", *BACKENDS):
@@ -57,11 +60,15 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
         raise SlideError(f"{path}: neither a file nor a folder but a pipe, socket or device; a slide is a file")
     if is_file and status.st_size == 0:
         raise SlideError(f"{path}: the file is empty (0 bytes); copy it again")
+    if is_file:
+        check_content(path)
     asked = BACKENDS if backend == "auto" else (backend,)
     said: list[str] = []
     for name in asked if is_file else set(asked).intersection(READS_FOLDERS):
         try:
             slide = _opener(name)(path, mpp=mpp)
+            if name == "image":
+                refuse_preview(path)
         except NotThisFormat as reason:
             said.append(f"{name}: {str(reason).removeprefix(f'{path}: ')}")
         except OSError as error:
