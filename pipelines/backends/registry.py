@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Final, Protocol, cast
 
-from pipelines.backends.content import refuse_preview, check_content
+from pipelines.backends.content import check_content, refuse_preview
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_tags import check_tiff
 from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError
