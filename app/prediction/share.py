@@ -72,6 +72,7 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             "step": model.step,
             "task": model.task,
             "classes": list(model.classes),
+            "class_map": list(asked.get("class_map") or []) or None,
             "shown": list(model.shown.values()),
             "tile": asked["tile"],
             "whole_pictures": model.whole_pictures or None,  # None: folders from before there were any do not say

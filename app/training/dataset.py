@@ -177,10 +177,6 @@ def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
             f"--pictures resize gives each picture one class; got --task {asked} with {truth.source}: leave it out to "
             "learn from what is drawn, on tiles"
         )
-    if config.data.class_map and isinstance(truth, SlideLabels):
-        raise ValueError(
-            f"--class-map is for annotations, and only slide labels were found ({truth.source}): rename them there"
-        )
     if config.data.tile_label != "majority" and (isinstance(truth, SlideLabels) or asked != "classify"):
         raise ValueError(
             f"--tile-label {config.data.tile_label} is for --task classify with annotations; got --task {asked} with "

@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import stat
-import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from pipelines.backends.dicom_elements import sop_class
 from pipelines.backends.segmentation_head import SEGMENTATIONS
+from pipelines.catalog.printable import printable
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import Slide, SlideError
@@ -110,15 +110,6 @@ def _check_path(path: Path) -> None:
             raise SlideError(f"{path}: the folder cannot be listed: {fault.strerror}; check its permissions") from fault
     elif not stat.S_ISREG(mode):
         raise SlideError(f"{path}: a slide is a file or a folder; this is a pipe, socket or device: take it away")
-
-
-def printable(text: str) -> str:
-    r"""``text`` with what cannot be printed escaped: bytes of a file name that are no UTF-8, control characters.
-
-    >>> printable("a\tb" + chr(0xDCFF))
-    'a\\x09b\\xff'
-    """
-    return "".join(f"\\x{ord(c) & 0xFF:02x}" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
 
 
 def slide_stem(name: str) -> str:

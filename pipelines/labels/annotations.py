@@ -245,7 +245,7 @@ def named_ids(paths: Sequence[Path]) -> dict[int, str]:
                 raise ValueError(
                     f"{path} line {number}: expected an id of 0..{IGNORE} and a name, as `1 tumour`; got {line!r}"
                 )
-            value, name = int(match[1]), match[2]
+            value, name = int(match[1]), printable_name(match[2])
             if value not in (0, IGNORE) and named.setdefault(value, name) != name:
                 raise ValueError(
                     f"{path} line {number}: id {value} is {name!r} here and {named[value]!r} before; keep one"

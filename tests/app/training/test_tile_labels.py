@@ -59,11 +59,13 @@ def test_any_counts_a_single_pixel(segment_slides: Path, tmp_path: Path) -> None
 
 
 def test_settings_that_do_not_fit_are_refused(classify_slides: Path, segment_slides: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--class-map names tumor, which no annotation has; drawn are Ignore"):
+    with pytest.raises(
+        ValueError, match="--class-map names tumor, which no label or annotation has; classes are Ignore"
+    ):
         prepared(segment_slides, tmp_path / "a", class_map=("tumor=x",))
     with pytest.raises(ValueError, match="--tile-label any is for --task classify with annotations; got --task seg"):
         prepared(segment_slides, tmp_path / "b", tile_label="any", task="segment")
-    with pytest.raises(ValueError, match="--class-map is for annotations, and only slide labels were found"):
+    with pytest.raises(ValueError, match="--class-map names a, which no label or annotation has"):
         prepared(classify_slides, tmp_path / "c", annotations=None, task="auto", class_map=("a=b",))
     faults = DataSettings(tmp_path, class_map=("a",), tile_label="most").validate()
     assert [fault.split()[0] for fault in faults] == ["--class-map", "--tile-label"]
