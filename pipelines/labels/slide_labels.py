@@ -155,8 +155,8 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec], class_map: Clas
         faults.append(
             f"no line gives a class to a slide; empty and {', '.join(sorted(MISSING))} are missing values"
             if any(names.match(row["slide"]) for row in table.rows)
-            else f"no line names a slide of the folder; the file has {listed(unknown)}, the folder {listed(sorted(ids))}. "
-            "A slide is named by its file name, with or without the extension"
+            else f"no line names a slide of the folder; the file has {listed(unknown)}, the folder "
+            f"{listed(sorted(ids))}. A slide is named by its file name, with or without the extension"
         )
     if faults:
         raise ValueError(f"labels {table.path}: {shown(faults)}")

@@ -59,9 +59,7 @@ def test_any_counts_a_single_pixel(segment_slides: Path, tmp_path: Path) -> None
 
 
 def test_settings_that_do_not_fit_are_refused(classify_slides: Path, segment_slides: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="--class-map names tumor, which no label or annotation has; classes are Ignore"
-    ):
+    with pytest.raises(ValueError, match=r"--class-map names tumor, .*; classes are Ignore"):
         prepared(segment_slides, tmp_path / "a", class_map=("tumor=x",))
     with pytest.raises(ValueError, match="--tile-label any is for --task classify with annotations; got --task seg"):
         prepared(segment_slides, tmp_path / "b", tile_label="any", task="segment")

@@ -75,7 +75,7 @@ def test_missing_values_are_no_class_no_patient_and_no_mpp(
 
 
 def test_a_table_of_missing_labels_only(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no line gives a class to a slide; .*nan"):
+    with pytest.raises(ValueError, match=r"no line gives a class to a slide; .*nan"):
         from_table(tmp_path, "slide,label\na,nan\nb,\n")
 
 
