@@ -175,7 +175,8 @@ def find_slides(
     """Return all slides under ``root``, sub-folders included, sorted by id.
 
     Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, pictures of predictions and of QuPath projects,
-    files that end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and
+    files that end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of
+    a VMS slide. The DICOM files of one folder and
     one series are one slide: its file is the largest of them (the finest level; OpenSlide finds the others), its id the
     folder's name, or that file's stem where the folder holds several series. A folder that cannot be listed stands for
     the slides in it, under its name and a slash: it fails when it is opened.
