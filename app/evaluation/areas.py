@@ -7,6 +7,7 @@ count.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.slides.geometry import Bounds, Level, Region
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import LevelReader, Slide, SlideError
+
+log = logging.getLogger(__name__)
 
 BAND_ROWS = 1024
 """Rows of annotations painted at a time."""
@@ -84,7 +87,10 @@ def score_areas(folder: PredictionFolder, shown: Sequence[str], annotations: Pat
     found: dict[str, list[SlideHits]] = {name: [] for name in classes}
     for slide_id in sorted(truth.paths):
         try:
-            true = true_mask(truth, slide_id, records[slide_id])
+            canvas = records[slide_id]
+            if outside := truth.outside(slide_id, *canvas["l0_size"], Bounds(*canvas["l0_bounds"])):
+                log.warning("%s: %s", slide_id, outside)
+            true = true_mask(truth, slide_id, canvas)
         except SlideError as fault:
             left_out.append(f"{slide_id}: {fault}")
             continue
@@ -96,7 +102,6 @@ def score_areas(folder: PredictionFolder, shown: Sequence[str], annotations: Pat
         ]
         dice.append([_ratio(2 * int((a & b).sum()), int(a.sum()) + int(b.sum())) for a, b in pairs])
         iou.append([_ratio(int((a & b).sum()), int((a | b).sum())) for a, b in pairs])
-        canvas = records[slide_id]
         for name, (lesions, _) in zip(classes, pairs, strict=True):
             detections = _detections(folder.areas(slide_id), name, canvas["l0_px"])
             found[name].append(hits(lesions, canvas["mpp"] * canvas["l0_px"], detections))

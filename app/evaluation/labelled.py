@@ -16,6 +16,7 @@ import numpy as np
 from app.evaluation.classification import Cases
 from pipelines.catalog.catalog import SlideNames
 from pipelines.catalog.table import listed, read_table, shown
+from pipelines.labels.class_names import IGNORED_CLASS, ClassMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +40,14 @@ class LabelledSlides:
         return {slide: self.patients[number] for slide, number in zip(self.slides, numbers, strict=True)}
 
 
-def labelled_slides(rows: Sequence[Mapping[str, Any]], classes: Sequence[str], path: Path) -> LabelledSlides:
-    """Return the slides of ``rows`` (of ``slides.csv``) with the labels of the table ``path``.
+def labelled_slides(
+    rows: Sequence[Mapping[str, Any]],
+    classes: Sequence[str],
+    path: Path,
+    class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
+) -> LabelledSlides:
+    """Return the slides of ``rows`` (of ``slides.csv``) with the labels of the table ``path``, renamed by
+    ``class_map``.
 
     Raises:
         ValueError: the table cannot be read, has labels that are no classes of the model, or fits no slide.
@@ -51,12 +58,14 @@ def labelled_slides(rows: Sequence[Mapping[str, Any]], classes: Sequence[str], p
     patient: dict[str, str] = {}
     unknown, faults = [], []
     for line in table.rows:
-        slide = names.match(line["slide"])
+        slide, name = names.match(line["slide"]), class_map.learned(line["label"])
         if slide is None:
             unknown.append(line["slide"])
-        elif line["label"] not in classes:
+        elif not line["label"] or (name != line["label"] and IGNORED_CLASS.match(name)):
+            continue  # a missing value, or a class that was left out of training
+        elif name not in classes:
             faults.append(f"line {line.line}: {line['label']!r} is no class of the model ({', '.join(classes)})")
-        elif label.setdefault(slide, classes.index(line["label"])) != classes.index(line["label"]):
+        elif label.setdefault(slide, classes.index(name)) != classes.index(name):
             faults.append(f"line {line.line}: slide {slide!r} has two labels; keep one")
         else:
             patient[slide] = line["patient"] or slide

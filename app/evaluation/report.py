@@ -33,6 +33,7 @@ from app.pages.evaluation_page import EvaluationPage
 from app.pages.html import Card, Table, format_value
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
+from pipelines.labels.class_names import ClassMap
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
 MOST_PICTURES = 60
@@ -71,7 +72,8 @@ class Evaluation:
         rows, classes = folder.rows(), made_with["classes"]
         if not rows:
             raise ValueError(f"{folder.path} holds no predicted slide; {folder.failed.path} may say why")
-        labelled = None if labels is None else labelled_slides(rows, classes, labels)
+        class_map = ClassMap.parse(made_with.get("class_map") or ())
+        labelled = None if labels is None else labelled_slides(rows, classes, labels, class_map)
         estimates = {}
         if labelled is not None:
             for unit, cases in (("slide", labelled.cases), ("patient", by_patient(labelled.cases))):

@@ -15,11 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipelines.catalog.catalog import PREDICTIONS_FILE
 from pipelines.catalog.csv_cells import write_rows
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.slide_state import SlideState
 
-SETTINGS, TABLE = "predict.json", "slides.csv"
+SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"
 
 
 class PredictionFolder:

@@ -66,6 +66,7 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             "step": model.step,
             "task": model.task,
             "classes": list(model.classes),
+            "class_map": list(model.config.data.class_map) or None,
             "shown": list(model.shown.values()),
             "positive_class": None if model.positive is None else model.classes[model.positive],
             "patient_pattern": model.config.split.patient_pattern,

@@ -46,8 +46,8 @@ class DataSettings:
     """What to learn. auto: segment with annotations, classify with labels. classify with annotations gives each tile
     a class, as --tile-label says."""
     class_map: tuple[str, ...] = ()
-    """Classes of annotations by other names, as Tumor=tumour "Immune cells=background" Necrosis=ignore; several may
-    lead to one, * stands for all that are not listed. Default: learned as they are drawn."""
+    """Classes of labels, class folders or annotations by other names, as Tumor=tumour "Immune cells=background"
+    Necrosis=ignore; several may lead to one, * stands for all that are not listed. Default: the names as they are."""
     tile_label: str = "majority"
     """Class of a tile, from annotations. majority: the class that covers most of it, background included; any: the
     class drawn on most of it, if there is one; a fraction, such as 0.25: that class if it covers so much of it."""

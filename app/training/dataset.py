@@ -23,6 +23,7 @@ from pipelines.cache.tile_cache import TileCache
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
+from pipelines.catalog.table import listed
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import ClassMap, positive_class
 from pipelines.labels.slide_labels import SlideLabels, find_labels
@@ -127,7 +128,10 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     )
     if tiles.sides is not None:
         progress(f"whole slides as tiles: {sides_text(tiles)} at {config.index.mpp:g} um/px")
-    usable = [slide_id for slide_id in tiles.slides if slide_id in known]
+    off = (
+        _off_slides(tiles, truth, FailedSlides(folder.failed_slides)) if isinstance(truth, SlideAnnotations) else set()
+    )
+    usable = [slide_id for slide_id in tiles.slides if slide_id in known and slide_id not in off]
     tiles, drawn_labels = tiles.of_slides(usable), None
     if task == "classify" and isinstance(truth, SlideAnnotations):
         rule = TileLabel.parse(data.tile_label)
@@ -165,16 +169,37 @@ def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> 
             failed.add(slide_id, "annotation", fault)
 
 
+def _off_slides(tiles: TileTable, truth: SlideAnnotations, failed: FailedSlides) -> set[str]:
+    """Return the slides whose annotation lies completely outside of them, which are written down; log what else lies
+    outside.
+
+    Raises:
+        SlideError: there are no others.
+    """
+    off: set[str] = set()
+    partly: list[str] = []
+    for source in tiles.sources:
+        try:
+            if outside := truth.outside(source.slide_id, source.width, source.height):
+                log.info("%s: %s", source.slide_id, outside)
+                partly.append(f"{source.slide_id} ({outside})")
+        except SlideError as fault:
+            off.add(source.slide_id)
+            if failed.add_once(source.slide_id, "annotation", fault):
+                log.warning("%s is left out: %s", source.slide_id, fault)
+    if partly:
+        log.warning("%d slides have annotations outside of them: %s", len(partly), listed(partly))
+    if off and off >= set(tiles.slides):
+        raise SlideError(f"the annotations of all slides lie outside of them; {failed.path} says where")
+    return off
+
+
 def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     asked = config.data.task
     if config.index.whole_pictures and (isinstance(truth, SlideAnnotations) or asked == "segment"):
         raise ValueError(
             f"--pictures resize gives each picture one class; got --task {asked} with {truth.source}: leave it out to "
             "learn from what is drawn, on tiles"
-        )
-    if config.data.class_map and isinstance(truth, SlideLabels):
-        raise ValueError(
-            f"--class-map is for annotations, and only slide labels were found ({truth.source}): rename them there"
         )
     if config.data.tile_label != "majority" and (isinstance(truth, SlideLabels) or asked != "classify"):
         raise ValueError(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import io
 import os
 import stat
-import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.backends.dicom_elements import sop_class
 from pipelines.backends.segmentation_head import SEGMENTATIONS
+from pipelines.catalog.printable import printable
 from pipelines.catalog.slide_state import SlideState
 from pipelines.catalog.table import shown
 from pipelines.slides.geometry import mpp_fault
@@ -35,11 +35,24 @@ PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 PICTURE_MPP = 0.5
 """um/px of pictures that are resized as a whole, whose um/px changes nothing."""
 
+UNREAD_PICTURES = frozenset({".gif", ".bmp", ".webp", ".heic", ".avif", ".jp2", ".jfif"})
+"""Pictures that are not read. Among pictures that are, one is a slide that fails when it is opened, under its whole
+name, so that it is not left out in silence."""
+
 FOLDER_SUFFIX = ".zarr"
 """A folder that ends like this is one slide."""
 
 SKIPPED_FOLDERS = frozenset({"annotations", "masks", "tissue"})
 """Folders that hold pictures of slides, not slides; ``tissue`` is what a run folder calls its overlays."""
+
+PREDICTIONS_FILE = "predict.json"
+"""In a folder that ``app.predict`` wrote."""
+
+PREDICTED_PICTURES = frozenset({"heat_maps", "overlays"})
+"""Its sub-folders with pictures, which are not slides; its ``masks`` are in ``SKIPPED_FOLDERS``."""
+
+QUPATH_PROJECT = ".qpproj"
+"""Suffix of the file of a QuPath project; ``data/1``, ``data/2``, ... beside it hold its thumbnails."""
 
 MASK_ENDINGS = ("_mask", "-mask")
 
@@ -113,15 +126,6 @@ def _check_path(path: Path) -> None:
         raise SlideError(f"{path}: a slide is a file or a folder; this is a pipe, socket or device: take it away")
 
 
-def printable(text: str) -> str:
-    r"""``text`` with what cannot be printed escaped: bytes of a file name that are no UTF-8, control characters.
-
-    >>> printable("a\tb" + chr(0xDCFF))
-    'a\\x09b\\xff'
-    """
-    return "".join(f"\\x{ord(c) & 0xFF:02x}" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
-
-
 def slide_stem(name: str) -> str:
     """Return the slide id that a file name stands for: the name without its slide suffix and without ``.ome``.
 
@@ -170,8 +174,9 @@ def find_slides(
 ) -> tuple[SlideSpec, ...]:
     """Return all slides under ``root``, sub-folders included, sorted by id.
 
-    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, files that end in ``_mask`` or ``-mask``, DICOM
-    Segmentations, the data folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and
+    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, pictures of predictions and of QuPath projects,
+    files that end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of
+    a VMS slide. The DICOM files of one folder and
     one series are one slide: its file is the largest of them (the finest level; OpenSlide finds the others), its id the
     folder's name, or that file's stem where the folder holds several series. A folder that cannot be listed stands for
     the slides in it, under its name and a slash: it fails when it is opened.
@@ -257,12 +262,27 @@ def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
             and not f.lower().endswith(FOLDER_SUFFIX)
             and f.lower() not in SKIPPED_FOLDERS
             and f not in mrxs_data
+            and not (f in PREDICTED_PICTURES and PREDICTIONS_FILE in files)
+            and not (f.isdecimal() and folder.name == "data" and _holds_qupath_project(folder.parent))
         )
         parts = _hamamatsu_parts(folder, names)
         dicom = [f for f in names if f.lower().endswith(".dcm")]
         yield from ((slide_stem(f), folder / f) for f in names if f not in parts and f not in dicom)
+        if names and all(_has_suffix(f, PICTURE_SUFFIXES) for f in names):
+            yield from ((f, folder / f) for f in sorted(files) if _has_suffix(f, UNREAD_PICTURES))
         yield from _dicom_slides(folder, dicom)
     yield from ((f"{os.path.relpath(folder_name, root)}/", Path(folder_name)) for folder_name in sorted(unlisted))
+
+
+def _holds_qupath_project(folder: Path) -> bool:
+    try:
+        return any(name.lower().endswith(QUPATH_PROJECT) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def _has_suffix(name: str, suffixes: Collection[str]) -> bool:
+    return os.path.splitext(name)[1].lower() in suffixes and not name.startswith(".")
 
 
 def _is_slide_name(name: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.catalog.printable import printable
 from pipelines.labels.edge_index import EdgeIndex
 
 UNNAMED_CLASS = "foreground"
@@ -140,6 +141,6 @@ def _numbers(rings: Sequence[Sequence[Any]], positions: int) -> NDArray[np.float
 
 
 def printable_name(text: str) -> str:
-    """Return a class name fit to be printed and written into files: no line breaks, no terminal's commands, no half of
-    a character; ``UNNAMED_CLASS`` where nothing is left."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split()) or UNNAMED_CLASS
+    """Return a class name fit to be printed and written into files: on one line, without terminal sequences;
+    ``UNNAMED_CLASS`` where nothing is left."""
+    return printable(" ".join(text.split())) or UNNAMED_CLASS

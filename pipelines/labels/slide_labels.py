@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
-from pipelines.catalog.table import Table, listed, read_table, shown
+from pipelines.catalog.printable import printable
+from pipelines.catalog.table import MISSING, Table, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
-from pipelines.labels.class_names import ClassMap
+from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings
 from pipelines.labels.patients import known_patients
 from pipelines.labels.splits import split_folders
 from pipelines.slides.geometry import mpp_fault
@@ -73,12 +74,25 @@ def find_labels(
        called like splits (``train``, ``val``, ``test``).
 
     With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
-    patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` is for annotations.
-    Patients that no table names are looked for in the slides' names, as ``known_patients`` does with the pattern.
+    patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` renames the classes
+    of all of them. Patients that no table names are looked for in the slides' names by ``known_patients``.
 
     Raises:
-        ValueError: none of them, or all faults of the one that was found.
+        ValueError: none of them, all faults of the one that was found, or a class that is written in several ways.
     """
+    truth = _find_labels(root, specs, labels, annotations, class_map, patient_pattern)
+    check_spellings(truth.classes, truth.source)
+    return truth
+
+
+def _find_labels(
+    root: Path,
+    specs: Sequence[SlideSpec],
+    labels: Path | None,
+    annotations: Path | None,
+    class_map: ClassMap,
+    patient_pattern: str | None,
+) -> SlideLabels | SlideAnnotations:
     table_path = labels if labels is not None else root / LABELS_FILE
     table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
     if annotations is not None:
@@ -86,10 +100,10 @@ def find_labels(
             annotations_in(annotations, specs), specs, *_patients_and_sites(table, specs, patient_pattern), class_map
         )
     if table is not None and (labels is not None or "label" in table.roles):
-        return _labels_from_table(read_table(table_path, ("slide", "label")), specs, patient_pattern)
+        return _labels_from_table(read_table(table_path, ("slide", "label")), specs, class_map, patient_pattern)
     if beside := annotations_beside(root, specs):
         return read_annotations(beside, specs, *_patients_and_sites(table, specs, patient_pattern), class_map)
-    if by_folder := _labels_from_folders(root, specs, patient_pattern):
+    if by_folder := _labels_from_folders(root, specs, class_map, patient_pattern):
         return by_folder
     raise ValueError(
         f"the slides of {root} have no labels. Give them in one of four ways:\n"
@@ -154,9 +168,11 @@ def read_mpp_column(path: Path, required: tuple[str, ...] = ("slide",)) -> dict[
     return mpp_by_slide
 
 
-def _labels_from_table(table: Table, specs: Sequence[SlideSpec], pattern: str | None) -> SlideLabels:
+def _labels_from_table(
+    table: Table, specs: Sequence[SlideSpec], class_map: ClassMap, pattern: str | None
+) -> SlideLabels:
     ids = {spec.slide_id for spec in specs}
-    names = SlideNames(ids)
+    names, learned = SlideNames(ids), class_map.learned
     faults: list[str] = []
     name_of: dict[str, str] = {}
     unknown: list[str] = []
@@ -164,9 +180,7 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec], pattern: str | 
         slide = names.match(row["slide"])
         if slide is None:
             unknown.append(row["slide"] or f"(line {row.line}: no slide)")
-        elif not row["label"]:
-            faults.append(f"line {row.line}: slide {slide!r} has an empty label; fill it in or remove the line")
-        elif name_of.setdefault(slide, row["label"]) != row["label"]:
+        elif row["label"] and learned(name_of.setdefault(slide, row["label"])) != learned(row["label"]):
             faults.append(
                 f"line {row.line}: slide {slide!r} is {row['label']!r} here and {name_of[slide]!r} before; keep one"
             )
@@ -175,20 +189,41 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec], pattern: str | 
     faults += patient_faults + site_faults
     if not name_of and not faults:
         faults.append(
-            f"no line names a slide of the folder; the file has {listed(unknown)}, the folder {listed(sorted(ids))}. "
-            "A slide is named by its file name, with or without the extension"
-        )
-    elif not faults and len(set(name_of.values())) == 1:
-        faults.append(
-            f"at least two classes are needed; all {len(name_of)} labelled slides of the folder are "
-            f"{next(iter(name_of.values()))!r}"
+            f"no line gives a class to a slide; empty and {', '.join(sorted(MISSING))} are missing values"
+            if any(names.match(row["slide"]) for row in table.rows)
+            else f"no line names a slide of the folder; the file has {listed(unknown)}, the folder "
+            f"{listed(sorted(ids))}. A slide is named by its file name, with or without the extension"
         )
     if faults:
         raise ValueError(f"labels {table.path}: {shown(faults)}")
-    return _labels(name_of, known_patients(sorted(ids), patients, pattern), specs, str(table.path), unknown, sites)
+    patients = known_patients(sorted(ids), patients, pattern)
+    class_map.check({row["label"] for row in table.rows})
+    name_of = _mapped(name_of, class_map, f"labels {table.path}")
+    return _labels(name_of, patients, specs, str(table.path), unknown, sites)
 
 
-def _labels_from_folders(root: Path, specs: Sequence[SlideSpec], pattern: str | None) -> SlideLabels | None:
+def _mapped(name_of: Mapping[str, str], class_map: ClassMap, source: str) -> dict[str, str]:
+    """Return the classes by slide as ``class_map`` names them, without the slides whose class it ignores.
+
+    Raises:
+        ValueError: fewer than two classes are left.
+    """
+    mapped = {slide: class_map.learned(name) for slide, name in name_of.items()}
+    ignored = sorted(s for s, name in mapped.items() if name != name_of[s] and IGNORED_CLASS.match(name))
+    if ignored:
+        logger.warning("%s: --class-map leaves out %d slides: %s", source, len(ignored), listed(ignored))
+        mapped = {slide: name for slide, name in mapped.items() if slide not in set(ignored)}
+    if len(set(mapped.values())) < 2:
+        raise ValueError(
+            f"{source}: at least two classes are needed; all {len(mapped)} labelled slides of the folder are "
+            f"{next(iter(mapped.values()), None)!r}"
+        )
+    return mapped
+
+
+def _labels_from_folders(
+    root: Path, specs: Sequence[SlideSpec], class_map: ClassMap, pattern: str | None
+) -> SlideLabels | None:
     """Labels from ``root/CLASS/...`` or ``root/SPLIT/CLASS/...``, or None where the folders are not classes.
 
     Folders are not classes when they are called like splits, when a slide lies outside of them, when there is one only,
@@ -200,12 +235,14 @@ def _labels_from_folders(root: Path, specs: Sequence[SlideSpec], pattern: str | 
         parts = spec.path.relative_to(root).parts[below_root:]
         if len(parts) < 2 or parts[0] == spec.slide_id:
             return None
-        name_of[spec.slide_id] = parts[0]
+        name_of[spec.slide_id] = printable(parts[0])
     classes = len(set(name_of.values()))
     if classes < 2 or (classes == len(name_of) and classes > 2):
         return None
+    source = f"class sub-folders of {root}"
+    class_map.check(set(name_of.values()))
     patients = known_patients(sorted(name_of), {}, pattern)
-    return _labels(name_of, patients, specs, f"class sub-folders of {root}", [], {})
+    return _labels(_mapped(name_of, class_map, source), patients, specs, source, [], {})
 
 
 def _labels(
@@ -222,7 +259,10 @@ def _labels(
     index = {name: number for number, name in enumerate(classes)}
     unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in name_of))
     if unlabelled:
-        logger.warning("%s: %d slides have no label and are left out: %s", source, len(unlabelled), listed(unlabelled))
+        logger.warning(
+            "%s: %d slides have no label (none, empty, or a missing value such as nan) and are left out: %s",
+            *(source, len(unlabelled), listed(unlabelled)),
+        )
     if unknown:
         logger.warning("%s: %d labels are for slides that are not there: %s", source, len(unknown), listed(unknown))
     return SlideLabels(

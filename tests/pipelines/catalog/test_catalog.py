@@ -56,6 +56,27 @@ def test_what_is_no_slide(tmp_path: Path) -> None:
     assert ids(tmp_path) == ["a", "f", "g"]
 
 
+def test_outputs_and_qupath_projects_among_slides_are_skipped(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        *["a.tif", "pred/predict.json", "pred/overlays/a.png", "pred/heat_maps/a.Tumor.tif", "pred/masks/a.png"],
+        *["predict.json", "overlays/a.png", "heat_maps/a.b.tif", "masks/a.png", "run/tissue/a.png"],
+        *["project.qpproj", "data/1/thumbnail.jpg", "data/2/thumbnail.jpg", "data/b.svs"],
+        *["q/P.QPPROJ", "q/data/1/thumbnail.jpg", "other/overlays/c.png", "other/data/1/d.png"],
+    )
+    assert ids(tmp_path) == ["a", "b", "c", "d"]
+
+
+def test_pictures_of_other_types_fail_by_name(tmp_path: Path) -> None:
+    """A GIF in a class folder was once left out without a word."""
+    touch(tmp_path, "x/a.png", "x/b.GIF", "x/a.bmp", "x/.c.gif", "x/notes.txt", "slides/s.svs", "slides/s.gif")
+    found = {spec.slide_id: spec for spec in find_slides(tmp_path)}
+    assert sorted(found) == ["a", "a.bmp", "b.GIF", "s"]
+    found["b.GIF"].path.write_bytes(b"GIF89a\x01\0\x01\0\x80\0\0" + bytes(30))
+    with pytest.raises(SlideError, match=r"pictures of type \.GIF are not read; save it as PNG"):
+        found["b.GIF"].open()
+
+
 def test_pictures_take_no_mpp_but_a_given_one(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "b.JPG", "c.tif", "d.png")
 

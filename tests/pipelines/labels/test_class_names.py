@@ -59,7 +59,7 @@ def test_the_star_stands_for_what_is_not_listed(folder: Path) -> None:
 
 
 def test_a_name_that_nothing_has_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"--class-map names tumor, which no annotation has; drawn are .*Tumor"):
+    with pytest.raises(ValueError, match=r"--class-map names tumor, which no label or annotation has.*Tumor"):
         mapped(folder, "tumor=tumour")
 
 

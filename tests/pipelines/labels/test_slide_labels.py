@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.labels.annotations import SlideAnnotations
+from pipelines.labels.class_names import ClassMap
 from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp, read_mpp_column
 from pipelines.labels.splits import split_folders
 from tests.helpers.drawings import box, write_geojson
@@ -21,10 +23,12 @@ def slides(root: Path, *names: str) -> tuple[SlideSpec, ...]:
     return find_slides(root)
 
 
-def from_table(tmp_path: Path, text: str, *names: str) -> SlideLabels:
+def from_table(tmp_path: Path, text: str, *names: str, class_map: Sequence[str] = ()) -> SlideLabels:
     specs = slides(tmp_path / "slides", *(names or ("a.svs", "b.svs", "c.svs")))
     (tmp_path / "t.csv").write_text(text)
-    found = find_labels(tmp_path / "slides", specs, labels=tmp_path / "t.csv")
+    found = find_labels(
+        tmp_path / "slides", specs, labels=tmp_path / "t.csv", class_map=ClassMap.parse(tuple(class_map))
+    )
     assert isinstance(found, SlideLabels)
     return found
 
@@ -51,17 +55,103 @@ def test_what_does_not_match_is_left_out_and_said(tmp_path: Path, caplog: pytest
     assert set(found.label) == {"a", "b"}
     assert found.unlabelled == ("c",)
     assert found.unknown == ("nobody", "(line 5: no slide)")
-    assert "1 slides have no label and are left out: c" in caplog.text
+    assert "1 slides have no label" in caplog.text
+    assert "left out: c" in caplog.text
     assert "2 labels are for slides that are not there: nobody" in caplog.text
 
 
+@pytest.mark.parametrize("missing", ["", "nan", "NaN", "NA", "n/a", "None", "null", "-", "<NA>", " NA "])
+def test_missing_values_are_no_class_no_patient_and_no_mpp(
+    tmp_path: Path, missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table written by pandas or R once made the classes nan and NA of its gaps, and one patient of all of them."""
+    text = f"slide,label,patient,mpp\na,x,{missing},{missing}\nb,y,{missing},0.5\nc,{missing},p,\n"
+    found = from_table(tmp_path, text)
+    assert found.classes == ("x", "y")
+    assert not found.patient
+    assert found.unlabelled == ("c",)
+    assert "missing value" in caplog.text
+    assert read_mpp_column(tmp_path / "t.csv") == {"b": 0.5}
+
+
+def test_a_table_of_missing_labels_only(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no line gives a class to a slide; .*nan"):
+        from_table(tmp_path, "slide,label\na,nan\nb,\n")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("0", "0.0"),
+        ("1", "01"),
+        ("0,5", "0.50"),
+        ("Tumor", "tumor"),
+        ("grade 1", "Grade  1"),
+        ("caf\u00e9", "cafe\u0301"),
+        ("Stra\u00dfe", "STRASSE"),
+    ],
+)
+def test_a_class_written_in_two_ways_is_refused_until_it_is_joined(tmp_path: Path, one: str, other: str) -> None:
+    text = f"slide;label\na;{one}\nb;{other}\nc;x\n"
+    with pytest.raises(ValueError, match="written in several ways") as fault:
+        from_table(tmp_path, text)
+    first, second = sorted([one, other])
+    assert repr(one) in str(fault.value)
+    assert repr(other) in str(fault.value)
+    assert f'--class-map "{second}={first}"' in str(fault.value)
+    found = from_table(tmp_path, text, class_map=[f"{second}={first}"])
+    assert found.classes == (first, "x")
+    assert found.label == {"a": 0, "b": 0, "c": 1}
+
+
+def test_other_names_are_other_classes(tmp_path: Path) -> None:
+    text = "slide,label\na,<1%\nb,>1%\nc,grade 1\nd,grade_1\ne,1e1\nf,10\n"
+    assert len(from_table(tmp_path, text, *(f"{slide}.svs" for slide in "abcdef")).classes) == 6
+
+
+def test_class_folders_are_mapped_and_checked_like_labels(tmp_path: Path) -> None:
+    specs = slides(tmp_path, "Tumor/a.svs", "tumor/b.svs", "normal/c.svs", "normal/d.svs", "blur/e.svs")
+    with pytest.raises(ValueError, match=r"several ways: 'Tumor' and 'tumor'"):
+        find_labels(tmp_path, specs)
+    found = find_labels(tmp_path, specs, class_map=ClassMap.parse(("tumor=Tumor", "blur=ignore")))
+    assert isinstance(found, SlideLabels)
+    assert found.classes == ("Tumor", "normal")
+    assert found.label == {"a": 0, "b": 0, "c": 1, "d": 1}
+    assert found.unlabelled == ("e",)
+
+
+def test_annotations_of_two_spellings_are_refused(tmp_path: Path) -> None:
+    specs = slides(tmp_path / "slides", "a.svs", "b.svs")
+    write_geojson(tmp_path / "drawn" / "a.geojson", box(0, 0, 5, 5, "Tumor"))
+    write_geojson(tmp_path / "drawn" / "b.geojson", box(0, 0, 5, 5, "tumor"))
+    with pytest.raises(ValueError, match=r'--class-map "tumor=Tumor"'):
+        find_labels(tmp_path / "slides", specs, annotations=tmp_path / "drawn")
+    joined = ClassMap.parse(("tumor=Tumor",))
+    found = find_labels(tmp_path / "slides", specs, annotations=tmp_path / "drawn", class_map=joined)
+    assert found.classes == ("background", "Tumor")
+
+
+def test_a_class_map_of_labels_names_classes_that_are_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--class-map names z, which no label"):
+        from_table(tmp_path, "slide,label\na,x\nb,y\n", class_map=["z=x"])
+    with pytest.raises(ValueError, match="at least two classes are needed"):
+        from_table(tmp_path, "slide,label\na,x\nb,y\n", class_map=["y=x"])
+
+
+def test_terminal_sequences_in_a_table_are_escaped(tmp_path: Path) -> None:
+    text = "slide,label,patient\na,x\x1b[2J,p\x07\nb,y\u202e,q\nc,y\u202e,\x9b31m\nz\x1b]0;t\x07,y,r\n"
+    found = from_table(tmp_path, text)
+    assert found.classes == ("x\\x1b[2J", "y\\u202e")
+    assert found.patient == {"a": "p\\x07", "b": "q", "c": "\\x9b31m"}
+    assert found.unknown == ("z\\x1b]0;t\\x07",)
+
+
 def test_all_faults_at_once(tmp_path: Path) -> None:
-    text = "slide,label,patient\na,x,p\na,y,p\nb,,q\nc,y,r\nc,y,s\n"
+    text = "slide,label,patient\na,x,p\na,y,p\nb,y,q\nc,y,r\nc,y,s\n"
     with pytest.raises(ValueError, match=r"t\.csv: line") as caught:
         from_table(tmp_path, text)
     message = str(caught.value)
     assert "line 3: slide 'a' is 'y' here and 'x' before" in message
-    assert "line 4: slide 'b' has an empty label" in message
     assert "slide 'c' has two patients: r, s" in message
 
 
