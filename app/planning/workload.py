@@ -35,7 +35,8 @@ from parallel.streaming.box_sums import with_sums
 from parallel.streaming.read_region import read_region
 from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
-from parallel.trace.trace import Traced, left_as_it_was, run_again, trace
+from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.trace.trace import Traced, run_again, trace
 from parallel.trace.updated_faults import copies_fault
 
 SLOTS = {"sgd": 1, "adamw": 2}
@@ -213,7 +214,7 @@ class Workload:
         entering = {node.name: image for node in nodes if node.op == "placeholder"}
         with left_as_it_was(model):
             model.train()
-            return read_region(model, nodes, entering, once=once)
+            return read_region(model, nodes, entering, once=once, updated=traced.updated)
 
     def _streamed(
         self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]
