@@ -30,8 +30,8 @@ class PredictCommand:
     model: str | None = None
     """Only where the checkpoint is of a package.module:factory, whose code is run: its name again."""
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say. Default: what the run read its slides at, and its
-    --slide-mpp for other slides."""
+    """um/px of level 0 for every slide, instead of what the files say. Default: what the run read its slides at, and
+    its --slide-mpp for other slides."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] | None = None
     """Slide reader; auto takes the fastest that reads the file exactly. Default: that of the run."""
     ranks: int = 1
