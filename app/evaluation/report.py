@@ -102,7 +102,8 @@ class Evaluation:
             raise ValueError(
                 f"--annotations {annotations}: {folder.path} holds scores of whole slides and no areas: leave them out"
             )
-        areas, overlaps = None, [{}, {}]
+        areas = None
+        overlaps: list[dict[str, Estimate]] = [{}, {}]
         if annotations is not None:
             ids = [row["slide"] for row in split.rows]
             areas = score_areas(folder, ids, made_with["shown"], annotations)
@@ -206,7 +207,8 @@ def _estimates(
     Raises:
         ValueError: patient scores of two classes need the positive one.
     """
-    units, notes = {"slide": labelled.cases}, ()
+    units = {"slide": labelled.cases}
+    notes: tuple[str, ...] = ()
     if any(slide in patient for slide in labelled.slides):
         names = np.unique([patient.get(slide, slide) for slide in labelled.slides])
         if labelled.cases.positive is None and len(classes) == 2 and len(names) < len(labelled.slides):

@@ -14,12 +14,12 @@ Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
 
-def rows_by(number: Labels) -> tuple[Labels, list[Labels]]:
+def rows_by(number: NDArray[np.int64] | NDArray[np.int32]) -> tuple[Labels, list[Labels]]:
     """Return the distinct values of ``number`` (n,), ascending, and the rows that have each, in order: sorted once, not
     searched for each value."""
     order = np.argsort(number, kind="stable")
     numbers, first = np.unique(number[order], return_index=True)
-    return numbers, np.split(order, first)[1:]
+    return numbers.astype(np.int64), np.split(order, first)[1:]
 
 
 def slide_scores(
