@@ -29,7 +29,7 @@ SETTLING_STEPS = 2
 
 
 def curves(metrics: Columns, validation: Columns, pictures: bool = False) -> list[Chart]:
-    """Return the charts that ``metrics.csv`` and ``validation.csv`` have values for; ``pictures`` as in `score_name`."""
+    """Return the charts that ``metrics.csv`` and ``validation.csv`` have values for; ``pictures``: see `score_name`."""
     charts = []
     if _has(metrics, "step", "loss"):
         drawn = _smoothed("training", metrics["step"], metrics["loss"], 0)
