@@ -8,7 +8,7 @@ count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -62,17 +62,21 @@ class AreaScores:
     left_out: tuple[str, ...]
 
 
-def score_areas(folder: PredictionFolder, shown: Sequence[str], annotations: Path) -> AreaScores:
+def score_areas(
+    folder: PredictionFolder, slide_ids: Collection[str], shown: Sequence[str], annotations: Path
+) -> AreaScores:
     """Return the scores of the areas in ``folder``.
 
     Args:
+        slide_ids: slides to score.
         shown: classes that areas were drawn of, in the order of the masks' values from 1.
         annotations: folder of annotations by slide name.
 
     Raises:
         ValueError: no annotation fits, or its classes are others than the model's.
     """
-    records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
+    all_records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
+    records = {slide_id: all_records[slide_id] for slide_id in slide_ids}
     specs = [SlideSpec(slide_id, Path(slide_id)) for slide_id in records]
     truth = read_annotations(annotations_in(annotations, specs), specs, {})
     classes = [name for name in shown if name in truth.classes]

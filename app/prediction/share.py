@@ -69,7 +69,6 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             "class_map": list(model.config.data.class_map) or None,
             "shown": list(model.shown.values()),
             "positive_class": None if model.positive is None else model.classes[model.positive],
-            "patient_pattern": model.config.split.patient_pattern,
             "splits": "unknown" if model.slides is None else "recorded",
             "tile": index.tile,
             "whole_pictures": model.whole_pictures,

@@ -80,14 +80,14 @@ def finish_image(
         folder.failed.add(slide_id, STEP, f"its colours are left as they are: {stain}")
     (scores,) = values.astype(float)
     write_tiles(folder.tiles(slide_id), model.classes, [TileRow(*place, scores, float(scores.max()))])
+    assert source.state is not None
     row = {
         "slide": slide_id,
-        **model.origin(slide_id),
+        **model.origin(slide_id, source.state),
         "tiles": 1,
         "tiles_unreadable": 0,
         **class_scores(model.classes, scores),
     }
-    assert source.state is not None
     canvas = {"mpp": source.mpp, "l0_size": [source.width, source.height]}
     folder.finish(row, source.state, canvas, opening(spec))
     return row

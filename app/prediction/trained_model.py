@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,15 @@ from app.settings.run import DataSettings, RunConfig
 from app.training.memory_layout import takes_channels_last
 from app.training.run_slides import SlideColumns
 from models.registry import build_model
+from pipelines.catalog.slide_state import SlideState
 from pipelines.labels.class_names import positive_class
 from pipelines.labels.patients import patient_in
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.stain_steps import StainSteps
 from pipelines.tiles.stain_fit import StainFit
+
+log = logging.getLogger(__name__)
 
 LIBRARIES = ("torchvision", "timm", "smp", "unet")
 """Words before the colon of a model's name that stand for a library, not for a package of the user's."""
@@ -86,21 +90,30 @@ class TrainedModel:
         """Index of the positive class of two, as `positive_class` has it."""
         return positive_class(self.classes, self.config.score.positive_class)
 
-    def origin(self, slide_id: str) -> dict[str, str | None]:
-        """Return split and patient of a slide, as cells of its row: those of the run. Another slide is in the split of
-        its patient, where its name says who that is, else ``external``."""
-        if self.slides is None:
-            return {"split": "unknown", "patient": patient_in(slide_id, self.config.split.patient_pattern)}
-        patient = self.slides["patient"].get(slide_id)
-        if slide_id in self.slides["split"]:
-            return {"split": self.slides["split"][slide_id], "patient": patient}
+    def origin(self, slide_id: str, state: SlideState) -> dict[str, str | None]:
+        """Return split and patient of a slide, as cells of its row. Those of the run are recognised by their content;
+        another slide is in the split of its patient, where its name says who that is, else ``external``."""
         patient = patient_in(slide_id, self.config.split.patient_pattern)
+        if self.slides is None:
+            return {"split": "unknown", "patient": patient}
+        of_run = self._of_digest.get(state.digest)
+        if of_run is not None:
+            return {"split": self.slides["split"][of_run], "patient": self.slides["patient"].get(of_run)}
+        if slide_id in self.slides["split"]:
+            log.warning("%s: the run has another slide of this name; this one is not counted as it", slide_id)
         return {"split": self._split_of_patient.get(patient or "", "external"), "patient": patient}
 
     @functools.cached_property
+    def _of_digest(self) -> dict[str, str]:
+        """Slide by digest; of copies under several names one that was trained on, if any was."""
+        slides = self.slides or {"split": {}, "digest": {}}
+        in_order = sorted(slides["digest"].items(), key=lambda item: slides["split"][item[0]] == "train")
+        return {digest: slide_id for slide_id, digest in in_order}
+
+    @functools.cached_property
     def _split_of_patient(self) -> dict[str, str]:
-        assert self.slides is not None
-        return {patient: self.slides["split"][slide_id] for slide_id, patient in self.slides["patient"].items()}
+        slides = self.slides or {"patient": {}}
+        return {patient: slides["split"][slide_id] for slide_id, patient in slides["patient"].items()}
 
     @property
     def shown(self) -> dict[int, str]:

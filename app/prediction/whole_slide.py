@@ -87,7 +87,7 @@ def predict_slide(
     _, (of_slide,) = slide_scores(*of_readable, how.slide_score, how.top_k)
     row = {
         "slide": spec.slide_id,
-        **model.origin(spec.slide_id),
+        **model.origin(spec.slide_id, windows.state),
         "tiles": int(readable.sum()),
         "tiles_unreadable": unread,
         **class_scores(model.classes, of_slide),

@@ -233,7 +233,10 @@ class TrainingLoop:
         if better.item():
             outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
         self._log.validation(outcome.step, scores)
-        figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in scores.metrics.items())
+        named = scores.metrics.items()
+        if session.config.index.whole_pictures:  # of which each is one tile, and no slide
+            named = {k.replace("slide_", "picture_"): v for k, v in named if not k.startswith("tile_")}.items()
+        figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in named)
         left_out = f"; {scores.unreadable} of {scores.tiles} tiles cannot be read" if scores.unreadable else ""
         if scores.unscored:
             left_out += f", and slides without a score are {listed(scores.unscored)}"

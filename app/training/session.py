@@ -147,7 +147,7 @@ class Session:
     @functools.cached_property
     def slides(self) -> SlideColumns:
         """Split, patient and opening of each slide, as the checkpoint keeps them."""
-        return slide_columns(self.dataset.specs, self.dataset.splits)
+        return slide_columns(self.config.data, self.dataset.specs, self.dataset.splits)
 
     @property
     def stain_target(self) -> list[float] | None:

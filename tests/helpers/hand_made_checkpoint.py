@@ -47,6 +47,6 @@ def write_checkpoint(
     )
     state = {"model": net.state_dict(), "classes": [*classes], "settings": flat(config) | settings, "step": 7}
     if slides is not None:
-        state["slides"] = {"split": {}, "patient": {}} | slides
+        state["slides"] = slides
     save_checkpoint(path, {**state, "task": "segment" if model == SEGMENTER else "classify"})
     return path

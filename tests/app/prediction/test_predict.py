@@ -17,6 +17,7 @@ from app.prediction import share, whole_slide
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import load_model
 from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Bounds, levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import TileReadError
@@ -299,53 +300,49 @@ def assert_same_maps(expected, out):
         assert np.abs(ours.astype(int) - theirs).max() <= 1  # of 255: rounding of the last bit of a float
 
 
-RECORDED = {
-    "split": {"a": "train", "p1_x": "test"},
-    "patient": {"p1_x": "p1"},
-    "mpp": {"a": 1.0},
-}
-"""What a run knows of its slides."""
+def recorded(slides):
+    """What a run knows of its slides, of which one has the name of a slide here and other content."""
+    digests = {name: SlideState.of(slides / f"{name}.png").digest for name in DARK}
+    return {
+        "split": {"a": "train", "other": "val", "p1_x": "test"},
+        "patient": {"p1_x": "p1"},
+        "digest": {"a": digests["a"], "other": digests["b"], "b": "0", "p1_x": "1"},
+        "mpp": {"a": 1.0, "b": 2.0},
+    }
 
 
 @pytest.mark.parametrize(
     ("words", "mpp"),
     [
-        ((), {"a": 1.0, "b": 0.25}),  # of the run: what it read this slide at, and its --slide-mpp
+        ((), {"a": 1.0, "b": 0.25}),  # what the run read this slide at, and its --slide-mpp
         (("--slide-mpp", "0.5"), {"a": 0.5, "b": 0.5}),
     ],
 )
 def test_slides_are_opened_as_in_the_run(slides, tmp_path, words, mpp):
-    checkpoint = write_checkpoint(
-        tmp_path / "best.pt",
-        SEGMENTER,
-        tile=96,
-        mpp=1.0,
-        min_tissue=0,
-        slides=RECORDED,
-        slide_mpp=0.25,
-        labels="gone.csv",
-    )
+    more = {"slides": recorded(slides), "slide_mpp": 0.25, "labels": "gone.csv"}
+    checkpoint = write_checkpoint(tmp_path / "best.pt", SEGMENTER, tile=96, mpp=1.0, min_tissue=0, **more)
     done = predict(slides, checkpoint, tmp_path / "out", *words)
     assert done.returncode == 0, done.stderr
     records = PredictionFolder(tmp_path / "out").records()
     assert {r["row"]["slide"]: r["canvas"]["mpp"] for r in records} == mpp
     assert {r["row"]["slide"]: r["opening"]["mpp"] for r in records} == mpp
+    with (tmp_path / "out" / "slides.csv").open(newline="") as file:
+        assert {row["slide"]: row["split"] for row in csv.DictReader(file)} == {"a": "train", "b": "val"}
 
 
-def test_each_slide_has_its_split_and_patient(checkpoint, tmp_path):
-    torch_cpu = torch.device("cpu")
-    recorded = write_checkpoint(
-        tmp_path / "a.pt", SEGMENTER, tile=96, mpp=0.5, slides=RECORDED, patient_pattern="^(p.)_"
-    )
-    model = load_model(recorded, SEGMENTER, torch_cpu)
-    assert {name: tuple(model.origin(name).values()) for name in ("a", "p1_x", "p1_new", "p2_new", "new")} == {
-        "a": ("train", None),
-        "p1_x": ("test", "p1"),
-        "p1_new": ("test", "p1"),  # the run does not know the slide, but its patient
-        "p2_new": ("external", "p2"),
-        "new": ("external", None),
-    }
-    assert load_model(checkpoint, SEGMENTER, torch_cpu).origin("a") == {"split": "unknown", "patient": None}
+def test_each_slide_has_its_split_and_patient(slides, checkpoint, tmp_path):
+    cpu, new = torch.device("cpu"), SlideState(0, 0, "new")
+    of_run = {"slides": recorded(slides), "patient_pattern": "^(p.)_"}
+    model = load_model(write_checkpoint(tmp_path / "a.pt", SEGMENTER, tile=96, mpp=0.5, **of_run), SEGMENTER, cpu)
+    for name, state, origin in (
+        ("renamed", SlideState(0, 0, "1"), ("test", "p1")),
+        ("a", SlideState.of(slides / "a.png"), ("train", None)),
+        ("a", new, ("external", None)),  # the name of a slide of the run, and other content
+        ("p1_new", new, ("test", "p1")),  # another slide of a patient of the run
+        ("p2_new", new, ("external", "p2")),
+    ):
+        assert tuple(model.origin(name, state).values()) == origin
+    assert load_model(checkpoint, SEGMENTER, cpu).origin("a", new) == {"split": "unknown", "patient": None}
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,13 @@ def test_predictions_are_those_of_validation_and_are_evaluated(
     value = json.loads((out / "evaluation.json").read_text())["slide_auc"]["value"]
     assert value == pytest.approx(roc_auc_score(right, scores))
     assert "whole pictures, resized to 32 px" in (out / "report.html").read_text()
+    assert "picture AUC" in done.stdout
+    assert "slide AUC" not in done.stdout
+    log, page = (run / "run.log").read_text(), (run / "report.html").read_text()
+    assert "picture_auc" in log
+    assert "slide_auc" not in log
+    assert "Picture AUC" in page
+    assert "Slide AUC" not in page
 
 
 def table(path: Path) -> dict[str, dict[str, str]]:
