@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from app.checkpoint.file import keep_as, resume_state
+from app.checkpoint.file import keep_as, not_resumable, resume_state
 from app.checkpoint.periodic import Checkpoints
 from app.launch.signals import Interrupt
 from app.settings.cli import RunError
@@ -34,6 +34,9 @@ from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
+
+PROGRESS = ("step", "images", "replaced", "loss", "metrics", "validation", "best", "stale")
+"""What a checkpoint says of the steps so far."""
 
 
 class TrainingLoop:
@@ -271,17 +274,33 @@ class TrainingLoop:
         return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
 
     def _restore(self) -> dict[str, Any]:
-        """Take over the last checkpoint, and return it."""
+        """Take over the last checkpoint, and return it.
+
+        Raises:
+            RunError: it is damaged, or not what a run is resumed from.
+        """
         state = resume_state(self._folder.last, self._folder.best)
+        try:
+            self._take_over(state)
+        except (KeyError, TypeError, AttributeError, IndexError) as fault:
+            raise not_resumable(self._folder.last, fault) from fault
+        except RuntimeError as fault:
+            if "state_dict" not in str(fault):  # of the ranks, or of memory
+                raise
+            raise not_resumable(self._folder.last, fault) from fault
+        return state
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        if missing := [name for name in ("model", "optimizer", "random", "stream", *PROGRESS) if name not in state]:
+            raise KeyError(*missing)
         self._session.engine.load_state_dict(state)
         torch.set_rng_state(state["random"]["cpu"])
         if torch.cuda.is_available() and state["random"]["cuda"]:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
-        for name in ("step", "images", "replaced", "loss", "metrics", "validation", "best", "stale"):
+        for name in PROGRESS:
             setattr(self.outcome, name, state[name])
         if self._is_first and self._is_best:
             keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
-        return state
 
     def _measure_twin(self, batch: Batch) -> None:
         """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""
