@@ -90,11 +90,21 @@ def resume_state(last: Path, best: Path) -> dict[str, Any]:
             raise
         try:
             step = load_checkpoint(best)["step"]
-        except RunError:
+        except (RunError, KeyError):
             left = "No other checkpoint of the run is whole: start anew in another --out"
         else:
             left = f"{best}, of step {step}, is whole: to go on from there, `cp {best} {last}`, then --resume"
         raise RunError(f"{fault}. {left}") from fault
+
+
+def not_resumable(path: Path, fault: Exception) -> RunError:
+    """Return what a user is told about a file whose content is not that of a run's checkpoint."""
+    what = f"lacks {fault}" if isinstance(fault, KeyError) else _first_line(fault)
+    return RunError(f"checkpoint {path} cannot be resumed from: {what}; restore it, or start anew in another --out")
+
+
+def _first_line(fault: Exception) -> str:
+    return next(iter(str(fault).splitlines()), type(fault).__name__)
 
 
 def check_weights(path: Path) -> None:
@@ -127,6 +137,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise RunError(f"checkpoint {path} is damaged and was not loaded ({fault})") from fault
     except Exception as fault:  # torch.load raises whatever its unpickler meets
         raise RunError(f"checkpoint {path} cannot be read ({_reason(fault)})") from fault
+    if not isinstance(state, dict):
+        raise RunError(f"{path} is no checkpoint of app.train: it holds a {type(state).__name__}")
     if state.get("format") != FORMAT:
         raise RunError(f"checkpoint {path} has format {state.get('format')}, this version reads {FORMAT}")
     return state

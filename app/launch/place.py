@@ -234,5 +234,6 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
 def choose_autocast(asked: str, device: torch.device) -> torch.dtype | None:
     """Return the type for mixed precision, as ``--precision`` asks; None computes in float32."""
     if asked == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else None
     return torch.bfloat16 if asked == "bf16" else None

@@ -87,6 +87,8 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     text = _text(path)
     try:
         loaded = json.loads(text or "{}") if path.suffix == ".json" else yaml.safe_load(text) or {}
+    except RecursionError as fault:
+        raise RunError(f"{path} cannot be read: it is nested too deeply. Restore it or remove it") from fault
     except (ValueError, yaml.YAMLError) as fault:
         raise RunError(f"{path} cannot be read: {fault}. Restore it or remove it") from fault
     if not isinstance(loaded, dict):

@@ -11,10 +11,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from app.settings.data_file import read_data
 from pipelines.catalog.catalog import PREDICTIONS_FILE
 from pipelines.catalog.csv_cells import write_rows
 from pipelines.catalog.failures import FailedSlides
@@ -47,7 +48,7 @@ class PredictionFolder:
         path = self.path / SETTINGS
         if not path.exists():
             _write_json(path, settings)
-        made_with = json.loads(path.read_text())
+        made_with = read_data(path)
         differing = [
             f"{key}: made with {made_with.get(key)!r}, asked is {value!r}"
             for key, value in settings.items()
@@ -85,7 +86,7 @@ class PredictionFolder:
     def is_done(self, slide_id: str, path: Path) -> bool:
         """Return whether the slide, whose file is ``path`` now, was predicted as it is."""
         record = self.record(slide_id)
-        return record.exists() and SlideState(**json.loads(record.read_text())["state"]).is_of(path)
+        return record.exists() and SlideState(**_read_record(record)["state"]).is_of(path)
 
     def finish(
         self, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any], opening: Mapping[str, Any]
@@ -103,12 +104,11 @@ class PredictionFolder:
         path = self.path / SETTINGS
         if not path.is_file():
             raise ValueError(f"{self.path} holds no predictions: {path} is not there; give the --out of app.predict")
-        settings: dict[str, Any] = json.loads(path.read_text())
-        return settings
+        return read_data(path)
 
     def records(self) -> list[dict[str, Any]]:
         """Return ``row``, ``state``, ``canvas`` and ``opening`` of all slides that are done, by slide."""
-        return [json.loads(path.read_text()) for path in sorted((self.path / "slides").rglob("*.json"))]
+        return [_read_record(path) for path in sorted((self.path / "slides").rglob("*.json"))]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all slides that are done, by slide."""
@@ -141,6 +141,19 @@ def file_name(class_name: str) -> str:
     'Tumor__Positive_3'
     """
     return "".join(c if c.isalnum() or c in "-+." else "_" for c in class_name)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Return what ``PredictionFolder.finish`` wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    record = read_data(path)
+    whole = all(isinstance(record.get(name), dict) for name in ("row", "state", "canvas"))
+    if not whole or record["state"].keys() != {field.name for field in fields(SlideState)}:
+        raise ValueError(f"{path} is not the record of a slide: remove it, then run app.predict again")
+    return record
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

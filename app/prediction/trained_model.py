@@ -12,6 +12,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import choose_autocast
 from app.prediction.computation import InParts, Spread, Whole
+from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
 from app.training.memory_layout import takes_channels_last
@@ -41,6 +43,22 @@ LIBRARIES = ("torchvision", "timm", "smp", "unet")
 
 USUAL_SIDE = 1024
 """Px of the image that a model of whole slides is first looked at with; slides may have any sides."""
+
+
+CONTENT = {"settings": dict, "classes": list | tuple, "model": dict, "step": int}
+"""Content of a checkpoint that a model is made of, and its types."""
+SETTINGS = {
+    "model": str,
+    "norm": str,
+    "head": str,
+    "precision": str,
+    "channels_last": bool,
+    "mpp": int | float,
+    "min_tissue": int | float,
+    "tissue_mpp": int | float,
+    "slide_score": str,
+}
+"""The same of the settings in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +125,8 @@ class TrainedModel:
     def _of_digest(self) -> dict[str, str]:
         """Slide by digest; of copies under several names one that was trained on, if any was."""
         slides = self.slides or {"split": {}, "digest": {}}
-        in_order = sorted(slides["digest"].items(), key=lambda item: slides["split"][item[0]] == "train")
-        return {digest: slide_id for slide_id, digest in in_order}
+        in_order = sorted(slides["split"], key=lambda slide_id: slides["split"][slide_id] == "train")
+        return {slides["digest"][slide_id]: slide_id for slide_id in in_order if slide_id in slides["digest"]}
 
     @functools.cached_property
     def _split_of_patient(self) -> dict[str, str]:
@@ -169,6 +187,7 @@ def load_model(
     if not path.is_file():
         raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
     state = load_checkpoint(path)
+    _check_content(path, state)
     settings, classes = state["settings"], tuple(state["classes"])
     name = settings["model"]
     if named not in (None, name):
@@ -180,11 +199,15 @@ def load_model(
             f"if you trust it, say so with --model {name}"
         )
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
-    module.load_state_dict(state["model"])
     averages = state.get("average", {})
-    with torch.no_grad():
-        for key, parameter in module.named_parameters():
-            parameter.copy_(averages.get(key, parameter))
+    try:
+        module.load_state_dict(state["model"])
+        with torch.no_grad():
+            for key, parameter in module.named_parameters():
+                parameter.copy_(averages.get(key, parameter))
+    except (RuntimeError, TypeError, AttributeError) as fault:
+        reason = " ".join(str(fault).split())[:300]
+        raise RunError(f"{path} has no weights of {name} for {len(classes)} classes: {reason}") from fault
     side = USUAL_SIDE if settings["tile"] == "slide" else settings["tile"]
     channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
@@ -215,6 +238,32 @@ def load_model(
     config, slides = with_values(RunConfig(DataSettings(Path())), settings), state.get("slides")
     step = state["step"]
     return TrainedModel(name, task, classes, config, digest, step, bool(averages), target, slides, computation)
+
+
+def _check_content(path: Path, state: dict[str, Any]) -> None:
+    """Refuse a checkpoint without what a model is made of.
+
+    Raises:
+        RunError: something is missing or of another type; names all of it.
+    """
+    settings = state.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    faults = [
+        f"{key} {value!r:.40}" if key in holder else f"no {key}"
+        for holder, expected in ((state, CONTENT), (settings, SETTINGS))
+        for key, kind in expected.items()
+        if not isinstance(value := holder.get(key), kind)
+    ]
+    tile = settings.get("tile")
+    if tile != "slide" and not (type(tile) is int and tile > 0):
+        faults.append(f"tile {tile!r:.40}")
+    if not all(isinstance(name, str) for name in state.get("classes") or ()) or not state.get("classes"):
+        faults.append("classes without names")
+    if faults:
+        raise RunError(
+            f"{path} is no checkpoint of app.train: it has {', '.join(dict.fromkeys(faults))}; "
+            "give RUN/checkpoints/best.pt"
+        )
 
 
 def _task(computation: Whole, name: str, classes: int, side: int) -> str:

@@ -15,12 +15,13 @@ import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import tyro
 import yaml
 
 from app.settings.closed_pipe import readers_may_leave
+from app.settings.data_file import read_data
 from app.settings.fields import (
     BLOCK,
     developer_settings,
@@ -165,17 +166,19 @@ def _take_option(argv: list[str], option: str, what: str) -> tuple[list[str], li
     return rest, values
 
 
+def _takes(hint: Any, values: list[Any]) -> bool:
+    """Return whether a setting of type ``hint`` takes several values, and these are no lists themselves."""
+    several = any(get_origin(each) in (tuple, list) for each in (hint, *get_args(hint)))
+    return several and not any(isinstance(value, list | dict) for value in values)
+
+
 def _read_yaml(config_type: type, path: Path) -> tuple[list[str], dict[str, str]]:
     """The flags and the developer settings that say the same as a YAML file, so that types and messages are those of
     the command line."""
     try:
-        loaded = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
-        raise ValueError(f"--config {path} cannot be read: {fault}") from fault
-    if loaded is None:
-        return [], {}
-    if not isinstance(loaded, dict):
-        raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(loaded).__name__}")
+        loaded = read_data(path)
+    except ValueError as fault:
+        raise ValueError(f"--config {fault}") from fault
     known, hidden = dict(flags_of(config_type)), developer_settings(config_type)
     block = loaded.pop(BLOCK, None) or {}
     if not isinstance(block, dict):
@@ -198,6 +201,8 @@ def _read_yaml(config_type: type, path: Path) -> tuple[list[str], dict[str, str]
                 faults.append(f"key `{key}` takes true or false, found {value!r}")
                 continue
             arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, dict) or (isinstance(value, list) and not _takes(known[name], value)):
+            faults.append(f"key `{key}` does not take {value!r:.60}")
         elif isinstance(value, list):
             arguments += [flag, *map(str, value)]
         else:

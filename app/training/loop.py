@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from app.checkpoint.file import keep_as, resume_state
+from app.checkpoint.file import keep_as, not_resumable, resume_state
 from app.checkpoint.periodic import Checkpoints
 from app.launch.signals import Interrupt
 from app.settings.cli import RunError
@@ -37,6 +37,8 @@ from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
 
 log = logging.getLogger(__name__)
+PROGRESS = ("step", "images", "replaced", "loss", "metrics", "validation", "best", "stale")
+"""What a checkpoint says of the steps so far."""
 
 
 class TrainingLoop:
@@ -279,19 +281,35 @@ class TrainingLoop:
         return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
 
     def _restore(self) -> dict[str, Any]:
-        """Take over the last checkpoint, and return it."""
+        """Take over the last checkpoint, and return it.
+
+        Raises:
+            RunError: it is damaged, or not what a run is resumed from.
+        """
         state = resume_state(self._folder.last, self._folder.best)
+        try:
+            self._take_over(state)
+        except (KeyError, TypeError, AttributeError, IndexError) as fault:
+            raise not_resumable(self._folder.last, fault) from fault
+        except RuntimeError as fault:
+            if "state_dict" not in str(fault):  # of the ranks, or of memory
+                raise
+            raise not_resumable(self._folder.last, fault) from fault
+        return state
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        if missing := [name for name in ("model", "optimizer", "random", "stream", *PROGRESS) if name not in state]:
+            raise KeyError(*missing)
         self._session.engine.load_state_dict(state)
         torch.set_rng_state(state["random"]["cpu"])
         if torch.cuda.is_available() and state["random"]["cuda"]:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
-        for name in ("step", "images", "replaced", "loss", "metrics", "validation", "best", "stale"):
+        for name in PROGRESS:
             setattr(self.outcome, name, state[name])
         if self._is_first:
             self._warn_of_changes(state)
             if self._is_best:
                 keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
-        return state
 
     @property
     def _numbers(self) -> dict[str, Any]:

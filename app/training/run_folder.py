@@ -24,6 +24,7 @@ import yaml
 from app.launch.folder_lock import sole_user
 from app.launch.restart import Attempts
 from app.settings.cli import RunError
+from app.settings.data_file import read_data
 from app.settings.fields import flat, in_blocks, out_of_blocks
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
@@ -166,7 +167,7 @@ class RunFolder:
 
     def keep_microbatches(self, m: int) -> None:
         """Remember a number of microbatches that was planned, not asked for: a resumed run goes on with it."""
-        self._write_settings(yaml.safe_load(self.config.read_text()) | {"microbatches": m})
+        self._write_settings(read_data(self.config) | {"microbatches": m})
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         temporary = self.config.with_suffix(".tmp")  # other ranks may be reading it
@@ -180,7 +181,7 @@ class RunFolder:
             again: without a checkpoint, too: of an attempt that came to none.
         """
         begun = self.last.exists() or (again and self.config.exists())
-        return out_of_blocks(yaml.safe_load(self.config.read_text())) if begun else {}
+        return out_of_blocks(read_data(self.config)) if begun else {}
 
     def tells_end(self, step: int) -> bool:
         """Whether the summary is there and is of a run that was completed with ``step`` steps."""

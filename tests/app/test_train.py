@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from app.checkpoint.file import load_checkpoint, save_checkpoint
 from pipelines.tiles.tile_table import TileTable
 from tests.app.conftest import QUICK, ROOT, Train, summary_of, train_command, train_environment
 
@@ -279,6 +280,23 @@ def test_killed_between_last_checkpoint_and_summary(
     assert (out / "checkpoints" / "best.pt").exists()
     for key in ("status", "steps", "images", "final_loss", "metrics", "best"):
         assert summary_of(out)[key] == whole[key]
+
+
+@pytest.mark.parametrize("key", ["random", "optimizer", "model", "step", "stream"])
+def test_resume_names_a_checkpoint_that_lacks_something(
+    key: str, reference: Path, classify_slides: Path, train: Train, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(reference, out)
+    state = load_checkpoint(out / "checkpoints" / "last.pt")
+    del state[key]
+    save_checkpoint(out / "checkpoints" / "last.pt", state)
+    (out / "summary.json").unlink()
+    done = train("--slides", classify_slides, *QUICK, "--steps", "12", "--out", out, "--resume")
+    assert done.returncode == 1
+    assert "last.pt" in done.stderr
+    assert key in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_resume_refuses_other_settings(reference: Path, classify_slides: Path, train: Train) -> None:
