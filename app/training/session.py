@@ -212,7 +212,7 @@ def build_session(
         )
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
-    loss = build_loss(config.optimization, dataset, train_rows).to(placement.device)
+    loss = build_loss(config.optimization, dataset, train_rows, placement.communicator).to(placement.device)
     host = None if strategy.policy.stream is None else host_space(config.out, strategy.policy.host_bytes)
     engine = build_engine(
         strategy,
