@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 from app.launch.restart import Attempts, attempts_before, describe_restart, find_starter
 from app.planning.auto import decided, plan_run, plan_text
 from app.planning.whole_slides import as_square, check_largest, in_boxes
-from app.settings.cli import FAILED, USAGE, RunError, run_command
+from app.settings.cli import FAILED, USAGE, RunError, describe_system_error, run_command
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.settings.strategy_faults import strategy_faults
@@ -247,8 +248,14 @@ def _train_guarded(
         error = guard.explain(fault)
         if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):
             error += f"\n{loop.memory.fault()}{_how_to_go_on(folder)}"
-        summary.failed(error, memory.bytes)
-        if placement.communicator.world > 1 or guard.foresees(fault):
+        is_full = False
+        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
+            is_full = True
+            kept = f"{folder.last} is kept: then continue with --resume"
+            error = f"{describe_system_error(fault)}; {kept if folder.last.exists() else 'then start again'}"
+        with contextlib.suppress(OSError) if is_full else contextlib.nullcontext():
+            summary.failed(error, memory.bytes)
+        if is_full or placement.communicator.world > 1 or guard.foresees(fault):
             raise RunError(error) from fault
         raise
     summary.finished(memory.bytes)

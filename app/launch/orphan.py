@@ -1,7 +1,7 @@
 """Ranks of ``--ranks`` whose launcher was killed: they stop as on SIGTERM, and leave nothing in the temporary folder.
 
-A launcher that ends in order ends its ranks. One that is killed cannot: they would train on to their end, with nobody to
-stop them, while the user starts the run again.
+A launcher that ends in order ends its ranks. One that is killed cannot: they would train on to their end, while the
+user starts the run again.
 """
 
 from __future__ import annotations
