@@ -72,8 +72,10 @@ def keep_as(source: Path, target: Path) -> None:
 
 def not_written(path: Path, fault: BaseException) -> RunError:
     """Return what a user is told about a checkpoint that could not be written, and what to do."""
-    kept = f"the previous one is kept: {path}" if path.exists() else "there is none before it"
-    return RunError(f"checkpoint {path} could not be written ({_reason(fault)}); {kept}; free space, then --resume")
+    kept = "there is none before it; free space, then start again"
+    if path.exists():
+        kept = f"the previous one is kept: {path}; free space, then --resume"
+    return RunError(f"checkpoint {path} could not be written ({_reason(fault)}); {kept}")
 
 
 def resume_state(last: Path, best: Path) -> dict[str, Any]:

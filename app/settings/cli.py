@@ -94,13 +94,13 @@ def _run(config_type: type[Config], body: Callable[[Config], int | None], argv: 
 
 
 def _fail(fault: BaseException, code: int, prog: str) -> int:
-    told = _of_system(fault) if isinstance(fault, OSError) else str(fault)
+    told = describe_system_error(fault) if isinstance(fault, OSError) else str(fault)
     print(f"{prog}: error: {told or type(fault).__name__}", file=sys.stderr, flush=True)
     return code
 
 
-def _of_system(fault: OSError) -> str:
-    """What the system refuses, where, and what to do; what was raised with words of its own stays as it is."""
+def describe_system_error(fault: OSError) -> str:
+    """Return what the system refuses, where, and what to do; what was raised with words of its own stays as it is."""
     advice = ADVICE.get(fault.errno or 0)
     if advice is None:
         return str(fault)

@@ -269,8 +269,9 @@ class RunConfig:
     """Ranks that a run with --max-restarts may come down to: after an attempt in which one was lost comes one with a
     rank fewer, and the next start has all of --ranks again. The steps are the same, whoever computes them. Default: as
     many as --ranks. Under torchrun --nnodes MIN:MAX says it."""
-    twin_steps: Suppress[int] = 5
-    """Steps measured from memory after training, to tell reading from computing; 0: none."""
+    twin_steps: Suppress[int] = 0
+    """Steps measured from memory after the last checkpoint, to tell reading from computing; 0: none. A fault in them is
+    a warning: the run is completed."""
     mlflow: Suppress[str] = ""
     """Experiment of MLflow, at MLFLOW_TRACKING_URI, that is told the same scalars as TensorBoard, the settings and the
     last files; empty: none. A server that cannot be reached ends no run."""

@@ -286,8 +286,15 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]
     """How many of the tiles ``rows`` (classify), or points in a sample of them (segment), each class has: (C,)."""
     if dataset.tile_labels is not None:
         return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
-    areas, _ = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])
+    areas, unread = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])
+    if unread:
+        log.warning("--class-weights balanced: %d of %d tiles cannot be read and are not counted", unread, len(areas))
     counts: NDArray[np.int64] = areas.sum(0)
+    if not counts.any():
+        raise ValueError(
+            f"--class-weights balanced: nothing is drawn that counts on {len(areas)} training tiles, of which {unread} "
+            "cannot be read; look at the annotations, or leave it out"
+        )
     return counts
 
 

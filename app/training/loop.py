@@ -28,6 +28,7 @@ from app.training.progress import RunProgress
 from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from app.training.session import Session
+from app.training.share import share
 from app.training.step_tiles import StepTiles
 from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
@@ -93,6 +94,7 @@ class TrainingLoop:
             self.outcome.step,
         )
         self._checkpoint_asked = False
+        self._last_batch: Batch | None = None
         experiment = session.config.mlflow if self._is_first else ""
         self.mlflow = MlflowLog(folder.path, experiment, session.settings) if experiment else None
         self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, self._is_first, self.mlflow)
@@ -147,8 +149,8 @@ class TrainingLoop:
                 outcome.check_replaced(self._folder.failed_slides)
             if not ended:
                 outcome.status = "interrupted"
-            elif batch is not None:
-                self._measure_twin(batch)
+            elif self._session.config.twin_steps:
+                self._last_batch = batch
         return outcome
 
     def _step(self, batch: Batch, step: int) -> StepResult:
@@ -300,6 +302,12 @@ class TrainingLoop:
     def _take_over(self, state: dict[str, Any]) -> None:
         if missing := [name for name in ("model", "optimizer", "random", "stream", *PROGRESS) if name not in state]:
             raise KeyError(*missing)
+        first: int = share(self._communicator, lambda: state["step"])
+        if state["step"] != first:
+            raise RunError(
+                f"{self._folder.last} is of step {state['step']} on rank {self._communicator.rank} and of step {first} "
+                "on rank 0: their hosts see different files; wait for the file server, then start again with --resume"
+            )
         self._session.engine.load_state_dict(state)
         torch.set_rng_state(state["random"]["cpu"])
         if torch.cuda.is_available() and state["random"]["cuda"]:
@@ -348,18 +356,23 @@ class TrainingLoop:
                 session.learning_rate(step, before),
             )
 
-    def _measure_twin(self, batch: Batch) -> None:
-        """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""
-        steps = self._session.config.twin_steps
-        if not steps:
-            return
+    @property
+    def measures_twin(self) -> bool:
+        """Whether steps from memory are to be measured: the run has come to its end here."""
+        return self._last_batch is not None
+
+    def measure_twin(self) -> float | None:
+        """Repeat the last step on its batch, held in memory, and return the images per second. Runs when all else is
+        on the disk: it changes parameters that nobody uses any more."""
+        assert self._last_batch is not None
         twin = Throughput(self._session.config.strategy.batch)
-        self._tiles.keep(batch)
-        for k in range(steps + WARM_UP):
-            watch = Stopwatch()
-            self._step(self._tiles.next(), self.outcome.step + k)
-            twin.add(watch.lap(), 0.0)
-        self.outcome.twin = twin
+        with self._tiles:
+            self._tiles.keep(self._last_batch)
+            for k in range(self._session.config.twin_steps + WARM_UP):
+                watch = Stopwatch()
+                self._step(self._tiles.next(), self.outcome.step + k)
+                twin.add(watch.lap(), 0.0)
+        return twin.images_per_second
 
 
 def _random_state() -> dict[str, Any]:

@@ -20,12 +20,14 @@ from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_counts
 from app.training.memory_layout import LEFT_OUT, takes_channels_last
 from app.training.random_draws import refuse_draws
+from app.training.share import share
 from models.frozen import freeze
 from models.layer_depth import layer_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
 from models.registry import build_model
 from models.weights import load_weights
 from models.weights_report import LoadedWeights
+from parallel.comm.communicator import Communicator
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +88,17 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
 
 
 def build_loss(
-    settings: OptimizerSettings, dataset: Dataset, train_rows: NDArray[np.int64]
+    settings: OptimizerSettings, dataset: Dataset, train_rows: NDArray[np.int64], communicator: Communicator
 ) -> TileClassLoss | PixelClassLoss:
-    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``.
+    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``, as the first rank
+    counts them: what one rank cannot read another may, and all need the same weights.
 
     Raises:
         ValueError: ``settings.loss`` is of another task.
     """
-    weights = balanced_weights(class_counts(dataset, train_rows)) if settings.class_weights == "balanced" else None
+    weights = None
+    if settings.class_weights == "balanced":
+        weights = balanced_weights(share(communicator, lambda: class_counts(dataset, train_rows)))
     smoothing, gamma = settings.label_smoothing, settings.focal_gamma if settings.loss == "focal" else 0.0
     if dataset.task == "segment":
         dice = settings.loss in ("auto", "dice_ce")

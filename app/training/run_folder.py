@@ -29,6 +29,7 @@ from app.settings.fields import flat, in_blocks, out_of_blocks
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
 from pipelines.catalog.csv_cells import write_rows
+from pipelines.catalog.named_file import names_file
 
 FREE_TO_CHANGE = frozenset(
     {
@@ -171,8 +172,9 @@ class RunFolder:
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         temporary = self.config.with_suffix(".tmp")  # other ranks may be reading it
-        temporary.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
-        temporary.replace(self.config)
+        with names_file(self.config):
+            temporary.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
+            temporary.replace(self.config)
 
     def settings(self, *, again: bool = False) -> dict[str, Any]:
         """What the run in the folder was begun with, by flag; nothing when there is none.
@@ -227,8 +229,9 @@ class RunFolder:
         """Write ``value`` atomically; a reader never sees half a file."""
         path = self.path / name
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        os.replace(temporary, path)
+        with names_file(path):
+            temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+            os.replace(temporary, path)
 
 
 def _length(settings: Mapping[str, Any]) -> tuple[str, float]:
@@ -264,11 +267,11 @@ class CsvLog:
 
     def add(self, row: Mapping[str, float | int | None]) -> None:
         """Append one row; None is an empty cell."""
-        with self._path.open("a", newline="") as file:
+        with names_file(self._path), self._path.open("a", newline="") as file:
             write_rows(file, [[row.get(name) for name in self._columns]])
 
     def _rewrite(self, rows: list[list[str]]) -> None:
         temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
+        with names_file(self._path), temporary.open("w", newline="") as file:
             write_rows(file, [self._columns, *rows])
         os.replace(temporary, self._path)

@@ -52,6 +52,9 @@ from pipelines.stream.tile_boxes import BoxMaker
 
 log = logging.getLogger(__name__)
 
+VALIDATION_SHARE = 0.25
+"""Part of the memory for tiles read ahead that is for validation: those of training stay meanwhile."""
+
 
 @dataclass(frozen=True, eq=False)
 class Session:
@@ -176,8 +179,10 @@ class Session:
         stream = tiles_in_order(self.config, self.dataset, self.validation_rows, epochs=1)
         stream = stream.read(self.pool, told("left out of the scores", "validate", self.failed), replaces=False)
         prefetch = self.config.stream.device_prefetch
+        stream = self.validation_reading.sharded(stream)
+        stream = read_ahead(self.config, stream, self.placement, self.host, VALIDATION_SHARE)
         with (
-            iter(read_ahead(self.config, self.validation_reading.sharded(stream), self.placement, self.host)) as tiles,
+            iter(stream) as tiles,
             DeviceFeed(tiles, tiles.ready, self.validation_pixels, prefetch=prefetch) as feed,
         ):
             yield self._outputs(feed)
@@ -218,7 +223,7 @@ def build_session(
         )
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
-    loss = build_loss(config.optimization, dataset, train_rows).to(placement.device)
+    loss = build_loss(config.optimization, dataset, train_rows, placement.communicator).to(placement.device)
     host = None if strategy.policy.stream is None else host_space(config.out, strategy.policy.host_bytes)
     engine = build_engine(
         strategy,
@@ -256,7 +261,13 @@ def build_session(
         placement,
         engine,
         loss,
-        read_ahead(config, training_reading.sharded(stream), placement, host),
+        read_ahead(
+            config,
+            training_reading.sharded(stream),
+            placement,
+            host,
+            1 - VALIDATION_SHARE if len(validation_rows) else 1.0,
+        ),
         pixels(augmentation_of(config), train_rows),
         pixels(AugmentSettings(augment="none"), validation_rows),
         pool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import math
 import shutil
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from app.launch.signals import Interrupt
+from app.training import run_folder
 from app.training.loop import TrainingLoop
+from app.training.run_folder import RunFolder
+from pipelines.stream.stream import TileStream
 from tests.app.conftest import QUICK, Train, summary_of
 from tests.app.test_train import equal, model_of
 
@@ -168,3 +172,47 @@ def test_a_run_without_a_checkpoint_starts_from_its_beginning_and_says_so(
     assert ("starts from its beginning" in done.stdout) == (bool(resume) or not is_new)
     assert equal(model_of(tmp_path / "run"), model_of(whole))
     assert losses(tmp_path / "run") == losses(whole)
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_full_disk_names_the_file_and_advises_resume_only_with_a_checkpoint(
+    has_checkpoint: bool, command: tuple[str | Path, ...], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write to an open file fails without the name of the file; the summary cannot be written either."""
+
+    def write_rows(file: Any, rows: Any) -> None:
+        if any(row and row[0] == 3 for row in rows):
+            monkeypatch.setattr(RunFolder, "write_json", refused)
+            refused()
+        write(file, rows)
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write = run_folder.write_rows
+    monkeypatch.setattr(run_folder, "write_rows", write_rows)
+    every = ("--checkpoint-every", "1" if has_checkpoint else "100")
+    done = train(*command, *every, "--out", tmp_path / "run")
+    assert done.returncode == 1
+    assert f"{tmp_path / 'run' / 'metrics.csv'}: No space left on device" in done.stderr
+    assert ("--resume" in done.stderr) == has_checkpoint
+    assert ("start again" in done.stderr) != has_checkpoint
+
+
+def test_training_and_validation_share_the_memory_for_tiles_read_ahead(
+    classify_slides: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What training has read ahead stays while a validation runs."""
+
+    def prefetch(stream: TileStream, max_bytes: int, *more: Any) -> TileStream:
+        budgets.append(max_bytes)
+        return read(stream, max_bytes, *more)
+
+    budgets: list[int] = []
+    read = TileStream.prefetch
+    monkeypatch.setattr(TileStream, "prefetch", prefetch)
+    limit = ("--developer", "read-ahead=64MiB", "--steps", "1")
+    assert train("--slides", classify_slides, *QUICK, *limit, "--out", tmp_path / "both").returncode == 0
+    assert (len(budgets), sum(budgets)) == (2, 64 << 20)
+    alone = train("--slides", classify_slides, *QUICK, *limit, "--validation", "0", "--out", tmp_path / "alone")
+    assert (alone.returncode, budgets[2:]) == (0, [64 << 20])
