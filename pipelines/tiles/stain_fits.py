@@ -122,7 +122,7 @@ class StainFits:
             faults = {slide_id: slide["fault"] for slide_id, slide in slides.items() if slide["fault"]}
             digests = {slide_id: slide["digest"] for slide_id, slide in slides.items()}
             return cls(method, stored["tissue_mpp"], fits, faults, digests)
-        except (KeyError, TypeError, ValueError) as fault:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as fault:
             raise ValueError(f"{path} does not hold stains of slides ({fault}); delete it to fit anew") from fault
 
 

@@ -308,6 +308,16 @@ def test_the_cache_is_bounded_and_reads_once(tmp_path: Path, monkeypatch: pytest
     for i in (0, 1, 0, 2, 0):
         small.get(paths[i])
     assert reads == [paths[i] for i in (0, 1, 2)]
+    assert not cache._reading, "no lock is kept of a file that nobody reads"
+    assert not small._reading
+    reads.clear()
+    usual = AnnotationCache()
+    many = [paths[0].with_name(f"n{i}.geojson") for i in range(100)]  # as many slides may be open at once
+    for path in many:
+        path.write_bytes(paths[0].read_bytes())
+    for path in many * 3:
+        usual.get(path)
+    assert reads == many
 
 
 def test_a_slide_without_a_fine_enough_level(tmp_path: Path) -> None:
