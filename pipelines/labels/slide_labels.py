@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.catalog.table import Table, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
@@ -219,9 +220,11 @@ def _labels(
     index = {name: number for number, name in enumerate(classes)}
     unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in name_of))
     if unlabelled:
-        logger.warning("%s: %d slides have no label and are left out: %s", source, len(unlabelled), listed(unlabelled))
+        number = counted(len(unlabelled), "slide")
+        logger.warning("%s: left out, without a label: %s: %s", source, number, listed(unlabelled))
     if unknown:
-        logger.warning("%s: %d labels are for slides that are not there: %s", source, len(unknown), listed(unknown))
+        number = counted(len(unknown), "label")
+        logger.warning("%s: for slides that are not there: %s: %s", source, number, listed(unknown))
     return SlideLabels(
         classes,
         {slide: index[name] for slide, name in sorted(name_of.items())},

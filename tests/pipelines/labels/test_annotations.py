@@ -178,7 +178,7 @@ def test_a_damaged_file_takes_its_slide_out(tmp_path: Path, caplog: pytest.LogCa
     text = caplog.text
     assert "b.geojson is damaged" in text
     assert "c.tif cannot be read" in text
-    assert "1 slides have no annotation and are left out: d" in text
+    assert "without an annotation: 1 slide: d" in text
 
 
 def test_a_file_that_breaks_later_is_named(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_fits_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
     found = annotations(tmp_path, specs("a", "b"))
     assert set(found.paths) == {"a", "b"}
     assert found.unknown == (str(tmp_path / "nobody.geojson"),)
-    assert "1 files are for slides that are not there: nobody.geojson" in caplog.text
+    assert "for slides that are not there: 1 file: nobody.geojson" in caplog.text
     assert "1 points, lines and empty features have no area" in caplog.text
 
 
