@@ -22,6 +22,7 @@ from app.settings.cli import FAILED, OK, run_command
 from app.settings.console import print_findings, print_table
 from app.training.run_info import describe_environment
 from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.counted import counted
 from pipelines.labels.slide_labels import read_mpp
 
 
@@ -66,7 +67,7 @@ def doctor(command: DoctorCommand) -> int:
         print_findings(title, findings)
     faults = sum(finding.state == "FAULT" for findings in groups.values() for finding in findings)
     if specs:
-        with _busy(f"opening {len(specs)} slides"):
+        with _busy(f"opening {counted(len(specs), 'slide')}"):
             checks = sorted(check_slides(specs, usable_cores()), key=lambda check: check.slide_id)
         print_table(
             f"Slides in {command.slides}",
@@ -74,7 +75,7 @@ def doctor(command: DoctorCommand) -> int:
             [_row(check) for check in checks],
         )
         faults += sum(bool(check.faults) for check in checks)
-    print(f"\n{faults} {'fault' if faults == 1 else 'faults'}")
+    print(f"\n{counted(faults, 'fault')}")
     return FAILED if faults else OK
 
 

@@ -24,11 +24,13 @@ from app.pages.slides_page import FILTERS, slide_rows, write_slides_page
 from app.settings.cli import run_command
 from app.training.progress import LOG_FORMAT, IndexProgress
 from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.slide_labels import read_mpp
 from pipelines.slides.geometry import mpp_fault
+from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import TileTable, build_index
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
 from pipelines.tiles.index_settings import IndexSettings
@@ -98,7 +100,7 @@ def index(command: IndexCommand) -> None:
     )
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"
-    print(f"{len(specs)} slides in {command.slides}{of_part}", flush=True)
+    print(f"{counted(len(specs), 'slide')} in {command.slides}{of_part}", flush=True)
     if part and specs and not part.specs(specs):
         return  # more tasks than slides: nothing is wrong
     truth = _annotations(command, specs) if command.has_page else None
@@ -109,21 +111,30 @@ def index(command: IndexCommand) -> None:
         name = Path(part.file_name if part else "run").with_suffix(".log")
         held.enter_context(_logged(command.out / name))
         say = held.enter_context(IndexProgress(functools.partial(print, flush=True)))
-        table = build_index(
-            specs,
-            command.index,
-            command.out,
-            workers=command.workers,
-            progress=say,
-            retry_failed=True,
-            part=part,
-            judged=True,
-        )
         failed = FailedSlides(command.out / "failed_slides.csv")
+        try:
+            table = build_index(
+                specs,
+                command.index,
+                command.out,
+                workers=command.workers,
+                progress=say,
+                retry_failed=True,
+                part=part,
+                judged=True,
+            )
+        except SlideError:  # no slide can be used: their pictures show why
+            if command.has_page:
+                found = TileTable.load(command.out / WHOLE_FILE).of_slides(spec.slide_id for spec in specs)
+                print("page      {} ({})".format(*_page(command, specs, found, failed, truth)), flush=True)
+            raise
         page = _page(command, specs, table, failed, truth) if command.has_page else None
-    tiles = "whole slides, " + sides_text(table) if table.sides is not None else f"tiles of {command.index.tile} px"
+    if table.sides is not None:
+        tiles = f"{counted(len(table), 'whole slide')}, {sides_text(table)}"
+    else:
+        tiles = f"{counted(len(table), 'tile')} of {command.index.tile} px"
     print(
-        f"{len(table)} {tiles} at {command.index.mpp:g} um/px on {len(table.slides)} slides, "
+        f"{tiles} at {command.index.mpp:g} um/px on {counted(len(table.slides), 'slide')}, "
         f"{time.perf_counter() - started_s:.1f} s\n"
         f"index     {command.out / (part.file_name if part else WHOLE_FILE)}\n"
         f"pictures  {command.out / 'tissue'}{os.sep}"
@@ -131,7 +142,7 @@ def index(command: IndexCommand) -> None:
     if page is not None:
         print(f"page      {page[0]} ({page[1]})")
     if rows := failed.rows():
-        print(f"failed    {failed.path} ({len({slide for slide, _, _ in rows})} slides)")
+        print(f"failed    {failed.path} ({counted(len({slide for slide, _, _ in rows}), 'slide')})")
 
 
 def _annotations(command: IndexCommand, specs: Sequence[SlideSpec]) -> SlideAnnotations | None:

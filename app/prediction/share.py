@@ -32,6 +32,7 @@ from app.training.run_slides import predicted_slides
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.windows import WindowSettings
 
@@ -84,9 +85,10 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     todo = [spec for spec in share if spec.slide_id in undone]
     if not rank:
         weights = ", averaged weights" * model.averaged
-        _say(f"{len(specs)} slides in {command.slides}, {model.task}: {', '.join(model.classes)}; {what}{weights}")
+        slides = counted(len(specs), "slide")
+        _say(f"{slides} in {command.slides}, {model.task}: {', '.join(model.classes)}; {what}{weights}")
     if writes and len(share) > len(todo):
-        _say(f"{len(share) - len(todo)} slides are done in {command.out} already")
+        _say(f"done in {command.out} already: {counted(len(share) - len(todo), 'slide')}")
     if writes:
         folder.failed.forget([spec.slide_id for spec in todo])
     failed = []
@@ -114,11 +116,11 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     if writes:
         folder.write_table()
     if todo and len(failed) == len(todo) and not folder.rows():
-        raise RunError(f"none of the {len(todo)} slides could be predicted; {folder.failed.path} says why")
+        raise RunError(f"none of {counted(len(todo), 'slide')} could be predicted; {folder.failed.path} says why")
     if rank == command.stages - 1:  # of the first group, who writes
-        _say(f"predictions  {command.out} ({len(folder.rows())} slides)")
+        _say(f"predictions  {command.out} ({counted(len(folder.rows()), 'slide')})")
     if failed and writes:
-        _say(f"failed       {folder.failed.path} ({len(failed)} slides)")
+        _say(f"failed       {folder.failed.path} ({counted(len(failed), 'slide')})")
 
 
 def _predictor(

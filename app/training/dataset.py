@@ -21,6 +21,7 @@ from app.training.split_choice import choose_splits
 from pipelines.cache.cached_slide import CachedSpec
 from pipelines.cache.tile_cache import TileCache
 from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.catalog.table import listed
@@ -117,7 +118,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     if isinstance(truth, SlideAnnotations):
         _record_annotation_faults(truth, FailedSlides(folder.failed_slides))
     specs = tuple(spec for spec in specs if spec.slide_id in known)
-    progress(f"{len(specs)} slides, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
+    progress(f"{counted(len(specs), 'slide')}, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
     tiles = build_index(
         specs,
         config.index,
@@ -247,7 +248,7 @@ def _labelled(
     rows = np.flatnonzero(labels != NOTHING_COUNTS)
     if len(rows) == len(labels):
         return tiles, labels
-    progress(f"{len(labels) - len(rows)} tiles are left out: all that is drawn on them is to be ignored")
+    progress(f"left out: {counted(len(labels) - len(rows), 'tile')}, as all that is drawn there is to be ignored")
     kept = tiles.select(rows)
     return kept.of_slides([kept.slides[k] for k in np.unique(kept.slide)]), labels[rows]
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipelines.backends.mask import Mask
 from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_cache import AnnotationCache, damaged_is_slide_error
 from pipelines.labels.annotation_files import AnnotationFiles, classes_files
@@ -365,11 +366,11 @@ def _log(files: AnnotationFiles, failed: Mapping[str, str], unlabelled: Sequence
     for fault in failed.values():
         logger.warning("left out: %s", fault)
     if unlabelled:
-        logger.warning(
-            "%s: %d slides have no annotation and are left out: %s", files.source, len(unlabelled), listed(unlabelled)
-        )
+        number = counted(len(unlabelled), "slide")
+        logger.warning("%s: left out, without an annotation: %s: %s", files.source, number, listed(unlabelled))
     if files.unknown:
         names = [path.name for path in files.unknown]
-        logger.warning("%s: %d files are for slides that are not there: %s", files.source, len(names), listed(names))
+        number = counted(len(names), "file")
+        logger.warning("%s: for slides that are not there: %s: %s", files.source, number, listed(names))
     if without_area:
         logger.warning("%s: %d points, lines and empty features have no area: not used", files.source, without_area)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.catalog.printable import printable
 from pipelines.catalog.table import MISSING, Table, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
@@ -259,12 +260,14 @@ def _labels(
     index = {name: number for number, name in enumerate(classes)}
     unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in name_of))
     if unlabelled:
+        number = counted(len(unlabelled), "slide")
         logger.warning(
-            "%s: %d slides have no label (none, empty, or a missing value such as nan) and are left out: %s",
-            *(source, len(unlabelled), listed(unlabelled)),
+            "%s: left out, without a label (none, empty, or a missing value such as nan): %s: %s",
+            *(source, number, listed(unlabelled)),
         )
     if unknown:
-        logger.warning("%s: %d labels are for slides that are not there: %s", source, len(unknown), listed(unknown))
+        number = counted(len(unknown), "label")
+        logger.warning("%s: for slides that are not there: %s: %s", source, number, listed(unknown))
     return SlideLabels(
         classes,
         {slide: index[name] for slide, name in sorted(name_of.items())},

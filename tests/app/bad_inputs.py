@@ -148,7 +148,7 @@ CASES = [
         "cut: failed at open",
         also=("the file is empty", "this is a text file, not a slide", "photo: failed at open"),
     ),
-    Case("every slide bad", only(HTML), TRAIN, 1, "none of the 2 slides can be used"),
+    Case("every slide bad", only(HTML), TRAIN, 1, "none of 2 slides can be used"),
     Case("tile larger than the slides", slides, TRAIN.replace("--tile 256", "--tile 4096"), 1, "4096"),
     Case("mpp that no level can give", slides, TRAIN + " --mpp 0.1", 1, "0.1"),
     Case("absurd mpp", slides, TRAIN + " --slide-mpp 1000", 2, "must be between 0.05 and 100 um/px; got 1000"),

@@ -36,14 +36,14 @@ def test_a_folder_is_indexed(slides, tmp_path, capsys):
     logged = (out / "run.log").read_text()
     assert "/2  a: " in logged
     assert "/2  text: failed at open: " in logged
-    assert f"{len(table)} tiles of 512 px at 0.5 um/px on 1 slides" in printed
+    assert f"{len(table)} tiles of 512 px at 0.5 um/px on 1 slide" in printed
     assert f"index     {out / 'tiles.parquet'}\npictures  {out / 'tissue'}/\n" in printed
-    assert f"failed    {out / 'failed_slides.csv'} (1 slides)" in printed
+    assert f"failed    {out / 'failed_slides.csv'} (1 slide)" in printed
     page = out / "slides.html"
     assert f"page      {page} (with faults: 1, out of focus: 0, pen marks: 0, " in printed
     assert 'src="tissue/small/a.jpg"' in page.read_text()
     assert main(arguments) == 0
-    assert f"1 slides are in {out / 'tiles.parquet'} already" in capsys.readouterr().out
+    assert f"in {out / 'tiles.parquet'} already: 1 slide" in capsys.readouterr().out
     assert main([*arguments, "--min-tissue", "0.5"]) == 2
     assert "min_tissue is 0.25 there, 0.5 was asked for" in capsys.readouterr().err
 
@@ -77,7 +77,11 @@ def test_an_empty_folder_is_a_wrong_call(tmp_path, capsys):
 def test_a_folder_of_bad_slides_fails(slides, tmp_path, capsys):
     (slides / "a.svs").unlink()
     assert main(["--slides", str(slides), "--out", str(tmp_path / "out")]) == 1
-    assert "none of the 1 slides can be used:\n  text: open: " in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "none of 1 slide can be used:\n  text: open: " in printed.err
+    page = tmp_path / "out" / "slides.html"
+    assert f"page      {page} (with faults: 1, " in printed.out
+    assert "text" in page.read_text()
 
 
 def test_a_folder_that_cannot_be_written_fails(slides, tmp_path, capsys):
@@ -98,7 +102,7 @@ def test_a_part_is_indexed_and_one_too_many_is_not_wrong(slides, tmp_path, capsy
     arguments = ["--slides", str(slides), "--out", str(tmp_path / "out"), "--tile", "512", "--workers", "1"]
     assert main([*arguments, "--part", "1/2"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"2 slides in {slides}, 1 of them in part 1/2\nindexed 1 slides in ")
+    assert printed.startswith(f"2 slides in {slides}, 1 of them in part 1/2\nindexed 1 slide in ")
     assert "1/1  a: " in (tmp_path / "out" / "tiles.part-1-of-2.log").read_text()
     assert f"index     {tmp_path / 'out' / 'tiles.part-1-of-2.parquet'}\n" in printed
     assert main([*arguments, "--part", "3/3"]) == 0

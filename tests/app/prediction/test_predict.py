@@ -78,7 +78,7 @@ def predicted(slides, checkpoint, tmp_path_factory):
     first = (out / "overlays" / "a.png").stat().st_mtime_ns
     done = predict(slides, checkpoint, out)
     assert done.returncode == 0, done.stderr
-    assert "1 slides are done" in done.stdout
+    assert "already: 1 slide" in done.stdout
     assert (out / "overlays" / "a.png").stat().st_mtime_ns == first
     return out
 

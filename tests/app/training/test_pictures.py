@@ -105,7 +105,7 @@ def test_predictions_are_those_of_validation_and_are_evaluated(
         for score in ("score_ants", "score_bees"):
             assert float(predicted[slide][score]) == pytest.approx(float(row[score]), abs=1e-6)
     again = call("app.predict", "--slides", pictures, "--checkpoint", best, "--model", CLASSIFIER, "--out", out)
-    assert "18 slides are done" in again.stdout
+    assert "already: 18 slides" in again.stdout
     done = call("app.evaluate", "--predictions", out, "--labels", run / "predictions.csv", "--slides", pictures)
     assert done.returncode == 0, done.stderr
     right = [row["label"] == "bees" for row in held_out.values()]

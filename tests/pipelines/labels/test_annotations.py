@@ -178,7 +178,7 @@ def test_a_damaged_file_takes_its_slide_out(tmp_path: Path, caplog: pytest.LogCa
     text = caplog.text
     assert "b.geojson is damaged" in text
     assert "c.tif cannot be read" in text
-    assert "1 slides have no annotation and are left out: d" in text
+    assert "without an annotation: 1 slide: d" in text
 
 
 def test_a_file_that_breaks_later_is_named(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_fits_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
     found = annotations(tmp_path, specs("a", "b"))
     assert set(found.paths) == {"a", "b"}
     assert found.unknown == (str(tmp_path / "nobody.geojson"),)
-    assert "1 files are for slides that are not there: nobody.geojson" in caplog.text
+    assert "for slides that are not there: 1 file: nobody.geojson" in caplog.text
     assert "1 points, lines and empty features have no area" in caplog.text
 
 
@@ -308,6 +308,16 @@ def test_the_cache_is_bounded_and_reads_once(tmp_path: Path, monkeypatch: pytest
     for i in (0, 1, 0, 2, 0):
         small.get(paths[i])
     assert reads == [paths[i] for i in (0, 1, 2)]
+    assert not cache._reading, "no lock is kept of a file that nobody reads"
+    assert not small._reading
+    reads.clear()
+    usual = AnnotationCache()
+    many = [paths[0].with_name(f"n{i}.geojson") for i in range(100)]  # as many slides may be open at once
+    for path in many:
+        path.write_bytes(paths[0].read_bytes())
+    for path in many * 3:
+        usual.get(path)
+    assert reads == many
 
 
 def test_a_slide_without_a_fine_enough_level(tmp_path: Path) -> None:

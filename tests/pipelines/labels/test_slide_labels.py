@@ -55,9 +55,8 @@ def test_what_does_not_match_is_left_out_and_said(tmp_path: Path, caplog: pytest
     assert set(found.label) == {"a", "b"}
     assert found.unlabelled == ("c",)
     assert found.unknown == ("nobody", "(line 5: no slide)")
-    assert "1 slides have no label" in caplog.text
-    assert "left out: c" in caplog.text
-    assert "2 labels are for slides that are not there: nobody" in caplog.text
+    assert "1 slide: c" in caplog.text
+    assert "for slides that are not there: 2 labels: nobody" in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["", "nan", "NaN", "NA", "n/a", "None", "null", "-", "<NA>", " NA "])
