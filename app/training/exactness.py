@@ -78,7 +78,7 @@ class ExactnessTrial:
     device: torch.device
     steps: int = 3
     seed: int = 0
-    lr: float = 0.01
+    lr: float = 1e-3
     channels_last: bool = False
     by_boxes: bool = False
     loss: Loss | None = None
