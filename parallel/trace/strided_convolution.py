@@ -22,7 +22,7 @@ layers of ResNets, with 64 and more, stay as they are."""
 
 def mend_strided_convolutions() -> None:
     """Make ``F.conv2d``, which layers call too, the function below from now on in this process."""
-    F.conv2d = conv2d
+    F.conv2d = conv2d  # type: ignore[assignment]
 
 
 def conv2d(
@@ -51,7 +51,7 @@ def conv2d(
     ):
         layout = torch.channels_last if _is_channels_last(input) else torch.contiguous_format
         input, rows, columns = input[..., ::rows, ::columns].contiguous(memory_format=layout), 1, 1
-    return torch.conv2d(input, weight, bias, (rows, columns), padding, dilation, groups)  # type: ignore[arg-type]
+    return torch.conv2d(input, weight, bias, (rows, columns), padding, dilation, groups)
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, ...]:
