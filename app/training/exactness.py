@@ -34,6 +34,7 @@ from parallel.space.span import Span
 from parallel.stage.stage import Loss
 from parallel.streaming.images import whole
 from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.strided_convolution import mend_strided_convolutions
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a tensor that passes, relative to the largest value of the tensor."""
@@ -79,7 +80,7 @@ class ExactnessTrial:
     device: torch.device
     steps: int = 3
     seed: int = 0
-    lr: float = 0.01
+    lr: float = 1e-3
     channels_last: bool = False
     by_boxes: bool = False
     loss: Loss | None = None
@@ -206,6 +207,7 @@ class PlainTraining:
 
     def __init__(self, trial: ExactnessTrial) -> None:
         mend_norm_gradients()
+        mend_strided_convolutions()
         self._trial = trial
         self.module = trial.fresh_module().to(trial.device).train()
         self.optimizer = trial.make_optimizer(self.module.named_parameters())

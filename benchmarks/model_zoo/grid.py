@@ -19,10 +19,11 @@ KNOWN = (
     "resnet18", "resnet50", "torchvision:resnext50_32x4d", "torchvision:mobilenet_v3_small",
     "torchvision:efficientnet_b0", "torchvision:shufflenet_v2_x0_5", "torchvision:squeezenet1_1",
     "torchvision:densenet121", "benchmarks.exactness.models:googlenet", "torchvision:regnet_x_400mf",
-    "torchvision:convnext_tiny", "torchvision:lraspp_mobilenet_v3_large", "timm:resnest14d", "timm:hrnet_w18_small",
-    "timm:dla34",
+    "torchvision:convnext_tiny", "torchvision:lraspp_mobilenet_v3_large", "timm:resnest14d",
 )  # fmt: skip
-SEGMENTERS = {
+SIDES = {
+    "timm:hrnet_w18_small": 128,
+    "timm:dla34": 128,
     "unet_w8": 112,
     "smp:Unet(resnet18)": 160,
     "smp:FPN(mobilenet_v2)": 160,
@@ -42,7 +43,7 @@ UNSEEN = (
 
 def grid_entries() -> Iterator[Entry]:
     """Yield each model with both sides."""
-    sides = dict.fromkeys(KNOWN, ODD) | SEGMENTERS | {f"timm:{name}": ODD for name in UNSEEN}
+    sides = dict.fromkeys(KNOWN, ODD) | SIDES | {f"timm:{name}": ODD for name in UNSEEN}
     for model, side in sides.items():
         for tile in (EVEN, side):
             yield Entry(model, "grid", tile, ways=WAYS, steps=STEPS)

@@ -39,6 +39,7 @@ from parallel.streaming.images import whole
 from parallel.streaming.streamed_module import StreamedModule
 from parallel.trace.norm_gradients import mend_norm_gradients
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
+from parallel.trace.strided_convolution import mend_strided_convolutions
 
 
 class DataParallelEngine:
@@ -92,6 +93,7 @@ class DataParallelEngine:
                 "--microbatches"
             )
         mend_norm_gradients()
+        mend_strided_convolutions()
         self.module = module
         self.optimizer = optimizer
         self.counted = True

@@ -22,6 +22,7 @@ from parallel.trace.fake_run import Facts, fake_run
 from parallel.trace.hints import Hints, any_number_of_values
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.strided_convolution import mend_strided_convolutions
 from parallel.trace.tracer import GraphTracer, scope_of, user_line
 from parallel.trace.updated_faults import attribute_fault
 from parallel.trace.updated_search import Updated, updated_buffers
@@ -79,6 +80,7 @@ def trace(
             plain attributes.
     """
     mend_norm_gradients()  # before the graph names the functions
+    mend_strided_convolutions()
     with left_as_it_was(module), any_number_of_values():
         module.train()
         updated = updated_buffers(module, shape, dtype)
