@@ -133,3 +133,12 @@ def test_weights_of_others_need_no_checksum(tmp_path: Path) -> None:
     (tmp_path / "empty.pt").write_bytes(b"")
     for name in ("new.pt", "old.pt", "empty.pt", "missing.pt"):
         check_weights(tmp_path / name)
+
+
+def test_settings_and_classes_are_printable(tmp_path: Path) -> None:
+    """Terminal sequences in a checkpoint once reached the terminal through the names of its classes."""
+    evil = {"settings": {"model": "m\x1b[2J", "tile": 64}, "classes": ["a\x07", "b"], "w": torch.ones(1)}
+    save_checkpoint(tmp_path / "c.pt", evil)
+    state = load_checkpoint(tmp_path / "c.pt")
+    assert state["settings"] == {"model": "m\\x1b[2J", "tile": 64}
+    assert state["classes"] == ["a\\x07", "b"]
