@@ -16,9 +16,14 @@ import torch
 from app.checkpoint.atomic_file import link_file, write_file
 from app.checkpoint.seal import SealError, check_seal, has_seal
 from app.settings.cli import RunError
+from pipelines.slides.printable import printable_values
 
 FORMAT = 2
 """Since 2 a checkpoint ends with its checksum. One without is refused, as one that was cut short."""
+
+
+PRINTED = ("settings", "classes", "task")
+"""Of a checkpoint's state, what is printed and logged."""
 
 
 class Sink(Protocol):
@@ -143,7 +148,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is no checkpoint of app.train: it holds a {type(state).__name__}")
     if state.get("format") != FORMAT:
         raise RunError(f"checkpoint {path} has format {state.get('format')}, this version reads {FORMAT}")
-    return state
+    return state | {key: printable_values(state[key]) for key in PRINTED if key in state}
 
 
 class _Writer:

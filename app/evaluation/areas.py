@@ -92,7 +92,8 @@ def score_areas(
     for slide_id in sorted(truth.paths):
         try:
             canvas = records[slide_id]
-            if outside := truth.outside(slide_id, *canvas["l0_size"], Bounds(*canvas["l0_bounds"])):
+            width, height = canvas["l0_size"]
+            if outside := truth.outside(slide_id, width, height, Bounds(*canvas["l0_bounds"])):
                 log.warning("%s: %s", slide_id, outside)
             true = true_mask(truth, slide_id, canvas)
         except SlideError as fault:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -22,6 +23,9 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.slide_state import SlideState
 
 SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"
+
+LONGEST_PART = 60
+"""Characters of a class in the name of its heat map; most file systems allow 255 bytes for all of it."""
 
 
 class PredictionFolder:
@@ -60,9 +64,9 @@ class PredictionFolder:
                 + "\n       ".join(differing)
             )
 
-    def heat_map(self, slide_id: str, class_name: str) -> Path:
-        """Path of the heat map of one class."""
-        return self.path / "heat_maps" / f"{slide_id}.{file_name(class_name)}.tif"
+    def heat_map(self, slide_id: str, part: str) -> Path:
+        """Path of the heat map of one class, whose ``part`` of the name is that of ``file_names``."""
+        return self.path / "heat_maps" / f"{slide_id}.{part}.tif"
 
     def overlay(self, slide_id: str) -> Path:
         return self.path / "overlays" / f"{slide_id}.png"
@@ -134,13 +138,29 @@ class PredictionFolder:
             os.close(descriptor)
 
 
-def file_name(class_name: str) -> str:
-    """``class_name`` as a part of a file's name.
+def file_names(classes: Sequence[str]) -> dict[str, str]:
+    """Return a part of a file's name for each class, no two alike, on file systems that ignore case either.
 
-    >>> file_name("Tumor: Positive/3")
-    'Tumor__Positive_3'
+    Letters, digits, ``-`` and ``+`` stay, others become ``_``; a name that is taken gets a number.
+
+    >>> file_names(["Tumor: Positive/3", "<1%", ">1%", "a", "A"])
+    {'Tumor: Positive/3': 'Tumor__Positive_3', '<1%': '_1_', '>1%': '_1_~2', 'a': 'a', 'A': 'A~2'}
     """
-    return "".join(c if c.isalnum() or c in "-+." else "_" for c in class_name)
+    parts: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in classes:
+        plain = "".join(c if c.isalnum() or c in "-+" else "_" for c in name[:LONGEST_PART])
+        part, number = plain, 1
+        while _folded(part) in taken:
+            number += 1
+            part = f"{plain}~{number}"
+        taken.add(_folded(part))
+        parts[name] = part
+    return parts
+
+
+def _folded(part: str) -> str:
+    return unicodedata.normalize("NFKC", part).casefold()
 
 
 def _read_record(path: Path) -> dict[str, Any]:

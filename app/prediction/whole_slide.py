@@ -22,7 +22,7 @@ from app.prediction.area_files import Scored, write_areas
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.computation import rank_faults
 from app.prediction.overlay import draw_prediction
-from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.prediction_folder import PredictionFolder, file_names
 from app.prediction.score_tables import TileRow, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
@@ -140,12 +140,13 @@ def _scored(
     while classes * -(-size.width // factor) * -(-size.height // factor) > AREA_VALUES and factor < CHUNK_ROWS:
         factor *= 2
     reduced = []
+    parts = file_names(list(model.shown.values()))
     with ExitStack() as opened:
         blender = opened.enter_context(Blender(classes, *(size.width, size.height), weights, folder.path))
         writers = {
             c: opened.enter_context(
                 HeatMapWriter(
-                    folder.heat_map(slide_id, name),
+                    folder.heat_map(slide_id, parts[name]),
                     size,
                     windows.canvas_mpp,
                     f"probability of {name!r} by {model.name}, 255 is 1",

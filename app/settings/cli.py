@@ -33,6 +33,7 @@ from app.settings.fields import (
     with_values,
 )
 from parallel.profile.cache import own_torch_cache
+from pipelines.slides.printable import printable
 from pipelines.slides.slide import SlideError
 
 Config = TypeVar("Config")
@@ -95,6 +96,7 @@ def _run(config_type: type[Config], body: Callable[[Config], int | None], argv: 
 
 def _fail(fault: BaseException, code: int, prog: str) -> int:
     told = describe_system_error(fault) if isinstance(fault, OSError) else str(fault)
+    told = printable(told, keep="\n\t")
     print(f"{prog}: error: {told or type(fault).__name__}", file=sys.stderr, flush=True)
     return code
 

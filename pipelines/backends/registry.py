@@ -16,7 +16,6 @@ from typing import Final, Protocol, cast
 from pipelines.backends.content import check_content, refuse_preview
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_tags import check_tiff
-from pipelines.catalog.catalog import UNREAD_PICTURES
 from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError
 
 log = logging.getLogger(__name__)
@@ -98,8 +97,6 @@ def _nothing_opens(path: Path, backend: str, said: list[str]) -> str:
         what = f"this TIFF is damaged or cut short: {'; '.join(faults)}"
     elif text := _text(path):
         what = f"this is a text file, not a slide; it begins with {text!r} (a web page saved in place of a download?)"
-    elif path.suffix.lower() in UNREAD_PICTURES:
-        what = f"pictures of type {path.suffix} are not read; save it as PNG"
     elif backend == "auto":
         what = "no backend knows this format; is the file cut short, or not a slide?"
     else:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from pipelines.backends.dicom_elements import sop_class
 from pipelines.backends.segmentation_head import SEGMENTATIONS
-from pipelines.catalog.printable import printable
 from pipelines.catalog.slide_state import SlideState
 from pipelines.catalog.table import shown
 from pipelines.slides.geometry import mpp_fault
+from pipelines.slides.printable import printable
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.slides.slide_url import URL_ENDING, is_url_name
 
@@ -112,6 +112,8 @@ def _check_path(path: Path) -> None:
     name = printable(str(path))
     if name != str(path):
         raise SlideError(f"{name}: a slide's path must be UTF-8 without control characters; rename the file or folder")
+    if path.suffix.lower() in UNREAD_PICTURES:
+        raise SlideError(f"{path}: pictures of type {path.suffix} are not read; save it as PNG")
     try:
         mode = path.stat().st_mode
     except OSError as fault:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipelines.catalog.csv_cells import read_rows, write_rows
 from pipelines.catalog.named_file import names_file
+from pipelines.slides.printable import printable
 
 COLUMNS = ("slide", "step", "error")
 
@@ -98,7 +99,7 @@ class FailedSlides:
 
 
 def _one_line(error: str | BaseException) -> str:
-    return " ".join((str(error) or type(error).__name__).split())
+    return printable(" ".join((str(error) or type(error).__name__).split()))
 
 
 def _write(descriptor: int, rows: Sequence[Sequence[str]]) -> None:

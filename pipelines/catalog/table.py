@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.catalog.printable import printable
+from pipelines.slides.printable import printable
 
 DELIMITERS = ",;\t"
 

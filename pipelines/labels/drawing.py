@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.catalog.printable import printable
 from pipelines.labels.edge_index import EdgeIndex
+from pipelines.slides.printable import printable
 
 UNNAMED_CLASS = "foreground"
 """Class of an area that has neither a classification nor a name."""

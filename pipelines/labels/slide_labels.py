@@ -15,7 +15,6 @@ from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
 from pipelines.catalog.counted import counted
-from pipelines.catalog.printable import printable
 from pipelines.catalog.table import MISSING, Table, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
@@ -23,6 +22,7 @@ from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spelling
 from pipelines.labels.patients import known_patients
 from pipelines.labels.splits import split_folders
 from pipelines.slides.geometry import mpp_fault
+from pipelines.slides.printable import printable
 
 logger = logging.getLogger(__name__)
 

@@ -61,7 +61,8 @@ def painted_over(drawing: Drawing, group: NDArray[np.int32]) -> NDArray[np.bool_
     hidden = np.zeros(count, bool)
     if count < 2 or (group == group[0]).all():
         return hidden
-    boxes, corner = shapely.box(*drawing.box.T), shapely.points(drawing.start[drawing.first_edge[:-1]])
+    boxes = np.asarray(shapely.box(*drawing.box.T))
+    corner = np.asarray(shapely.points(drawing.start[drawing.first_edge[:-1]]))
     corners = shapely.STRtree(corner)
     pairs: list[NDArray[np.int64]] = []
     found = 0

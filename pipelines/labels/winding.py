@@ -53,7 +53,8 @@ def valid_area(polygon: shapely.Polygon, **how: Any) -> shapely.Geometry:
     if polygon.is_valid:
         return polygon
     lines = shapely.get_coordinates(polygon)
-    boxes = shapely.box(*np.minimum(lines[:-1], lines[1:]).T, *np.maximum(lines[:-1], lines[1:]).T)
+    corners = np.minimum(lines[:-1], lines[1:]), np.maximum(lines[:-1], lines[1:])
+    boxes = np.asarray(shapely.box(*corners[0].T, *corners[1].T))
     tree, most = shapely.STRtree(boxes), MOST_CROSSINGS + NEAR_EDGES * len(boxes)
     found = first = 0
     while first < len(boxes):
@@ -64,7 +65,8 @@ def valid_area(polygon: shapely.Polygon, **how: Any) -> shapely.Geometry:
             raise ValueError(
                 f"a polygon of {len(lines)} points crosses itself more than {most} times; draw it again, or simplify it"
             )
-    return shapely.make_valid(polygon, **how)
+    area: shapely.Geometry = shapely.make_valid(polygon, **how)
+    return area
 
 
 def even_odd_areas(rings: Sequence[Any]) -> list[list[Any]]:

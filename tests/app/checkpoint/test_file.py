@@ -144,3 +144,12 @@ def test_a_checkpoint_that_holds_no_state_is_named(content: object, tmp_path: Pa
     assert str(path) in str(fault.value)
     with pytest.raises(RunError, match="start anew"):
         resume_state(path, tmp_path / "best.pt")
+
+
+def test_settings_and_classes_are_printable(tmp_path: Path) -> None:
+    """Terminal sequences in a checkpoint once reached the terminal through the names of its classes."""
+    evil = {"settings": {"model": "m\x1b[2J", "tile": 64}, "classes": ["a\x07", "b"], "w": torch.ones(1)}
+    save_checkpoint(tmp_path / "c.pt", evil)
+    state = load_checkpoint(tmp_path / "c.pt")
+    assert state["settings"] == {"model": "m\\x1b[2J", "tile": 64}
+    assert state["classes"] == ["a\\x07", "b"]

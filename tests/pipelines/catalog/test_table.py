@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.catalog.printable import printable
 from pipelines.catalog.table import ALIASES, listed, read_table
+from pipelines.slides.printable import printable
 
 
 def write(path: Path, text: str, encoding: str = "utf-8") -> Path:
