@@ -227,6 +227,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     from models.registry import build_model
     from parallel.schedule.microbatch import split_batch
     from parallel.schedule.shares import most_unlike
+    from parallel.trace.tile_size import refuse_tile_size
 
     strategy = command.strategy.to_strategy(device.type)
     # Those that follow speeds are not known beforehand; replayed ones come a step each, however late in the file.
@@ -234,9 +235,10 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     if strategy.rebalanced:
         shares = most_unlike(strategy.m, strategy.groups)
     torch.manual_seed(command.seed)
-    model = build_model(command.model, classes=command.classes, norm=command.norm, head=command.head)
+    model = build_model(command.model, classes=command.classes, norm=command.norm, head=command.head, side=command.tile)
     sizes = tuple(map(len, split_batch(command.strategy.batch, command.strategy.m)))
     shape = (sizes[0], 3, command.tile, command.tile)
+    refuse_tile_size(model, command.model, shape)
     if command.strategy.is_mixed:
         refuse_draws(model, shape)
     return ExactnessTrial(

@@ -198,7 +198,8 @@ def load_model(
             f"{path} is of the model {name}, which is a package of its user's and runs its code when it is built: "
             f"if you trust it, say so with --model {name}"
         )
-    module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
+    own = None if settings["tile"] == "slide" else settings["tile"]
+    module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"], side=own)
     averages = state.get("average", {})
     try:
         module.load_state_dict(state["model"])

@@ -28,6 +28,7 @@ from models.registry import build_model
 from models.weights import load_weights
 from models.weights_report import LoadedWeights
 from parallel.comm.communicator import Communicator
+from parallel.trace.tile_size import refuse_tile_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,9 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
     torch.manual_seed(config.seed)
     net, settings, loaded = config.net, config.optimization, None
     notes: list[str] = []
-    module = build_model(net.model, classes=classes, norm=net.norm, head=net.head)
+    side = None if config.index.tile == "slide" else shape[2]
+    module = build_model(net.model, classes=classes, norm=net.norm, head=net.head, side=side)
+    refuse_tile_size(module, net.model, shape)
     if net.weights:
         check_weights(net.weights)
         loaded = load_weights(module, net.weights)

@@ -108,7 +108,7 @@ def _values(traced: Traced, partition: Partition, shape: tuple[int, ...]) -> dic
     state = once_each(state_of(traced.model), lambda tensor: empty_like(tensor, tensor.device))
     with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
         entering = fake.from_tensor(images)
-        named = {f"model.{name}": fake.from_tensor(tensor) for name, tensor in state.items()}
+        named: dict[str, Tensor] = {f"model.{name}": fake.from_tensor(tensor) for name, tensor in state.items()}
         torch.func.functional_call(_Followed(traced, reading), named, (entering,), tie_weights=False)
     for name, value in reading.values.items():
         if name in backward or name in partition.inputs_of(0):

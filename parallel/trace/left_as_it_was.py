@@ -20,18 +20,19 @@ CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 @contextmanager
-def left_as_it_was(module: nn.Module) -> Iterator[None]:
+def left_as_it_was(module: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     """Put back, at the end, attributes, hooks, modes, submodules and buffers of ``module`` and all its submodules, the
     contents of containers and the values of tensors that attributes hold.
 
-    Values of parameters are not copied: runs on real numbers are given copies of them.
+    Args:
+        parameters: their values, too; not needed where a run has no data, or is given copies of them.
     """
     attributes = [(vars(submodule), dict(vars(submodule))) for submodule in module.modules()]
     contents: dict[int, tuple[Any, Any]] = {}
     tensors: dict[int, tuple[Tensor, Tensor, int, bool, Tensor | None]] = {}
     for _, values in attributes:
         for value in values.values():
-            _save(value, contents, tensors)
+            _save(value, contents, tensors, parameters)
     try:
         yield
     finally:
@@ -50,18 +51,18 @@ def left_as_it_was(module: nn.Module) -> Iterator[None]:
                     tensor.copy_(copy)
 
 
-def _save(value: Any, contents: dict[int, tuple[Any, Any]], tensors: dict[int, Any]) -> None:
+def _save(value: Any, contents: dict[int, tuple[Any, Any]], tensors: dict[int, Any], parameters: bool) -> None:
     if isinstance(value, Tensor):
         if id(value) not in tensors and not nn.parameter.is_lazy(value) and value.layout is torch.strided:
-            copy = None if isinstance(value, nn.Parameter) else value.detach().clone()
+            copy = value.detach().clone() if parameters or not isinstance(value, nn.Parameter) else None
             tensors[id(value)] = value, value.detach(), value._version, value.requires_grad, copy
     elif isinstance(value, tuple):
         for element in value:
-            _save(element, contents, tensors)
+            _save(element, contents, tensors, parameters)
     elif type(value) in CONTAINERS and id(value) not in contents:
         contents[id(value)] = value, value.copy()
         for element in value.values() if isinstance(value, dict) else value:
-            _save(element, contents, tensors)
+            _save(element, contents, tensors, parameters)
 
 
 def _fill(container: Any, content: Any) -> None:

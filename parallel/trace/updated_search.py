@@ -132,7 +132,7 @@ def _run_once(
         torch.func.functional_call(watched, named, (example,), tie_weights=False)
 
 
-class _Flow(OpRecorder):
+class _Flow(OpRecorder):  # type: ignore[no-untyped-call]
     """A record of which memory a pass reads and writes, and which holds what was computed from the tiles.
 
     Attributes:

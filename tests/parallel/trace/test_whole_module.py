@@ -88,7 +88,7 @@ class _Restless(nn.Module):
         self.steady = False
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.calls += not self.steady
         return x.sin() if not x.isnan().any() and (self.calls % 2 or self.steady) else x * x.sigmoid()
 
 
@@ -141,7 +141,7 @@ def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
     """Before the first step, where that shows then."""
     restless, policy = _Restless(), ActivationPolicy("3")
     model = nn.Sequential(nn.Conv2d(3, 4, 1), restless, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1))
-    with pytest.raises(ValueError, match=r"at module '1' \(forward, .*test_whole_module.py:\d+\)"):
+    with pytest.raises(ValueError, match="calls of _Restless is an attribute that each forward"):
         in_segments(model, policy, (2, 3, 12, 12), LocalCommunicator())
     restless.steady = True
     model = in_segments(model, policy, (2, 3, 12, 12), LocalCommunicator())
