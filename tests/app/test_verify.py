@@ -176,7 +176,7 @@ def test_a_wrong_gradient_is_found(
 
     monkeypatch.setattr(exactness.ProjectedError, "value", biased)
     monkeypatch.setattr(exactness.PlainTraining, "step", step_right)
-    assert main([*TINY, "--parallel", "single", "--out", str(tmp_path)]) == 1
+    assert main([*TINY, "--parallel", "single", "--steps", "1", "--out", str(tmp_path)]) == 1
     assert "FAILED: " in capsys.readouterr().out
     written = json.loads((tmp_path / "verify.json").read_text())
     assert not written["passed"]
