@@ -40,7 +40,7 @@ def time_layers(traced: Traced, images: Tensor, repeats: int) -> list[Runs]:
     """
     devices = [images.device] if images.device.type == "cuda" else []
     with (
-        left_as_it_was(traced.model),
+        left_as_it_was(traced.model, parameters=True),
         left_as_it_was(traced.training),
         torch.random.fork_rng(devices=devices),
         torch.enable_grad(),
