@@ -26,6 +26,7 @@ from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
+from parallel.engine.parameter_groups import own_state, whole_state
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.engine.tickets import DrawnMicrobatches
 from parallel.schedule.microbatch import microbatch_seed
@@ -202,7 +203,8 @@ class Errors:
 class PlainTraining:
     """The training loop of one process: forward, backward, gradients accumulated, update.
 
-    Uses nothing of ours but the seeds, and the workarounds for faults of torch.
+    Uses nothing of ours but the seeds, the numbering of parameters in checkpoints, and the workarounds for faults of
+    torch.
     """
 
     def __init__(self, trial: ExactnessTrial) -> None:
@@ -227,13 +229,14 @@ class PlainTraining:
             total += float(loss.detach())
         self.optimizer.step()
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"model": self.module.state_dict(), "optimizer": whole_state(self.optimizer, self.parameters)}
         return StepOutcome(total, gradients, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an engine, with the options of this optimizer."""
         self.module.load_state_dict(state["model"])
-        values = copy.deepcopy(state["optimizer"]["state"])  # torch would share the engine's tensors
+        own = own_state(self.optimizer, state["optimizer"], self.parameters)
+        values = copy.deepcopy(own["state"])  # torch would share the engine's tensors
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": values})
 
 
