@@ -107,9 +107,9 @@ FAULTS = (
     ),
     Fault(
         "the optimizer starts anew when a run is resumed",
-        "parallel/engine/state_dict.py",
-        'if number in saved["state"]}',
-        "if number < 0}",
+        "parallel/engine/parameter_groups.py",
+        'if number in whole["state"]:',
+        "if number < 0:",
         ("tests/parallel/engine/test_state_dict.py", "tests/parallel/engine/test_engine.py"),
     ),
     Fault(

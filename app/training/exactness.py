@@ -234,6 +234,9 @@ class PlainTraining:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an engine, with the options of this optimizer."""
+        for buffer in self.module.buffers():
+            if 0 in buffer.stride():  # one value seen as many, which cannot be written to
+                buffer.data = buffer.clone()
         self.module.load_state_dict(state["model"])
         own = own_state(self.optimizer, state["optimizer"], self.parameters)
         values = copy.deepcopy(own["state"])  # torch would share the engine's tensors
