@@ -35,6 +35,9 @@ class DoctorCommand:
     """Run folder whose disk is tried."""
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
+    Default: such files are refused, with a list of their images."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
 
@@ -44,7 +47,13 @@ def doctor(command: DoctorCommand) -> int:
     specs: tuple[SlideSpec, ...] = ()
     if command.slides:
         looked_at = IndexSettings().picture_mpp  # without --mpp, as a command that trains on them would
-        specs = find_slides(command.slides, mpp=command.slide_mpp, picture_mpp=looked_at, backend=command.backend)
+        specs = find_slides(
+            command.slides,
+            mpp=command.slide_mpp,
+            picture_mpp=looked_at,
+            backend=command.backend,
+            scene=command.scene,
+        )
     with _busy("looking at the machine"):
         environment = describe_environment()
         groups = {
@@ -63,7 +72,7 @@ def doctor(command: DoctorCommand) -> int:
             checks = sorted(check_slides(specs, usable_cores()), key=lambda check: check.slide_id)
         print_table(
             f"Slides in {command.slides}",
-            ("slide", "backend", "mpp", "size in px", "levels", "faults"),
+            ("slide", "backend", "mpp", "size in px", "levels", "other images", "faults"),
             [_row(check) for check in checks],
         )
         faults += sum(bool(check.faults) for check in checks)
@@ -73,10 +82,11 @@ def doctor(command: DoctorCommand) -> int:
 
 def _row(check: SlideCheck) -> tuple[str, ...]:
     if check.mpp is None:
-        return (check.slide_id, check.backend, "–", "–", "–", "; ".join(check.faults))
+        return (check.slide_id, check.backend, "–", "–", "–", "–", "; ".join(check.faults))
     size = f"{check.width} x {check.height}"
     told = "; ".join(check.faults) or "none"
-    return (check.slide_id, check.backend, f"{check.mpp:.4g}", size, str(check.levels), told)
+    others = "; ".join(check.other_images) or "none"
+    return (check.slide_id, check.backend, f"{check.mpp:.4g}", size, str(check.levels), others, told)
 
 
 @contextmanager

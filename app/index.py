@@ -49,6 +49,9 @@ class IndexCommand:
     index: IndexSettings = field(default_factory=IndexSettings)
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
+    Default: such files are refused, with a list of their images."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
     workers: int = 0
@@ -91,6 +94,7 @@ def index(command: IndexCommand) -> None:
         picture_mpp=command.index.picture_mpp,
         whole_pictures=command.index.whole_pictures,
         backend=command.backend,
+        scene=command.scene,
     )
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"

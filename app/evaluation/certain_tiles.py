@@ -39,7 +39,13 @@ def certain_tiles(folder: PredictionFolder, slides: Path, made_with: dict[str, A
                     tiles.append((float(tile["certainty"]), *place, classes[int(np.argmax(scores))]))
     tiles.sort()
     whole = bool(made_with.get("whole_pictures"))
-    listed = find_slides(slides, mpp=made_with["slide_mpp"], picture_mpp=made_with["mpp"], whole_pictures=whole)
+    listed = find_slides(
+        slides,
+        mpp=made_with["slide_mpp"],
+        picture_mpp=made_with["mpp"],
+        whole_pictures=whole,
+        scene=made_with.get("scene"),
+    )
     specs = {spec.slide_id: spec for spec in listed}
     pictures = {}
     for certainty, slide_id, l0_x, l0_y, name in dict.fromkeys([*tiles[:SHOWN], *tiles[: -SHOWN - 1 : -1]]):

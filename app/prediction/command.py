@@ -29,6 +29,9 @@ class PredictCommand:
     """Only where the checkpoint is of a package.module:factory, whose code is run: its name again."""
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
+    Default: such files are refused, with a list of their images."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
     ranks: int = 1

@@ -63,6 +63,7 @@ def predict_share(command: PredictCommand, rank: int) -> None:
         picture_mpp=asked["mpp"],
         whole_pictures=model.whole_pictures,
         backend=command.backend,
+        scene=command.scene,
     )
     folder = PredictionFolder(command.out)
     folder.open(
@@ -78,6 +79,7 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             "mpp": asked["mpp"],
             "overlap": command.overlap,
             "slide_mpp": command.slide_mpp,
+            "scene": command.scene,
         }
     )
     _log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))

@@ -49,6 +49,9 @@ class DataSettings:
     class drawn on most of it, if there is one; a fraction, such as 0.25: that class if it covers so much of it."""
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say; column mpp of the CSV goes before it."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
+    Default: such files are refused, with a list of their images."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
     index_workers: Suppress[int] = 0

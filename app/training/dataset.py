@@ -109,6 +109,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         picture_mpp=config.index.picture_mpp,
         whole_pictures=config.index.whole_pictures,
         backend=data.backend,
+        scene=data.scene,
     )
     truth = find_labels(
         data.slides,

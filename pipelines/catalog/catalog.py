@@ -60,6 +60,7 @@ class SlideSpec:
         mpp: um/px of level 0, in place of what the file says; None: what the file says.
         backend: auto, tiled, openslide, zarr or image.
         state: what the file was when it was indexed; None where nobody cares.
+        scene: which image to read if the file holds several of similar size, counted from 0.
     """
 
     slide_id: str
@@ -67,6 +68,7 @@ class SlideSpec:
     mpp: float | None = None
     backend: str = "auto"
     state: SlideState | None = None
+    scene: int | None = None
 
     def check_unchanged(self) -> None:
         """Refuse a slide that was replaced since it was indexed: its tiles may lie elsewhere, or be none.
@@ -90,7 +92,7 @@ class SlideSpec:
         _check_path(self.path)
         from pipelines.backends.registry import open_slide  # here, so that listing a folder loads no slide library
 
-        return open_slide(self.path, mpp=self.mpp, backend=self.backend)
+        return open_slide(self.path, mpp=self.mpp, backend=self.backend, scene=self.scene)
 
 
 def _check_path(path: Path) -> None:
@@ -167,6 +169,7 @@ def find_slides(
     picture_mpp: float | None = None,
     whole_pictures: bool = False,
     backend: str = "auto",
+    scene: int | None = None,
 ) -> tuple[SlideSpec, ...]:
     """Return all slides under ``root``, sub-folders included, sorted by id.
 
@@ -183,12 +186,14 @@ def find_slides(
         picture_mpp: um/px that PNG and JPEG files without any are taken to have; None: they must be given one.
         whole_pictures: a slide's id is its path below ``root``, without suffix, as class folders of pictures have the
             same names again and again; and nobody asks for um/px.
-        backend: handed to ``open_slide``.
+        backend, scene: handed to ``open_slide``.
 
     Raises:
         ValueError: ``root`` is no folder or holds no slide, two slides have one id, or an mpp is implausible.
     """
     named = mpp_by_slide or {}
+    if scene is not None and scene < 0:
+        raise ValueError(f"--scene counts the images of a slide file from 0; got {scene}")
     for where, value in [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]:
         if value is not None and not check_mpp(value):
             raise ValueError(f"{where} must be between {MPP_MIN:g} and {MPP_MAX:g} um/px; got {value:g}")
@@ -225,7 +230,7 @@ def find_slides(
         )
     if picture_mpp is not None:
         overrides |= dict.fromkeys(pictures, picture_mpp)
-    return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend) for s in sorted(paths))
+    return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend, scene=scene) for s in sorted(paths))
 
 
 def _check_folder(root: Path) -> None:

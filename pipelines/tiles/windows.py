@@ -167,7 +167,8 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
                 f"{spec.path}: no window has tissue ({tissue.share:.1%} of the slide has): a blank slide, or one whose "
                 "tissue was not found; the checkpoint's run says which (--min-tissue)"
             )
-        bad, fault = damaged_tiles(slide, grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
+        tiles = (grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
+        bad, fault = damaged_tiles(slide, *tiles, spec.scene)
         row, column = row[~bad], column[~bad]
         thumbnail = _thumbnail(slide, overview, threads)
         return SlideWindows(
