@@ -22,7 +22,8 @@ from app.settings.cli import FAILED, OK, run_command
 from app.settings.console import print_findings, print_table
 from app.training.run_info import describe_environment
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.catalog.counted import counted
+from pipelines.labels.slide_labels import read_mpp
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,10 @@ class DoctorCommand:
     out: Path = Path("runs/train")
     """Run folder whose disk is tried."""
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say."""
+    """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
+    mpp_table: Path | None = None
+    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
+    labels.csv in --slides, if there is one."""
     scene: int | None = None
     """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
     Default: such files are refused, with a list of their images."""
@@ -46,11 +50,10 @@ def doctor(command: DoctorCommand) -> int:
     """Look at everything, print it, and count the faults."""
     specs: tuple[SlideSpec, ...] = ()
     if command.slides:
-        looked_at = IndexSettings().picture_mpp  # without --mpp, as a command that trains on them would
         specs = find_slides(
             command.slides,
             mpp=command.slide_mpp,
-            picture_mpp=looked_at,
+            mpp_by_slide=read_mpp(command.slides, command.mpp_table),
             backend=command.backend,
             scene=command.scene,
         )
@@ -68,7 +71,7 @@ def doctor(command: DoctorCommand) -> int:
         print_findings(title, findings)
     faults = sum(finding.state == "FAULT" for findings in groups.values() for finding in findings)
     if specs:
-        with _busy(f"opening {len(specs)} slides"):
+        with _busy(f"opening {counted(len(specs), 'slide')}"):
             checks = sorted(check_slides(specs, usable_cores()), key=lambda check: check.slide_id)
         print_table(
             f"Slides in {command.slides}",
@@ -76,17 +79,15 @@ def doctor(command: DoctorCommand) -> int:
             [_row(check) for check in checks],
         )
         faults += sum(bool(check.faults) for check in checks)
-    print(f"\n{faults} {'fault' if faults == 1 else 'faults'}")
+    print(f"\n{counted(faults, 'fault')}")
     return FAILED if faults else OK
 
 
 def _row(check: SlideCheck) -> tuple[str, ...]:
-    if check.mpp is None:
-        return (check.slide_id, check.backend, "–", "–", "–", "–", "; ".join(check.faults))
-    size = f"{check.width} x {check.height}"
-    told = "; ".join(check.faults) or "none"
-    others = "; ".join(check.other_images) or "none"
-    return (check.slide_id, check.backend, f"{check.mpp:.4g}", size, str(check.levels), others, told)
+    mpp = "–" if check.mpp is None else f"{check.mpp:.4g}"
+    size, levels = (f"{check.width} x {check.height}", str(check.levels)) if check.levels else ("–", "–")
+    others = "; ".join(check.other_images) or ("none" if check.levels else "–")
+    return (check.slide_id, check.backend, mpp, size, levels, others, "; ".join(check.faults) or "none")
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """``python -m app.evaluate``: predictions of ``app.predict`` held against the truth.
 
 Takes a folder of predictions with a table of labels, annotations, or both; leaves ``evaluation.json`` and
-``report.html``: areas under curves with intervals over patients, confusion, calibration; Dice, IoU and lesions found.
+``report.html`` for one split of the run: areas under curves with intervals over patients, confusion, calibration; Dice,
+IoU and lesions found.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from app.settings.cli import run_command
+from pipelines.labels.patients import pattern_fault
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,19 @@ class EvaluateCommand:
     predictions: Path
     """Folder that app.predict wrote."""
     labels: Path | None = None
-    """CSV with columns slide, label and optionally patient: slides and patients are scored."""
+    """CSV with columns slide, label and optionally patient: slides and patients are scored. With --annotations it may
+    name patients alone."""
     annotations: Path | None = None
     """Folder of annotations by slide name, as app.train takes them: areas and lesions are scored."""
+    split: Literal["train", "val", "test", "external", "all"] | None = None
+    """Predicted slides to score, by their split in the run that trained the model. Default: test slides; without any
+    validation slides; without these external ones, which the run did not have. Never training slides."""
+    patient_pattern: str | None = None
+    """Regular expression for the patient in slide names, where no table names one: its first group, as '^(P[0-9]+)_'.
+    Default: as in the run, with TCGA barcodes. Intervals draw slides of unknown patients one by one."""
+    positive_class: str | None = None
+    """Of two classes the one that a patient has where one slide has it. Default: that of the run, else the one that is
+    not called normal, benign, negative, background or 0. Of more classes patients have the mean score."""
     slides: Path | None = None
     """Folder of the slides: the report then shows the tiles that the model is most and least certain of."""
     out: Path | None = None
@@ -33,16 +46,19 @@ class EvaluateCommand:
     def validate(self) -> list[str]:
         if self.labels is None and self.annotations is None:
             return ["there is nothing to hold predictions against: give --labels FILE.csv, --annotations DIR, or both"]
-        return []
+        fault = pattern_fault(self.patient_pattern)
+        return [] if fault is None else [fault]
 
 
 def evaluate(command: EvaluateCommand) -> None:
     """Score, write and say what was found."""
-    from app.evaluation.report import Evaluation, write_report
+    from app.evaluation.report import Asked, Evaluation
+    from app.evaluation.report_page import write_report
     from app.prediction.prediction_folder import PredictionFolder
 
     folder = PredictionFolder(command.predictions)
-    evaluation = Evaluation.of(folder, command.labels, command.annotations)
+    asked = Asked(command.split, command.patient_pattern, command.positive_class)
+    evaluation = Evaluation.of(folder, command.labels, command.annotations, asked)
     out = command.out or command.predictions
     out.mkdir(parents=True, exist_ok=True)
     figures = evaluation.figures()

@@ -24,10 +24,13 @@ from app.pages.slides_page import FILTERS, slide_rows, write_slides_page
 from app.settings.cli import run_command
 from app.training.progress import LOG_FORMAT, IndexProgress
 from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.labels.slide_labels import read_mpp
+from pipelines.slides.geometry import mpp_fault
+from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import TileTable, build_index
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
 from pipelines.tiles.index_settings import IndexSettings
@@ -48,7 +51,10 @@ class IndexCommand:
     slides."""
     index: IndexSettings = field(default_factory=IndexSettings)
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say."""
+    """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
+    mpp_table: Path | None = None
+    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
+    labels.csv in --slides, if there is one."""
     scene: int | None = None
     """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
     Default: such files are refused, with a list of their images."""
@@ -74,8 +80,8 @@ class IndexCommand:
         faults = self.index.validate()
         if self.annotations is not None and not self.has_page:
             faults.append("--annotations is for slides.html, which is not made with --part or --pictures resize")
-        if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
-            faults.append(f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp:g}")
+        if self.slide_mpp is not None and (fault := mpp_fault(self.slide_mpp)):
+            faults.append(f"--slide-mpp {fault}")
         if self.workers < 0:
             faults.append(f"--workers is at least 0; got {self.workers}")
         try:
@@ -91,14 +97,14 @@ def index(command: IndexCommand) -> None:
     specs = find_slides(
         command.slides,
         mpp=command.slide_mpp,
-        picture_mpp=command.index.picture_mpp,
+        mpp_by_slide=read_mpp(command.slides, command.mpp_table),
         whole_pictures=command.index.whole_pictures,
         backend=command.backend,
         scene=command.scene,
     )
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"
-    print(f"{len(specs)} slides in {command.slides}{of_part}", flush=True)
+    print(f"{counted(len(specs), 'slide')} in {command.slides}{of_part}", flush=True)
     if part and specs and not part.specs(specs):
         return  # more tasks than slides: nothing is wrong
     truth = _annotations(command, specs) if command.has_page else None
@@ -109,21 +115,30 @@ def index(command: IndexCommand) -> None:
         name = Path(part.file_name if part else "run").with_suffix(".log")
         held.enter_context(_logged(command.out / name))
         say = held.enter_context(IndexProgress(functools.partial(print, flush=True)))
-        table = build_index(
-            specs,
-            command.index,
-            command.out,
-            workers=command.workers,
-            progress=say,
-            retry_failed=True,
-            part=part,
-            judged=True,
-        )
         failed = FailedSlides(command.out / "failed_slides.csv")
+        try:
+            table = build_index(
+                specs,
+                command.index,
+                command.out,
+                workers=command.workers,
+                progress=say,
+                retry_failed=True,
+                part=part,
+                judged=True,
+            )
+        except SlideError:  # no slide can be used: their pictures show why
+            if command.has_page:
+                found = TileTable.load(command.out / WHOLE_FILE).of_slides(spec.slide_id for spec in specs)
+                print("page      {} ({})".format(*_page(command, specs, found, failed, truth)), flush=True)
+            raise
         page = _page(command, specs, table, failed, truth) if command.has_page else None
-    tiles = "whole slides, " + sides_text(table) if table.sides is not None else f"tiles of {command.index.tile} px"
+    if table.sides is not None:
+        tiles = f"{counted(len(table), 'whole slide')}, {sides_text(table)}"
+    else:
+        tiles = f"{counted(len(table), 'tile')} of {command.index.tile} px"
     print(
-        f"{len(table)} {tiles} at {command.index.mpp:g} um/px on {len(table.slides)} slides, "
+        f"{tiles} at {command.index.mpp:g} um/px on {counted(len(table.slides), 'slide')}, "
         f"{time.perf_counter() - started_s:.1f} s\n"
         f"index     {command.out / (part.file_name if part else WHOLE_FILE)}\n"
         f"pictures  {command.out / 'tissue'}{os.sep}"
@@ -131,7 +146,7 @@ def index(command: IndexCommand) -> None:
     if page is not None:
         print(f"page      {page[0]} ({page[1]})")
     if rows := failed.rows():
-        print(f"failed    {failed.path} ({len({slide for slide, _, _ in rows})} slides)")
+        print(f"failed    {failed.path} ({counted(len({slide for slide, _, _ in rows}), 'slide')})")
 
 
 def _annotations(command: IndexCommand, specs: Sequence[SlideSpec]) -> SlideAnnotations | None:
@@ -140,12 +155,11 @@ def _annotations(command: IndexCommand, specs: Sequence[SlideSpec]) -> SlideAnno
     Raises:
         ValueError: nothing in ``--annotations`` is of these slides, or none of it can be read.
     """
-    patients = {spec.slide_id: spec.slide_id for spec in specs}
     if command.annotations is not None:
-        return read_annotations(annotations_in(command.annotations, specs), specs, patients)
+        return read_annotations(annotations_in(command.annotations, specs), specs, {})
     try:
         beside = annotations_beside(command.slides, specs)
-        return read_annotations(beside, specs, patients) if beside else None
+        return read_annotations(beside, specs, {}) if beside else None
     except ValueError as fault:
         print(f"annotations are not drawn: {fault}", flush=True)
         return None

@@ -1,7 +1,8 @@
 """``python -m app.train``: a folder of slides and labels in, a trained model, its scores and its speed out.
 
 One process, ``--ranks N`` on this machine, or under torchrun or mpirun. Everything a run leaves is in its run folder. A
-process that torchrun, ``--max-restarts`` or Slurm has started again goes on from the last checkpoint there.
+process that torchrun, ``--max-restarts`` or Slurm has started again goes on from the last checkpoint there, as with
+``--resume``; where there is none yet, the run starts from its beginning.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.launch.restart import Attempts, attempts_before, describe_restart, find_starter
-from app.planning.auto import decided, plan_run
+from app.planning.auto import decided, plan_run, plan_text
 from app.planning.whole_slides import as_square, check_largest, in_boxes
-from app.settings.cli import FAILED, USAGE, RunError, run_command
+from app.settings.cli import FAILED, USAGE, RunError, describe_system_error, run_command
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.settings.strategy_faults import strategy_faults
@@ -56,7 +59,8 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
     starter = find_starter(is_agent=True)
     before = attempts_before(folder.attempts(), starter)
     # Everything that can be wrong with the data is found here, once, before any rank starts.
-    dataset = _prepare(_with_microbatches(_continued(config, folder, before), folder, before), folder, before)
+    config_here = _continued(config, folder, before)
+    dataset = _prepare(_with_microbatches(config_here, _begun(config_here, folder, before)), folder, before)
     folder.keep_attempts(Attempts(before, (starter.agent,) if starter.agent else (), starter.job))
 
     def ranks_after(ranks: int) -> int:
@@ -79,7 +83,8 @@ def _fewer(config: RunConfig, folder: RunFolder, dataset: Dataset, ranks: int) -
     for fewer in range(ranks - 1, config.min_ranks - 1, -1):
         asked = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, ranks=fewer))
         try:
-            _plan(_with_microbatches(_continued(asked, folder, 1), folder, 1), folder, dataset)
+            asked = _continued(asked, folder, 1)
+            _plan(_with_microbatches(asked, _begun(asked, folder, 1)), folder, dataset)
         except (ValueError, RunError) as fault:
             logging.getLogger("app.train").warning("cannot go on with %d ranks: %s", fewer, fault)
         else:
@@ -88,26 +93,47 @@ def _fewer(config: RunConfig, folder: RunFolder, dataset: Dataset, ranks: int) -
 
 
 def _continued(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
-    """``config``, resumed without being asked where ``before`` attempts of the same start left a checkpoint."""
-    return dataclasses.replace(config, resume=config.resume or (before > 0 and folder.last.exists()))
+    """Return ``config`` with ``resume`` decided: there is a checkpoint, and the user asked to or ``before`` attempts
+    of the same start were made."""
+    from app.launch.place import started_by_us
+
+    resumes = (config.resume or before > 0) and folder.last.exists()
+    was_begun = folder.config.exists() and not folder.last.exists()
+    if not (resumes or before or started_by_us()) and (config.resume or was_begun):
+        _say(f"{folder.path} holds no checkpoint: the run starts from its beginning")
+    return dataclasses.replace(config, resume=resumes)
 
 
-def _with_microbatches(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
+def _begun(config: RunConfig, folder: RunFolder, before: int) -> int | None:
+    """Return the microbatches that the run in the folder has: of its checkpoint, or of the ``before`` attempts that
+    came to none. None: it begins, or has a plan to make."""
+    begun: int | None = folder.settings(again=before > 0).get("microbatches") if config.resume or before else None
+    return begun
+
+
+def _with_microbatches(config: RunConfig, begun: int | None) -> RunConfig:
     """``config`` with the number of microbatches decided: a resumed run goes on with its own, whatever its strategy and
-    its ranks are now, because batch norm looks at one microbatch at a time. So does one that starts anew as there was
-    no checkpoint when it lost a rank, after ``before`` attempts.
+    its ranks are now, because batch norm looks at one microbatch at a time.
+
+    Args:
+        begun: microbatches that the run has.
 
     Raises:
         ValueError: the strategy cannot compute that number.
     """
-    strategy = config.strategy
-    begun = folder.settings(again=before > 0).get("microbatches") if config.resume or before else None
-    if strategy.undecided and begun is None and not config.resume:
+    asked = config.strategy
+    if asked.undecided and begun is None and not config.resume:
         return config
-    m = begun if strategy.microbatches is None and begun is not None else strategy.m
-    strategy = dataclasses.replace(strategy, microbatches=m)
+    m = begun if asked.microbatches is None and begun is not None else asked.m
+    strategy = dataclasses.replace(asked, microbatches=m)
     if faults := strategy_faults(strategy):
-        raise ValueError(f"{folder.path} cannot be resumed like this:\n       " + "\n       ".join(faults))
+        if asked.microbatches is None and not strategy_faults(asked):
+            faults.append(
+                f"the run computes each batch in {begun} microbatch{'es' * (begun != 1)}: add --microbatches {asked.m} "
+                f"to go on with {asked.m} (batch norm and dropout then look at other groups of tiles, so the numbers "
+                "are not those of an uninterrupted run), or use a strategy that computes as many as before"
+            )
+        raise ValueError(f"{config.out} cannot be resumed like this:\n       " + "\n       ".join(faults))
     return dataclasses.replace(config, strategy=strategy)
 
 
@@ -127,13 +153,13 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
     interrupt.listen()  # there was nothing to save before, and who waits for ranks that do not come is to end at once
     try:
         _take_folder(folder, placement, held)
-        before, config = _agree_on_restart(config, folder, placement)
+        before, begun, config = _agree_on_restart(config, folder, placement)
     except CommunicationError as fault:
         atexit.register(placement.communicator.abort)
         raise RunError(str(fault)) from fault
     guard = RankGuard(placement, config.strategy.timeout_s, folder.fault_of(before + 1), interrupt)
     try:
-        return _train_guarded(_with_microbatches(config, folder, before), folder, placement, guard, interrupt, before)
+        return _train_guarded(_with_microbatches(config, begun), folder, placement, guard, interrupt, before)
     except Exception as fault:
         if not guard.tells(fault):
             return USAGE if isinstance(fault, ValueError) else FAILED
@@ -169,18 +195,18 @@ def _take_folder(folder: RunFolder, placement: RankPlace, held: contextlib.ExitS
     raise refusal
 
 
-def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: RankPlace) -> tuple[int, RunConfig]:
-    """Attempts before this one, and the settings to go on with: as the first rank finds them. The others may see the
-    folder later, and torchrun may have told them another number."""
-    import torch
+def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: RankPlace) -> tuple[int, int | None, RunConfig]:
+    """Attempts before this one, microbatches of the run, and the settings to go on with: as the first rank finds them.
+    The others may see the folder later, and torchrun may have told them another number."""
+    from app.training.share import share
 
-    attempt = torch.zeros(2, dtype=torch.int64)
-    if placement.communicator.rank == 0:
+    def find() -> tuple[int, int | None, bool]:
         before = attempts_before(folder.attempts(), find_starter())
-        attempt = torch.tensor([before, _continued(config, folder, before).resume])
-    placement.communicator.broadcast(attempt)
-    before, resume = attempt.tolist()
-    return before, dataclasses.replace(config, resume=bool(resume))
+        continued = _continued(config, folder, before)
+        return before, _begun(continued, folder, before), continued.resume
+
+    before, begun, resume = share(placement.communicator, find)
+    return before, begun, dataclasses.replace(config, resume=resume)
 
 
 def _train_guarded(
@@ -190,12 +216,13 @@ def _train_guarded(
 
     from app.training.loop import TrainingLoop
     from app.training.session import build_session
+    from app.training.share import share
     from app.training.summary import RunSummary
     from app.training.throughput import PeakMemory
 
     memory = PeakMemory(placement.device)
-    dataset = _prepare_once(config, folder, placement, before)
-    strategy = decided(config.strategy, folder.path, placement.device.type)
+    dataset, plan = _prepare_once(config, folder, placement, before)
+    strategy = decided(config.strategy, folder.path, placement.device.type, plan)
     session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
@@ -205,8 +232,8 @@ def _train_guarded(
     for note in session.notes if placement.communicator.rank == 0 else ():
         _say(note)
     is_done = loop.is_done
-    if is_done and folder.tells_end(loop.outcome.step):
-        done, more = f"has all its {loop.outcome.step} steps", "--steps or --epochs"
+    if is_done and share(placement.communicator, lambda: folder.tells_end(loop.outcome.step)):
+        done, more = f"has all its {loop.outcome.step} steps", "--steps or --epochs, with --extend"
         if loop.outcome.step < session.total_steps:
             done, more = f"was stopped early at step {loop.outcome.step}", "--patience"
         summary.say(f"nothing to do: {config.out} {done}; ask for more {more}")
@@ -220,14 +247,37 @@ def _train_guarded(
     except Exception as fault:
         error = guard.explain(fault)
         if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):
-            error += f"\n{loop.memory.fault()}"
-        summary.failed(error, memory.bytes)
-        if placement.communicator.world > 1 or guard.foresees(fault):
+            error += f"\n{loop.memory.fault()}{_how_to_go_on(folder)}"
+        is_full = False
+        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
+            is_full = True
+            kept = f"{folder.last} is kept: then continue with --resume"
+            error = f"{describe_system_error(fault)}; {kept if folder.last.exists() else 'then start again'}"
+        with contextlib.suppress(OSError) if is_full else contextlib.nullcontext():
+            summary.failed(error, memory.bytes)
+        if is_full or placement.communicator.world > 1 or guard.foresees(fault):
             raise RunError(error) from fault
         raise
     summary.finished(memory.bytes)
+    if loop.measures_twin:
+        guard.watchdog.close()  # the run is completed, whatever happens to these steps
+        try:
+            summary.fed_from_memory(loop.measure_twin())
+        except Exception as fault:
+            logging.getLogger("app.train").warning("--developer twin-steps: these steps failed: %s", fault)
+            if placement.communicator.world > 1:  # whoever waits for this rank finds it gone, and ends likewise
+                sys.stdout.flush()
+                atexit.register(os._exit, 0)
+            return 0
     session.close()
     return 0
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    """Return what a run that ran out of memory can do with its checkpoint; "" where there is none."""
+    if not folder.last.exists():
+        return ""
+    return f". {folder.last} is kept: all of these but --tile may be added to --resume"
 
 
 def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
@@ -256,29 +306,35 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
             if planned is config:
                 raise
             raise RunError(f"{fault}; {in_boxes(dataset.tiles.largest)}") from fault
-        folder.keep_microbatches(decided(config.strategy, folder.path, "cpu").m)
+        folder.keep_microbatches(decided(config.strategy, folder.path, "cpu", plan_text(folder.path)).m)
     elif dataset.tiles.sides is not None:
         check_largest(config, dataset.tiles.largest, *learned)
 
 
-def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, before: int) -> Dataset:
-    """The dataset: made by the process that started the ranks, or by the first rank while the others wait."""
+def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, before: int) -> tuple[Dataset, str]:
+    """The dataset and the text of the plan, as the first rank finds them. It makes them, unless the process that
+    started the ranks has."""
     from app.launch.place import started_by_us
+    from app.training.share import share
     from parallel.comm.objects import gather_objects
 
-    dataset, starter = None, find_starter()
+    starter = find_starter()
     agents = gather_objects(placement.communicator, starter.agent)
-    if agents is not None:
+
+    def find() -> tuple[Dataset, str]:
         if started_by_us():
             folder.log_to_file()
+            dataset = prepare(config, folder, lambda told: None)  # it was told when it was made
         else:
             dataset = _prepare(config, folder, before)
+        assert agents is not None
         found = folder.attempts()
         ranks = (*(found.ranks if found and before else ()), placement.communicator.world)
         different = tuple(dict.fromkeys(agent for agent in agents if agent))
         folder.keep_attempts(Attempts(before + 1, different, starter.job, ranks))
-    placement.communicator.barrier()
-    return prepare(config, folder, lambda told: None) if dataset is None else dataset  # it was told when it was made
+        return dataset, plan_text(folder.path)
+
+    return share(placement.communicator, find)
 
 
 def _say(line: str) -> None:

@@ -81,7 +81,7 @@ def runs(slides: Path, steps: int) -> list[Run]:
 
 def table(finished: list[tuple[Run, dict[str, object]]]) -> str:
     """Scores and speed of the finished runs, aligned."""
-    lines = [("run", "score", "images/s", "no data", "waiting", "tiles", "wall")]
+    lines = [("run", "score", "images/s", "waiting", "tiles", "wall")]
     for run, summary in finished:
         metrics = summary["metrics"]
         name = "slide_auc" if summary["task"] == "classify" else "dice"
@@ -90,7 +90,6 @@ def table(finished: list[tuple[Run, dict[str, object]]]) -> str:
                 run.title,
                 f"{name} {number(metrics[name])}",
                 number(summary["images_per_second"]),
-                number(summary["images_per_second_no_data"]),
                 f"{100 * summary['data_wait_fraction']:.1f} %",
                 str(summary["images"]),
                 f"{summary['wall_s']:.0f} s",

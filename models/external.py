@@ -6,13 +6,14 @@ Takes a name and the number of classes; gives a module whose forward returns one
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,8 +56,11 @@ class TorchvisionSegmenter(nn.Module):
         return F.interpolate(logits, size=x.shape[-2:], mode="bilinear", align_corners=False)
 
 
-def build_torchvision(name: str, *, classes: int) -> nn.Module:
+def build_torchvision(name: str, *, classes: int, side: int | None = None) -> nn.Module:
     """Return a classification or segmentation model of torchvision by its name there.
+
+    Args:
+        side: of the tiles, px, for models that are made for one size.
 
     Raises:
         ValueError: torchvision has no such model, or it is of another kind (detection, video, quantized).
@@ -73,12 +77,38 @@ def build_torchvision(name: str, *, classes: int) -> nn.Module:
         kind = "is neither a classifier nor a segmenter" if name in models.list_models() else "is not in torchvision"
         raise ValueError(f"model torchvision:{name} {kind}; {close_matches(name, known)}")
     options = {"aux_logits": False, "init_weights": True} if name in WITH_AUXILIARY_HEADS else {}
-    built: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
-    return built
+    sizes: dict[str, Any] = {}
+    if side and name.startswith("vit_"):
+        sizes = {"image_size": side}
+    elif side and name.startswith("maxvit"):
+        sizes = {"input_size": (side, side)}
+    build = functools.partial(models.get_model, name, weights=None, num_classes=classes, **options)
+    return _sized(build, sizes)
 
 
-def build_timm(name: str, *, classes: int, in_channels: int) -> nn.Module:
+def _sized(build: Callable[..., nn.Module], sizes: Mapping[str, Any]) -> nn.Module:
+    """Return what ``build`` makes for tiles of these sizes; for those of its own where it takes no others."""
+    if sizes:
+        with contextlib.suppress(TypeError, AssertionError, ValueError):
+            return build(**sizes)
+    return build()
+
+
+def create_timm(name: str, side: int | None, **options: Any) -> nn.Module:
+    """Return a model of timm, for tiles of ``side`` px where it is made for one size and can be made for another."""
+    import timm
+
+    known = timm.get_pretrained_cfg(name)
+    fixed = known is not None and known.fixed_input_size and tuple(known.input_size[1:]) != (side, side)
+    build = functools.partial(timm.create_model, name, pretrained=False, **options)
+    return _sized(build, {"img_size": side} if side and fixed else {})
+
+
+def build_timm(name: str, *, classes: int, in_channels: int, side: int | None = None) -> nn.Module:
     """Return a model of timm by its name there.
+
+    Args:
+        side: of the tiles, px, for models that are made for one size.
 
     Raises:
         ValueError: timm has no such model.
@@ -87,8 +117,7 @@ def build_timm(name: str, *, classes: int, in_channels: int) -> nn.Module:
 
     if not timm.is_model(name):
         raise ValueError(f"model timm:{name} is not in timm; {close_matches(name, timm.list_models())}")
-    built: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, in_chans=in_channels)
-    return built
+    return create_timm(name, side, num_classes=classes, in_chans=in_channels)
 
 
 def build_smp(name: str, *, classes: int, in_channels: int) -> nn.Module:

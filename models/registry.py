@@ -53,7 +53,13 @@ def model_names() -> tuple[str, ...]:
 
 
 def build_model(
-    name: str, *, classes: int, norm: Norm = "batch", head: Head = "average", in_channels: int = 3
+    name: str,
+    *,
+    classes: int,
+    norm: Norm = "batch",
+    head: Head = "average",
+    in_channels: int = 3,
+    side: int | None = None,
 ) -> nn.Module:
     """Return the model called ``name`` with random weights, on the current default device.
 
@@ -65,6 +71,7 @@ def build_model(
             BatchNorm, and ``frozen`` keeps its running statistics as they are.
         head: what pools the last map of a classifier.
         in_channels: of the input; 3 for RGB.
+        side: of the tiles, px, for models of timm and torchvision that are made for one size; None: their own.
 
     Raises:
         ValueError: unknown name (close ones are named), or a setting the model does not take.
@@ -73,7 +80,7 @@ def build_model(
         raise ValueError(f"a model needs at least one class; got classes {classes}")
     model = _ours(name, classes=classes, norm=norm, in_channels=in_channels)
     if model is None:
-        model = _foreign(name, classes, norm, in_channels)
+        model = _foreign(name, classes, norm, in_channels, side)
     put_head(model, name, head, in_channels)
     return model
 
@@ -85,7 +92,7 @@ def _ours(name: str, **settings: Any) -> nn.Module | None:
     return None
 
 
-def _foreign(name: str, classes: int, norm: Norm, in_channels: int) -> nn.Module:
+def _foreign(name: str, classes: int, norm: Norm, in_channels: int, side: int | None) -> nn.Module:
     if ":" not in name:
         matches = difflib.get_close_matches(name, model_names(), n=3)
         hint = f"did you mean {' or '.join(matches)}? " if matches else ""
@@ -93,13 +100,13 @@ def _foreign(name: str, classes: int, norm: Norm, in_channels: int) -> nn.Module
     source, _, rest = name.partition(":")
     check_foreign(name, norm=norm, in_channels=in_channels, any_channels=source in ("timm", "unet", "smp"))
     if source == "torchvision":
-        model = build_torchvision(rest, classes=classes)
+        model = build_torchvision(rest, classes=classes, side=side)
     elif source == "timm":
-        model = build_timm(rest, classes=classes, in_channels=in_channels)
+        model = build_timm(rest, classes=classes, in_channels=in_channels, side=side)
     elif source == "smp":
         model = build_smp(rest, classes=classes, in_channels=in_channels)
     elif source == "unet":
-        model = build_encoder_unet(rest, classes=classes, in_channels=in_channels)
+        model = build_encoder_unet(rest, classes=classes, in_channels=in_channels, side=side)
     else:
         model = build_from_factory(name, classes=classes)
     if norm in ("group", "layer"):

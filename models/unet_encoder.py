@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import Norm, conv_norm_relu, init_convolutions
-from models.external import close_matches
+from models.external import close_matches, create_timm
 
 WIDTHS = (256, 128, 64, 32, 16)
 """Channels of the decoder, deepest step first."""
@@ -88,11 +88,14 @@ class EncoderUNet(nn.Module):
         return logits
 
 
-def build_encoder_unet(name: str, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> EncoderUNet:
+def build_encoder_unet(
+    name: str, *, classes: int, norm: Norm = "batch", in_channels: int = 3, side: int | None = None
+) -> EncoderUNet:
     """Return the U-Net over timm's ``name``, with random weights.
 
     Args:
         norm: of the decoder.
+        side: of the tiles, px, for encoders that are made for one size.
 
     Raises:
         ValueError: timm has no such model, or it does not give features at several sizes, or only through hooks.
@@ -103,7 +106,7 @@ def build_encoder_unet(name: str, *, classes: int, norm: Norm = "batch", in_chan
 
     if not timm.is_model(name):
         raise ValueError(f"model unet:{name}: {name} is not in timm; {close_matches(name, timm.list_models())}")
-    encoder: Any = timm.create_model(name, pretrained=False, features_only=True, in_chans=in_channels)
+    encoder: Any = create_timm(name, side, features_only=True, in_chans=in_channels)
     reductions = encoder.feature_info.reduction()
     fault = ""
     if isinstance(encoder, FeatureHookNet):

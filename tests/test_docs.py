@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,25 @@ def test_commands_name_things_that_exist(document: Path) -> None:
 def test_links_and_pictures_exist(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
         assert target.startswith("https://") or (document.parent / target).exists(), target
+
+
+PLAN = "python -m app.plan --model resnet50 --tile 2048 --ranks 4 --device-spec v100-16gb --largest-tile"
+
+
+@pytest.mark.long
+def test_plans_shown_are_those_printed_today(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that a page leaves out are dots."""
+    from app.plan import main
+
+    assert main(PLAN.split()[3:-1]) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    table = printed[printed.index("strategies, best candidate of each") + 1 :]
+    for page in (ROOT / "README.md", ROOT / "docs" / "strategies.md"):
+        assert PLAN in commands(page)
+        (block,) = re.findall(r"```\n(strategy .*?)```", page.read_text(), re.DOTALL)
+        shown = [" ".join(line.split()) for line in block.splitlines()]
+        printed_rows = [line if line in shown else "..." for line in table]
+        assert [line for line, _ in itertools.groupby(printed_rows)] == shown, page.name
 
 
 @pytest.mark.parametrize("drawing", [boxes_picture, memory_picture], ids=lambda module: module.FILE.stem)

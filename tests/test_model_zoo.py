@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from app.training.exactness import ExactnessTrial, StepsResult
+from app.training import exactness
+from app.training.exactness import PlainTraining, StepOutcome
 from benchmarks.model_zoo import measure, run
+from benchmarks.model_zoo.grid import WAYS as GRID_WAYS
+from benchmarks.model_zoo.grid import grid_entries
 from benchmarks.model_zoo.run import measured
 from benchmarks.model_zoo.table import Row, append, read, summary, totals
 from benchmarks.model_zoo.zoo import CLASSIFIERS, GIANTS, SEGMENTERS, TIMM, Entry, all_entries
@@ -62,46 +64,50 @@ def test_a_model_with_dropout_and_skips_is_exact_in_2_and_4_stages_and_recompute
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("gradients", "head.weight"), ("state", "down1.1.running_mean"), ("losses", "")]
+    ("kind", "name"), [("gradients", "head.weight"), ("state", "down1.1.running_mean"), ("loss", "")]
 )
 def test_what_differs_in_the_eighth_digit_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
-    honest = measure._plain
+    honest = PlainTraining.step
 
-    def falsified(trial: ExactnessTrial) -> StepsResult:
-        outcome = honest(trial)
-        if kind == "losses":
-            return dataclasses.replace(outcome, losses=[loss * (1 + 1e-8) for loss in outcome.losses])
-        value = getattr(outcome, kind)[name]
+    def falsified(plain: PlainTraining, step: int) -> StepOutcome:
+        outcome = honest(plain, step)
+        if kind == "loss":
+            return dataclasses.replace(outcome, loss=outcome.loss * (1 + 1e-8))
+        value = (outcome.gradients if kind == "gradients" else outcome.state["model"])[name]
         value += 1e-8 * value.abs().max()
         return outcome
 
-    monkeypatch.setattr(measure, "_plain", falsified)
+    monkeypatch.setattr(PlainTraining, "step", falsified)
     for row in measure.rows_of(SMALL):
         assert row.status == "wrong"
         assert 1e-10 < row.largest < 2e-8
-        assert not name or row.note.startswith(f"{name} ")
+        assert row.note.startswith(name or "loss")
 
 
 def test_a_gradient_that_does_not_come_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = measure._ranks
+    honest = exactness.compare
 
-    def forgetful(*arguments: object) -> list[StepsResult]:
-        ranks = honest(*arguments)  # type: ignore[arg-type]
-        for rank in ranks:
-            rank.gradients.pop("head.bias", None)
-        return ranks
+    def forgetful(plain: StepOutcome, ranks: list[StepOutcome], *more: object, **named: object) -> exactness.Errors:
+        fewer = [{n: g for n, g in rank.gradients.items() if n != "head.bias"} for rank in ranks]
+        ranks = [dataclasses.replace(rank, gradients=kept) for rank, kept in zip(ranks, fewer, strict=True)]
+        return honest(plain, ranks, *more, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(measure, "_ranks", forgetful)
+    monkeypatch.setattr(exactness, "compare", forgetful)
     assert [row.note.split(",")[0] for row in measure.rows_of(SMALL)] == ["head.bias 1.0e+00"] * 3
 
 
-def test_a_small_tensor_is_held_against_the_largest_of_its_kind() -> None:
-    """The bias before a batch norm has a gradient of rounding; the one of a detached halo is a small part of it all."""
-    expected = {"deep": torch.full((3,), 2.0), "rounding": torch.tensor([1e-16]), "flag": torch.tensor(True)}
-    errors = measure.relative_errors(expected, [expected | {"rounding": torch.tensor([-3e-16])}])
-    assert errors == {"deep": 0, "rounding": pytest.approx(2e-14), "flag": 0}
-    assert measure.relative_errors({"a": torch.ones(1)}, [{"a": torch.tensor([torch.nan])}])["a"] == float("inf")
-    assert measure.relative_errors({}, [{"more": torch.ones(1)}])["more"] == 1
+@pytest.mark.parametrize("way", ["gpipe", "master", "spatial 3x1"])
+def test_the_grid_computes_pipelines_and_teams(way: str) -> None:
+    (row,) = measure.rows_of(dataclasses.replace(SMALL, ways=(way,), steps=2))
+    assert (row.way, row.status) == (way, "exact")
+    assert row.model.endswith("at 12 px")
+
+
+def test_the_grid_has_42_models_on_two_sides() -> None:
+    entries = list(grid_entries())
+    assert len({entry.model for entry in entries}) == 42
+    assert len({entry.name for entry in entries}) == len(entries) == 84
+    assert all(entry.ways == GRID_WAYS for entry in entries)
 
 
 def test_a_model_that_cannot_be_cut_so_often_is_refused_with_the_reason() -> None:

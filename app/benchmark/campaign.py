@@ -24,6 +24,7 @@ from app.benchmark.table import print_bench
 from app.benchmark.trial import Trial, run_trial
 from app.pages.bench_page import write_page
 from app.settings.cli import FAILED, OK
+from app.settings.data_file import read_data
 from app.settings.fields import arguments_for, flat
 from app.settings.run import RunConfig, SplitSettings
 from app.training.dataset import prepare
@@ -90,7 +91,7 @@ class Campaign:
                 raise ValueError(
                     f"{self._folder} already holds a benchmark: go on with --resume, or name another --out"
                 )
-            kept = yaml.safe_load(path.read_text())
+            kept = read_data(path)
             differing = [
                 f"{key}: the benchmark has {kept.get(key)!r}, asked is {value!r}"
                 for key, value in asked.items()

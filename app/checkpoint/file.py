@@ -16,9 +16,14 @@ import torch
 from app.checkpoint.atomic_file import link_file, write_file
 from app.checkpoint.seal import SealError, check_seal, has_seal
 from app.settings.cli import RunError
+from pipelines.slides.printable import printable_values
 
 FORMAT = 2
 """Since 2 a checkpoint ends with its checksum. One without is refused, as one that was cut short."""
+
+
+PRINTED = ("settings", "classes", "task")
+"""Of a checkpoint's state, what is printed and logged."""
 
 
 class Sink(Protocol):
@@ -72,8 +77,10 @@ def keep_as(source: Path, target: Path) -> None:
 
 def not_written(path: Path, fault: BaseException) -> RunError:
     """Return what a user is told about a checkpoint that could not be written, and what to do."""
-    kept = f"the previous one is kept: {path}" if path.exists() else "there is none before it"
-    return RunError(f"checkpoint {path} could not be written ({_reason(fault)}); {kept}; free space, then --resume")
+    kept = "there is none before it; free space, then start again"
+    if path.exists():
+        kept = f"the previous one is kept: {path}; free space, then --resume"
+    return RunError(f"checkpoint {path} could not be written ({_reason(fault)}); {kept}")
 
 
 def resume_state(last: Path, best: Path) -> dict[str, Any]:
@@ -90,11 +97,21 @@ def resume_state(last: Path, best: Path) -> dict[str, Any]:
             raise
         try:
             step = load_checkpoint(best)["step"]
-        except RunError:
+        except (RunError, KeyError):
             left = "No other checkpoint of the run is whole: start anew in another --out"
         else:
             left = f"{best}, of step {step}, is whole: to go on from there, `cp {best} {last}`, then --resume"
         raise RunError(f"{fault}. {left}") from fault
+
+
+def not_resumable(path: Path, fault: Exception) -> RunError:
+    """Return what a user is told about a file whose content is not that of a run's checkpoint."""
+    what = f"lacks {fault}" if isinstance(fault, KeyError) else _first_line(fault)
+    return RunError(f"checkpoint {path} cannot be resumed from: {what}; restore it, or start anew in another --out")
+
+
+def _first_line(fault: Exception) -> str:
+    return next(iter(str(fault).splitlines()), type(fault).__name__)
 
 
 def check_weights(path: Path) -> None:
@@ -118,7 +135,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         RunError: there is none, it is not as it was written, or not a checkpoint of this version.
     """
     if not path.exists():
-        raise RunError(f"no checkpoint at {path}: start without --resume, or name the run folder with --out")
+        raise RunError(f"no checkpoint at {path}: name the folder of a run that has written one")
     try:
         with path.open("rb") as file:
             check_seal(file)
@@ -127,9 +144,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise RunError(f"checkpoint {path} is damaged and was not loaded ({fault})") from fault
     except Exception as fault:  # torch.load raises whatever its unpickler meets
         raise RunError(f"checkpoint {path} cannot be read ({_reason(fault)})") from fault
+    if not isinstance(state, dict):
+        raise RunError(f"{path} is no checkpoint of app.train: it holds a {type(state).__name__}")
     if state.get("format") != FORMAT:
         raise RunError(f"checkpoint {path} has format {state.get('format')}, this version reads {FORMAT}")
-    return state
+    return state | {key: printable_values(state[key]) for key in PRINTED if key in state}
 
 
 class _Writer:

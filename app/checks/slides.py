@@ -29,6 +29,9 @@ PROBE_PX = 512
 GRID = 8
 """At most ``GRID`` x ``GRID`` regions of level 0 are read, evenly spread: all of a slide up to 4096 px a side."""
 
+ANY_MPP = 1.0
+"""um/px with which a slide without any is opened for a look at the rest of it."""
+
 SAMPLE_TOLERANCE = 4.0
 """Mean difference in grey levels that JPEG may make to the sample picture."""
 
@@ -63,12 +66,19 @@ def check_slide(spec: SlideSpec) -> SlideCheck:
     try:
         slide = spec.open()
     except Exception as fault:  # slide libraries raise anything
-        return SlideCheck(spec.slide_id, faults=(_one_line(fault, spec.path),))
+        return _without_mpp(spec, _one_line(fault, spec.path))
     with slide:
         level = slide.levels[0]
         check = SlideCheck(spec.slide_id, slide.backend, slide.mpp, level.width, level.height, len(slide.levels))
         faults = (*_structure_faults(spec.path), *_read_faults(slide))
         return replace(check, faults=faults, other_images=tuple(other_images(spec.path, spec.scene)))
+
+
+def _without_mpp(spec: SlideSpec, fault: str) -> SlideCheck:
+    """Return the check of a slide that does not open: with its size if its um/px is all that is missing."""
+    check = SlideCheck(spec.slide_id) if spec.mpp is not None else check_slide(replace(spec, mpp=ANY_MPP))
+    found = check.faults if check.levels else ()  # damage, beside what is missing
+    return replace(check, mpp=None, faults=(fault, *found))
 
 
 def _structure_faults(path: Path) -> list[str]:

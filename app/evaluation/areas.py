@@ -7,7 +7,8 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,8 @@ from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.slides.geometry import Bounds, Level, Region
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import LevelReader, Slide, SlideError
+
+log = logging.getLogger(__name__)
 
 BAND_ROWS = 1024
 """Rows of annotations painted at a time."""
@@ -59,19 +62,23 @@ class AreaScores:
     left_out: tuple[str, ...]
 
 
-def score_areas(folder: PredictionFolder, shown: Sequence[str], annotations: Path) -> AreaScores:
+def score_areas(
+    folder: PredictionFolder, slide_ids: Collection[str], shown: Sequence[str], annotations: Path
+) -> AreaScores:
     """Return the scores of the areas in ``folder``.
 
     Args:
+        slide_ids: slides to score.
         shown: classes that areas were drawn of, in the order of the masks' values from 1.
         annotations: folder of annotations by slide name.
 
     Raises:
         ValueError: no annotation fits, or its classes are others than the model's.
     """
-    records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
+    all_records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
+    records = {slide_id: all_records[slide_id] for slide_id in slide_ids}
     specs = [SlideSpec(slide_id, Path(slide_id)) for slide_id in records]
-    truth = read_annotations(annotations_in(annotations, specs), specs, {slide_id: slide_id for slide_id in records})
+    truth = read_annotations(annotations_in(annotations, specs), specs, {})
     classes = [name for name in shown if name in truth.classes]
     if not classes:
         raise ValueError(
@@ -84,7 +91,11 @@ def score_areas(folder: PredictionFolder, shown: Sequence[str], annotations: Pat
     found: dict[str, list[SlideHits]] = {name: [] for name in classes}
     for slide_id in sorted(truth.paths):
         try:
-            true = true_mask(truth, slide_id, records[slide_id])
+            canvas = records[slide_id]
+            width, height = canvas["l0_size"]
+            if outside := truth.outside(slide_id, width, height, Bounds(*canvas["l0_bounds"])):
+                log.warning("%s: %s", slide_id, outside)
+            true = true_mask(truth, slide_id, canvas)
         except SlideError as fault:
             left_out.append(f"{slide_id}: {fault}")
             continue
@@ -96,7 +107,6 @@ def score_areas(folder: PredictionFolder, shown: Sequence[str], annotations: Pat
         ]
         dice.append([_ratio(2 * int((a & b).sum()), int(a.sum()) + int(b.sum())) for a, b in pairs])
         iou.append([_ratio(int((a & b).sum()), int((a | b).sum())) for a, b in pairs])
-        canvas = records[slide_id]
         for name, (lesions, _) in zip(classes, pairs, strict=True):
             detections = _detections(folder.areas(slide_id), name, canvas["l0_px"])
             found[name].append(hits(lesions, canvas["mpp"] * canvas["l0_px"], detections))

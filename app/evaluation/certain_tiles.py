@@ -6,6 +6,9 @@ any more is passed over.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +26,34 @@ SHOWN, PICTURE_PX = 6, 192
 """Tiles of each kind, and the side of their pictures."""
 
 
-def certain_tiles(folder: PredictionFolder, slides: Path, made_with: dict[str, Any]) -> dict[str, bytes]:
-    """Return ``SHOWN`` tiles of the least and of the most certainty, and the class that covers most of each; none of a
-    model that looks at slides as one image."""
+Tile = tuple[float, str, int, int, str]
+"""Certainty, slide, l0_x, l0_y, and the class that covers most."""
+
+
+def extreme_tiles(of_slides: Iterable[list[Tile]]) -> list[Tile]:
+    """Return the ``SHOWN`` tiles of the least and of the most certainty; tiles of one slide at a time are held."""
+    least: list[Tile] = []
+    most: list[Tile] = []
+    for tiles in of_slides:
+        least = heapq.nsmallest(SHOWN, [*least, *tiles])
+        most = heapq.nlargest(SHOWN, [*most, *tiles])
+    return list(dict.fromkeys([*least, *most]))
+
+
+def certain_tiles(
+    folder: PredictionFolder, slide_ids: Sequence[str], slides: Path, made_with: dict[str, Any]
+) -> dict[str, bytes]:
+    """Return pictures of the `extreme_tiles` of ``slide_ids``; none of a model that looks at slides as one image."""
     if made_with["tile"] == "slide":
         return {}
     classes = made_with["classes"]
-    tiles = []
-    for row in folder.rows():
-        with folder.tiles(row["slide"]).open(newline="", encoding="utf-8") as file:
-            for tile in read_rows(file):
-                scores = [float(tile[f"score_{name}"]) for name in classes if tile[f"score_{name}"]]
-                if scores:
-                    place = row["slide"], int(tile["l0_x"]), int(tile["l0_y"])
-                    tiles.append((float(tile["certainty"]), *place, classes[int(np.argmax(scores))]))
-    tiles.sort()
-    whole = bool(made_with.get("whole_pictures"))
-    listed = find_slides(
-        slides,
-        mpp=made_with["slide_mpp"],
-        picture_mpp=made_with["mpp"],
-        whole_pictures=whole,
-        scene=made_with.get("scene"),
-    )
-    specs = {spec.slide_id: spec for spec in listed}
+    whole = made_with["whole_pictures"]
+    specs = {spec.slide_id: spec for spec in find_slides(slides, whole_pictures=whole)}
+    openings = {record["row"]["slide"]: record["opening"] for record in folder.records()}
     pictures = {}
-    for certainty, slide_id, l0_x, l0_y, name in dict.fromkeys([*tiles[:SHOWN], *tiles[: -SHOWN - 1 : -1]]):
+    for certainty, slide_id, l0_x, l0_y, name in extreme_tiles(_tiles(folder, each, classes) for each in slide_ids):
         try:
-            with specs[slide_id].open() as slide:
+            with replace(specs[slide_id], **openings[slide_id]).open() as slide:
                 if whole:
                     level = slide.levels[0]
                     pixels = centre(slide.read(Region(0, 0, level.width, level.height, level.mpp)), made_with["tile"])
@@ -62,3 +65,15 @@ def certain_tiles(folder: PredictionFolder, slides: Path, made_with: dict[str, A
         caption = f"{name} {certainty:.3f}, {slide_id} at {l0_x}, {l0_y}"
         pictures[caption] = cv2.imencode(".png", small[..., ::-1])[1].tobytes()
     return pictures
+
+
+def _tiles(folder: PredictionFolder, slide_id: str, classes: Sequence[str]) -> list[Tile]:
+    """The tiles of a slide that could be read."""
+    tiles: list[Tile] = []
+    with folder.tiles(slide_id).open(newline="", encoding="utf-8") as file:
+        for tile in read_rows(file):
+            scores = [float(tile[f"score_{name}"]) for name in classes if tile[f"score_{name}"]]
+            if scores:
+                place = slide_id, int(tile["l0_x"]), int(tile["l0_y"])
+                tiles.append((float(tile["certainty"]), *place, classes[int(np.argmax(scores))]))
+    return tiles

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, confusion_matrix, recall_score, roc_auc_score
 
 from app.evaluation.intervals import Estimate, resampled
+from app.training.metrics import rows_by
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -28,24 +29,26 @@ class Cases:
         score: (n, C), rows sum to 1 or less.
         label: (n,) true class.
         patient: (n,) number of each one's patient.
+        positive: index of the positive class of two; None: it is unknown, or there are more classes.
     """
 
     score: Floats
     label: Labels
     patient: Labels
+    positive: int | None = None
 
     def select(self, rows: Labels) -> Cases:
         """Return the cases ``rows``, in that order."""
-        return Cases(self.score[rows], self.label[rows], self.patient[rows])
+        return Cases(self.score[rows], self.label[rows], self.patient[rows], self.positive)
 
 
 def auc(cases: Cases) -> float | None:
-    """Return the area under the ROC curve: of class 1 against 0, or the mean of one class against the rest."""
+    """Return the area under the ROC curve: of the positive class, or the mean of each class against the rest."""
     return _over_classes(cases, roc_auc_score)
 
 
 def auprc(cases: Cases) -> float | None:
-    """Return the average precision: of class 1, or the mean over the classes."""
+    """Return the average precision: of the positive class, or the mean over the classes."""
     return _over_classes(cases, average_precision_score)
 
 
@@ -62,8 +65,8 @@ def _over_classes(cases: Cases, score: Callable[..., float]) -> float | None:
     present = [c for c in range(classes) if 0 < np.count_nonzero(cases.label == c) < len(cases.label)]
     if not present:
         return None
-    if classes == 2:
-        return float(score(cases.label == 1, cases.score[:, 1]))
+    if cases.positive is not None:
+        present = [cases.positive]
     return float(np.mean([score(cases.label == c, cases.score[:, c]) for c in present]))
 
 
@@ -72,18 +75,28 @@ def with_interval(cases: Cases, measure: Callable[[Cases], float | None], seed: 
     return resampled(cases.patient, lambda rows: measure(cases.select(rows)), seed)
 
 
-def by_patient(cases: Cases) -> Cases:
-    """Return one case for each patient: the highest score of its slides for classes 1 and on, and the highest of their
-    classes. A patient has a tumour where one slide has."""
-    patients = np.unique(cases.patient)
+def by_patient(cases: Cases) -> tuple[Cases, Labels]:
+    """Return one case for each patient, and the patients left out.
+
+    With a positive class a patient is positive where one slide is, and has the highest of the slides' scores. Otherwise
+    a patient has the mean scores; one whose slides differ in class is left out. Of two classes the positive one has to
+    be known as soon as a patient has two slides.
+    """
+    patients, groups = rows_by(cases.patient)
     score = np.empty((len(patients), cases.score.shape[1]))
     label = np.empty(len(patients), np.int64)
-    for row, patient in enumerate(patients):
-        own = cases.patient == patient
-        score[row] = cases.score[own].max(0)
-        label[row] = cases.label[own].max()
-    score[:, 0] = np.clip(1 - score[:, 1:].max(1), 0, 1)
-    return Cases(score, label, patients)
+    mixed = np.zeros(len(patients), np.bool_)
+    for row, own in enumerate(groups):
+        labels = cases.label[own]
+        if cases.positive is None:
+            score[row], label[row] = cases.score[own].mean(0), labels[0]
+            mixed[row] = (labels != labels[0]).any()
+        else:
+            highest = cases.score[own, cases.positive].max()
+            score[row, cases.positive], score[row, 1 - cases.positive] = highest, np.clip(1 - highest, 0, 1)
+            label[row] = cases.positive if (labels == cases.positive).any() else 1 - cases.positive
+    kept = np.flatnonzero(~mixed)
+    return Cases(score, label, patients, cases.positive).select(kept), patients[mixed]
 
 
 def confusion(cases: Cases) -> NDArray[np.int64]:

@@ -33,21 +33,36 @@ class SlideHits:
         lesions: that count.
         found: highest probability in each lesion that was hit.
         false: probability of each detection outside of all lesions.
+        isolated: lesions that do not count, as they are too small.
+        objects: connected areas of the true mask, before those near each other are merged.
+        detections: all of them.
     """
 
     lesions: int
     found: tuple[float, ...]
     false: tuple[float, ...]
+    isolated: int = 0
+    objects: int = 0
+    detections: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Froc:
-    """The curve, from the highest threshold to the lowest: false alarms per slide (n,), sensitivity (n,), and the mean
-    sensitivity at ``FALSE_POSITIVES``; None without a lesion."""
+    """The curve, from the highest threshold to the lowest.
+
+    Attributes:
+        false_per_slide, sensitivity: (n,) false alarms per slide, and part of the lesions found.
+        score: mean sensitivity at ``FALSE_POSITIVES``; None where the curve means nothing.
+        lesions, detections: of all slides.
+        reason: why the curve means nothing; empty where it does.
+    """
 
     false_per_slide: Floats
     sensitivity: Floats
     score: float | None
+    lesions: int
+    detections: int
+    reason: str = ""
 
 
 def hits(mask: Mask, mpp: float, detections: Sequence[tuple[int, int, float]]) -> SlideHits:
@@ -67,7 +82,9 @@ def hits(mask: Mask, mpp: float, detections: Sequence[tuple[int, int, float]]) -
             false.append(probability)
         elif lesion not in isolated:
             highest[lesion] = max(highest.get(lesion, 0.0), probability)
-    return SlideHits(int(lesions.max()) - len(isolated), tuple(highest.values()), tuple(false))
+    objects, _ = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
+    counts = len(isolated), objects - 1, len(detections)
+    return SlideHits(int(lesions.max()) - len(isolated), tuple(highest.values()), tuple(false), *counts)
 
 
 def _lesions(mask: Mask, mpp: float) -> tuple[NDArray[np.int32], set[int]]:
@@ -78,28 +95,38 @@ def _lesions(mask: Mask, mpp: float) -> tuple[NDArray[np.int32], set[int]]:
     near = np.pad((distance < MERGED_UM / mpp / 2) | mask, 1)  # with a rim from which holes cannot be reached
     _, background = cv2.connectedComponents((~near).view(np.uint8), connectivity=4)
     filled = (background != background[0, 0])[1:-1, 1:-1]
-    count, labels = cv2.connectedComponents(filled.view(np.uint8), connectivity=8, ltype=cv2.CV_32S)
-    isolated = {n for n in range(1, count) if _major_axis(labels == n) * mpp < ISOLATED_UM}
-    return labels, isolated
+    _, labels = cv2.connectedComponents(filled.view(np.uint8), connectivity=8, ltype=cv2.CV_32S)
+    isolated = np.flatnonzero(_major_axes(labels) * mpp < ISOLATED_UM) + 1
+    return labels, set(isolated.tolist())
 
 
-def _major_axis(mask: Mask) -> float:
-    """Length of the major axis of the ellipse with the same second moments, px."""
-    rows, columns = np.nonzero(mask)
-    if not len(rows):
-        return 0.0
-    spread = np.cov(np.stack([columns, rows]), bias=True) + np.eye(2) / 12  # a px is a square, not a point
-    return float(4 * np.sqrt(np.linalg.eigvalsh(spread)[-1]))
+def _major_axes(labels: NDArray[np.int32]) -> Floats:
+    """Return the major axis, px, of the ellipse with the second moments of each label from 1; each px is visited once
+    for all labels."""
+    rows, columns = np.nonzero(labels)
+    label = labels[rows, columns] - 1
+    count = np.bincount(label).astype(np.float64)
+    x, y = (axis - (np.bincount(label, axis) / count)[label] for axis in (columns, rows))
+    xx, yy, xy = (np.bincount(label, product) / count for product in (x * x, y * y, x * y))
+    xx, yy = xx + 1 / 12, yy + 1 / 12  # a px is a square, not a point
+    longest: Floats = 4 * np.sqrt((xx + yy) / 2 + np.sqrt(((xx - yy) / 2) ** 2 + xy**2))
+    return longest
 
 
 def froc(slides: Sequence[SlideHits]) -> Froc:
-    """Return the curve over all slides."""
+    """Return the curve over all slides; it means nothing without a lesion, and where most objects are merged, as nuclei
+    are: a hit anywhere then finds all of them."""
     lesions = sum(slide.lesions for slide in slides)
-    found = np.array([p for slide in slides for p in slide.found])
-    false = np.array([p for slide in slides for p in slide.false])
+    found = np.sort([p for slide in slides for p in slide.found])
+    false = np.sort([p for slide in slides for p in slide.false])
     thresholds = np.unique(np.concatenate([found, false]))[::-1]
-    alarms = np.array([0.0, *(np.count_nonzero(false >= t) / max(1, len(slides)) for t in thresholds)])
+    alarms = np.array([0.0, *((len(false) - np.searchsorted(false, thresholds)) / max(1, len(slides)))])
+    sensitivity = np.array([0.0, *((len(found) - np.searchsorted(found, thresholds)) / max(1, lesions))])
+    objects, kept = sum(slide.objects for slide in slides), lesions + sum(slide.isolated for slide in slides)
+    reason = ""
     if not lesions:
-        return Froc(alarms, np.zeros(len(alarms)), None)
-    sensitivity = np.array([0.0, *(np.count_nonzero(found >= t) / lesions for t in thresholds)])
-    return Froc(alarms, sensitivity, float(np.mean(np.interp(FALSE_POSITIVES, alarms, sensitivity))))
+        reason = f"no lesion of {ISOLATED_UM:g} um or more"
+    elif 2 * kept < objects:
+        reason = f"{objects} annotated objects merge into {kept}, those within {MERGED_UM:g} um being one lesion"
+    score = None if reason else float(np.mean(np.interp(FALSE_POSITIVES, alarms, sensitivity)))
+    return Froc(alarms, sensitivity, score, lesions, sum(slide.detections for slide in slides), reason)

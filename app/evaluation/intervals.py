@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from app.training.metrics import rows_by
+
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 
@@ -39,9 +41,7 @@ def resampled(patient: Rows, measure: Callable[[Rows], float | None], seed: int 
     if value is None:
         return Estimate(None)
     random = np.random.default_rng(seed)
-    patients = np.unique(patient)
-    order = np.argsort(patient, kind="stable")
-    rows = np.split(order, np.searchsorted(patient[order], patients)[1:])
+    patients, rows = rows_by(patient)
     drawn = []
     for _ in range(RESAMPLES):
         picked = random.integers(len(patients), size=len(patients))

@@ -1,4 +1,4 @@
-"""The classes that slides really have, from a table, beside the scores that they were given.
+"""True classes of slides, from a table, with the scores that the slides were given; and the patients of slides.
 
 Takes the rows of predicted slides and a table; gives ``Cases``. A slide without a label, or a label without a
 prediction, takes no part and is named.
@@ -15,7 +15,9 @@ import numpy as np
 
 from app.evaluation.classification import Cases
 from pipelines.catalog.catalog import SlideNames
-from pipelines.catalog.table import listed, read_table, shown
+from pipelines.catalog.table import Table, listed, read_table, shown
+from pipelines.labels.class_names import IGNORED_CLASS, ClassMap
+from pipelines.labels.patients import known_patients
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,59 +25,95 @@ class LabelledSlides:
     """Slides that have a prediction and a label, in order.
 
     Attributes:
-        patients: names, by the number that ``cases`` have.
+        cases: of the slides; the patient of a slide whose patient is unknown is the slide.
         left_out: a line for each kind of slide that takes no part.
     """
 
     slides: tuple[str, ...]
     cases: Cases
-    patients: tuple[str, ...]
     left_out: tuple[str, ...]
 
-    @property
-    def patient_of(self) -> dict[str, str]:
-        """Name of each slide's patient."""
-        numbers = self.cases.patient.tolist()
-        return {slide: self.patients[number] for slide, number in zip(self.slides, numbers, strict=True)}
 
-
-def labelled_slides(rows: Sequence[Mapping[str, Any]], classes: Sequence[str], path: Path) -> LabelledSlides:
-    """Return the slides of ``rows`` (of ``slides.csv``) with the labels of the table ``path``.
+def read_truth(path: Path, *, needs_labels: bool) -> Table:
+    """Return the table of ``--labels``, whose column label may be missing where annotations are scored.
 
     Raises:
-        ValueError: the table cannot be read, has labels that are no classes of the model, or fits no slide.
+        ValueError: it cannot be read.
     """
-    table = read_table(path, ("slide", "label"))
+    table = read_table(path, ("slide",))
+    return read_table(path, ("slide", "label")) if needs_labels or "label" in table.roles else table
+
+
+def patients_of(rows: Sequence[Mapping[str, Any]], table: Table | None, pattern: str | None) -> dict[str, str]:
+    """Return the patient of every slide of ``rows`` whose patient is known: by the table, by ``--patient-pattern``, or
+    as the predictions record it.
+
+    Raises:
+        ValueError: the table names two patients of a slide, or the pattern finds none.
+    """
+    names = SlideNames(row["slide"] for row in rows)
+    named: dict[str, str] = {}
+    faults = []
+    for line in () if table is None else table.rows:
+        slide = names.match(line["slide"])
+        if slide is not None and line["patient"] and named.setdefault(slide, line["patient"]) != line["patient"]:
+            faults.append(f"line {line.line}: slide {slide!r} has two patients; keep one")
+    if table is not None and faults:
+        raise ValueError(f"labels {table.path}: {shown(faults)}")
+    if pattern is not None:
+        named = known_patients([row["slide"] for row in rows], named, pattern)
+    return {row["slide"]: row["patient"] for row in rows if row["patient"]} | named
+
+
+def labelled_slides(
+    rows: Sequence[Mapping[str, Any]],
+    classes: Sequence[str],
+    table: Table,
+    patient: Mapping[str, str],
+    positive: int | None,
+    class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
+) -> LabelledSlides:
+    """Return the slides of ``rows`` (of ``slides.csv``) with the labels of ``table``.
+
+    Args:
+        patient: of every slide whose patient is known.
+        positive: index of the positive class of two; None: there is none.
+        class_map: classes of the table by other names, as in training.
+
+    Raises:
+        ValueError: the table has labels that are no classes of the model, or fits no slide.
+    """
     names = SlideNames(row["slide"] for row in rows)
     label: dict[str, int] = {}
-    patient: dict[str, str] = {}
     unknown, faults = [], []
     for line in table.rows:
-        slide = names.match(line["slide"])
+        slide, name = names.match(line["slide"]), class_map.learned(line["label"])
         if slide is None:
             unknown.append(line["slide"])
-        elif line["label"] not in classes:
+        elif not line["label"] or (name != line["label"] and IGNORED_CLASS.match(name)):
+            continue  # a missing value, or a class that was left out of training
+        elif name not in classes:
             faults.append(f"line {line.line}: {line['label']!r} is no class of the model ({', '.join(classes)})")
-        elif label.setdefault(slide, classes.index(line["label"])) != classes.index(line["label"]):
+        elif label.setdefault(slide, classes.index(name)) != classes.index(name):
             faults.append(f"line {line.line}: slide {slide!r} has two labels; keep one")
-        else:
-            patient[slide] = line["patient"] or slide
     if faults:
-        raise ValueError(f"labels {path}: {shown(faults)}")
+        raise ValueError(f"labels {table.path}: {shown(faults)}")
     kept = [row for row in rows if row["slide"] in label]
     if not kept:
         raise ValueError(
-            f"labels {path}: no line names a slide that was predicted ({listed([row['slide'] for row in rows])})"
+            f"labels {table.path}: no line names a slide that is scored ({listed([row['slide'] for row in rows])}); "
+            "--split chooses others"
         )
-    patients = tuple(sorted({patient[row["slide"]] for row in kept}))
     left_out = []
     if unlabelled := [row["slide"] for row in rows if row["slide"] not in label]:
         left_out.append(f"{len(unlabelled)} predicted slides have no label: {listed(unlabelled)}")
     if unknown:
-        left_out.append(f"{len(unknown)} labels are for slides without a prediction: {listed(unknown)}")
+        left_out.append(f"{len(unknown)} labels are for slides that are not scored: {listed(unknown)}")
+    _, numbers = np.unique([patient.get(row["slide"], row["slide"]) for row in kept], return_inverse=True)
     cases = Cases(
         np.array([[row[f"score_{name}"] for name in classes] for row in kept], np.float64),
         np.array([label[row["slide"]] for row in kept], np.int64),
-        np.array([patients.index(patient[row["slide"]]) for row in kept], np.int64),
+        numbers.astype(np.int64),
+        positive,
     )
-    return LabelledSlides(tuple(row["slide"] for row in kept), cases, patients, tuple(left_out))
+    return LabelledSlides(tuple(row["slide"] for row in kept), cases, tuple(left_out))

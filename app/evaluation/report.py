@@ -1,4 +1,4 @@
-"""All scores of an evaluation: as figures for a file, as lines for a terminal, as a page.
+"""All scores of an evaluation: as figures for a file and as lines for a terminal.
 
 Takes a folder of predictions and the truth; gives an ``Evaluation``.
 """
@@ -6,7 +6,7 @@ Takes a folder of predictions and the truth; gives an ``Evaluation``.
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.evaluation.areas import AreaScores, score_areas
-from app.evaluation.certain_tiles import certain_tiles
 from app.evaluation.classification import (
     auc,
     auprc,
@@ -25,20 +24,28 @@ from app.evaluation.classification import (
     confusion,
     with_interval,
 )
+from app.evaluation.froc import Froc
 from app.evaluation.intervals import Estimate, resampled
-from app.evaluation.labelled import LabelledSlides, labelled_slides
-from app.evaluation.report_charts import classification_charts, froc_chart, reliability_chart
-from app.pages.charts import Chart
-from app.pages.evaluation_page import EvaluationPage
-from app.pages.html import Card, Table, format_value
+from app.evaluation.labelled import LabelledSlides, labelled_slides, patients_of, read_truth
+from app.evaluation.scored_split import ScoredSplit, choose_split, training_note
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
+from pipelines.catalog.table import listed
+from pipelines.labels.class_names import ClassMap, positive_class
+from pipelines.labels.patients import patient_note
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
-MOST_PICTURES = 60
-"""Slides whose areas the report shows; of five hundred the page would be 20 MB."""
 
 NAMES = {"auc": "AUC", "auprc": "AUPRC", "balanced_accuracy": "Balanced accuracy"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Settings of the user: ``--split``, ``--patient-pattern``, ``--positive-class``; None where not given."""
+
+    split: str | None = None
+    patient_pattern: str | None = None
+    positive_class: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,21 +54,33 @@ class Evaluation:
 
     Attributes:
         made_with: settings of the predictions.
+        split: the slides that are scored.
+        patient: of the scored slides whose patient is known.
         labelled: slides with their labels; None where no labels were given.
-        estimates: by "slide" or "patient" and measure.
+        estimates: by "slide" or, where patients are known, "patient", and measure.
+        notes: patients that take no part.
         areas: None where no annotations were given.
         dice, iou: by class, mean over the slides that have it; of no value where none has.
     """
 
     made_with: dict[str, Any]
+    split: ScoredSplit
+    patient: dict[str, str]
     labelled: LabelledSlides | None
     estimates: dict[tuple[str, str], Estimate]
+    notes: tuple[str, ...]
     areas: AreaScores | None
     dice: dict[str, Estimate]
     iou: dict[str, Estimate]
 
     @classmethod
-    def of(cls, folder: PredictionFolder, labels: Path | None, annotations: Path | None) -> Evaluation:
+    def of(
+        cls,
+        folder: PredictionFolder,
+        labels: Path | None,
+        annotations: Path | None,
+        asked: Asked = Asked(),
+    ) -> Evaluation:
         """Score the predictions in ``folder``.
 
         Raises:
@@ -71,22 +90,41 @@ class Evaluation:
         rows, classes = folder.rows(), made_with["classes"]
         if not rows:
             raise ValueError(f"{folder.path} holds no predicted slide; {folder.failed.path} may say why")
-        labelled = None if labels is None else labelled_slides(rows, classes, labels)
-        estimates = {}
-        if labelled is not None:
-            for unit, cases in (("slide", labelled.cases), ("patient", by_patient(labelled.cases))):
-                for name, measure in MEASURES.items():
-                    estimates[unit, name] = with_interval(cases, measure)
+        split = choose_split(rows, asked.split)
+        table = None if labels is None else read_truth(labels, needs_labels=annotations is None)
+        patient = patients_of(split.rows, table, asked.patient_pattern)
+        positive = positive_class(classes, asked.positive_class or made_with["positive_class"])
+        labelled = None
+        if table is not None and "label" in table.roles:
+            class_map = ClassMap.parse(made_with.get("class_map") or ())
+            labelled = labelled_slides(split.rows, classes, table, patient, positive, class_map)
+        estimates, notes = ({}, ()) if labelled is None else _estimates(labelled, classes, patient)
         if annotations is not None and not made_with["shown"]:
             raise ValueError(
                 f"--annotations {annotations}: {folder.path} holds scores of whole slides and no areas: leave them out"
             )
-        areas = None if annotations is None else score_areas(folder, made_with["shown"], annotations)
-        if areas is None:
-            return cls(made_with, labelled, estimates, None, {}, {})
-        patients = {} if labelled is None else labelled.patient_of
-        overlaps = [_of_classes(areas, values, patients) for values in (areas.dice, areas.iou)]
-        return cls(made_with, labelled, estimates, areas, *overlaps)
+        areas = None
+        overlaps: list[dict[str, Estimate]] = [{}, {}]
+        if annotations is not None:
+            ids = [row["slide"] for row in split.rows]
+            areas = score_areas(folder, ids, made_with["shown"], annotations)
+            overlaps = [_of_classes(areas, values, patient) for values in (areas.dice, areas.iou)]
+        return cls(made_with, split, patient, labelled, estimates, notes, areas, *overlaps)
+
+    @property
+    def scored(self) -> list[str]:
+        """Slides with a label or an annotation, sorted."""
+        labelled = () if self.labelled is None else self.labelled.slides
+        return sorted({*labelled, *(() if self.areas is None else self.areas.slides)})
+
+    @property
+    def unit(self) -> str:
+        """Word for what has a score: a picture, where whole pictures are classified, else a slide."""
+        return "picture" if self.made_with["whole_pictures"] else "slide"
+
+    def name_of(self, unit: str, measure: str) -> str:
+        """Return the name of an estimate, for people."""
+        return f"{self.unit if unit == 'slide' else unit} {NAMES[measure]}"
 
     @property
     def classes(self) -> list[str]:
@@ -96,12 +134,18 @@ class Evaluation:
 
     def figures(self) -> dict[str, Any]:
         """Return all figures, as JSON can hold them."""
-        figures: dict[str, Any] = {"predictions": self.made_with}
+        figures: dict[str, Any] = {
+            "predictions": self.made_with,
+            "split": self.split.name,
+            "predicted_slides": dict(self.split.counts),
+            "training_slides": list(self.split.trained(self.scored)),
+            "patients_unknown": sorted(set(self.scored) - set(self.patient)),
+        }
         if self.labelled is not None:
             cases = self.labelled.cases
             reliability = calibration(cases)
             figures["slides"] = len(cases.label)
-            figures["patients"] = len(self.labelled.patients)
+            figures["patients"] = self._patients(self.labelled.slides)
             for (unit, name), estimate in self.estimates.items():
                 figures[f"{unit}_{name}"] = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
             figures["confusion"] = confusion(cases).tolist()
@@ -117,36 +161,77 @@ class Evaluation:
                 figures[what] = {name: estimate.value for name, estimate in estimates.items()}
                 figures[f"{what}_interval"] = {name: [e.low, e.high] for name, e in estimates.items()}
             figures["froc"] = {name: curve.score for name, curve in self.areas.froc.items()}
+            figures["lesions"] = {name: curve.lesions for name, curve in self.areas.froc.items()}
+            figures["detections"] = {name: curve.detections for name, curve in self.areas.froc.items()}
             figures["annotated_slides"] = len(self.areas.slides)
             figures["annotations_left_out"] = list(self.areas.left_out)
         return figures
 
     def lines(self) -> list[str]:
         """Return the scores as lines."""
-        lines = []
+        lines = self.head()
         if self.labelled is not None:
-            cases = self.labelled.cases
-            lines.append(f"{len(cases.label)} slides of {len(self.labelled.patients)} patients with a label")
-            lines += [
-                f"{unit} {NAMES[name]} {_with_interval(estimate)}" for (unit, name), estimate in self.estimates.items()
-            ]
+            cases, patients = self.labelled.cases, self._patients(self.labelled.slides)
+            lines.append(
+                f"{len(cases.label)} {self.unit}s {f'of {patients} patients ' if patients else ''}with a label"
+            )
+            lines += [f"{self.name_of(*key)} {_with_interval(estimate)}" for key, estimate in self.estimates.items()]
             lines.append(f"calibration error {calibration(cases).error:.4f}")
-            lines += self.labelled.left_out
+            lines += [*self.labelled.left_out, *self.notes]
         if self.areas is not None:
             lines.append(f"{len(self.areas.slides)} slides with annotations")
             for name in self.areas.classes:
-                score = self.areas.froc[name].score
                 overlap = f"Dice {_with_interval(self.dice[name])}, IoU {_with_interval(self.iou[name])}"
-                lines.append(f"{name}: {overlap}, FROC {_number(score)}")
+                lines.append(f"{name}: {overlap}, {_froc_text(self.areas.froc[name])}")
             lines += self.areas.left_out
         return lines
 
+    def head(self) -> list[str]:
+        """Return lines about which slides are scored, those trained on among them, and unknown patients."""
+        lines = self.split.lines()
+        if trained := self.split.trained(self.scored):
+            lines.append(training_note(trained, len(self.scored)))
+        note = patient_note(self.patient, self.scored, "resampled")
+        return lines if note is None else [*lines, note]
 
-def _looked_at(made_with: dict[str, Any]) -> str:
-    if made_with.get("whole_pictures"):
-        return f"whole pictures, resized to {made_with['tile']} px"
-    what = "whole slides" if made_with["tile"] == "slide" else f"tiles of {made_with['tile']} px"
-    return f"{what} at {made_with['mpp']:g} µm/px"
+    def _patients(self, slides: Sequence[str]) -> int | None:
+        """Number of patients, each slide of an unknown patient counting as one; None where none is known."""
+        known = any(slide in self.patient for slide in slides)
+        return len({self.patient.get(slide, slide) for slide in slides}) if known else None
+
+
+def _estimates(
+    labelled: LabelledSlides, classes: Sequence[str], patient: Mapping[str, str]
+) -> tuple[dict[tuple[str, str], Estimate], tuple[str, ...]]:
+    """Estimates of slides and of patients, the latter where any is known, and a line about patients left out.
+
+    Raises:
+        ValueError: patient scores of two classes need the positive one.
+    """
+    units = {"slide": labelled.cases}
+    notes: tuple[str, ...] = ()
+    if any(slide in patient for slide in labelled.slides):
+        names = np.unique([patient.get(slide, slide) for slide in labelled.slides])
+        if labelled.cases.positive is None and len(classes) == 2 and len(names) < len(labelled.slides):
+            raise ValueError(
+                "a patient has the positive class where one slide has it, and their names do not tell which that is: "
+                f"give --positive-class {classes[0]} or --positive-class {classes[1]}"
+            )
+        units["patient"], mixed = by_patient(labelled.cases)
+        if len(mixed):
+            what = f"{len(mixed)} patients have slides of several classes, and no score"
+            notes = (f"{what}: {listed(names[mixed].tolist())}",)
+    estimates = {
+        (unit, name): with_interval(cases, measure)
+        for unit, cases in units.items()
+        for name, measure in MEASURES.items()
+    }
+    return estimates, notes
+
+
+def _froc_text(curve: Froc) -> str:
+    counts = f"{curve.lesions} lesions, {curve.detections} detections"
+    return f"no FROC ({counts}: {curve.reason})" if curve.reason else f"FROC {number_text(curve.score)} ({counts})"
 
 
 def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[str, str]) -> dict[str, Estimate]:
@@ -166,89 +251,11 @@ def _mean_of_rows(values: NDArray[np.float64], rows: NDArray[np.int64]) -> float
     return mean_defined(values[rows])
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
 def _with_interval(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
-        return _number(estimate.value)
-    return f"{_number(estimate.value)} ({_number(estimate.low)} to {_number(estimate.high)})"
-
-
-def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, slides: Path | None) -> Path:
-    """Write the page of ``evaluation`` and give its path.
-
-    Args:
-        slides: folder of the slides, for pictures of tiles; None: there are none.
-    """
-    made_with = evaluation.made_with
-    notes: list[str] = []
-    cards: list[Card] = []
-    charts: list[Chart] = []
-    tables: dict[str, Table] = {}
-    if evaluation.labelled is not None:
-        cases = evaluation.labelled.cases
-        for (unit, name), estimate in evaluation.estimates.items():
-            if name != "balanced_accuracy" and estimate.value is not None:
-                interval = f"95 % interval {_number(estimate.low)} to {_number(estimate.high)}"
-                cards.append(Card(f"{unit.capitalize()} {NAMES[name]}", format_value(estimate.value), note=interval))
-        reliability = calibration(cases)
-        charts += [*classification_charts(cases, evaluation.classes), reliability_chart(reliability)]
-        tables["Scores of slides and patients"] = Table(
-            ("", "value", "95 % interval, 1,000 resamples of patients"),
-            [
-                (f"{unit} {NAMES[name]}", _number(e.value), f"{_number(e.low)} to {_number(e.high)}")
-                for (unit, name), e in evaluation.estimates.items()
-            ]
-            + [("calibration error of slides", _number(reliability.error), "")],
-            (1,),
-        )
-        tables["Slides by true class (rows) and predicted class"] = Table(
-            ("", *evaluation.classes),
-            [(name, *map(str, row)) for name, row in zip(evaluation.classes, confusion(cases).tolist(), strict=True)],
-            tuple(range(1, len(evaluation.classes) + 1)),
-        )
-        notes += evaluation.labelled.left_out
-    if evaluation.areas is not None:
-        areas = evaluation.areas
-        tables["Areas, by slide"] = Table(
-            ("slide", *(f"{what} {name}" for name in areas.classes for what in ("Dice", "IoU"))),
-            [
-                (slide, *(_cell(v) for pair in zip(dice, iou, strict=True) for v in pair))
-                for slide, dice, iou in zip(areas.slides, areas.dice, areas.iou, strict=True)
-            ],
-            tuple(range(1, 2 * len(areas.classes) + 1)),
-        )
-        cards += [
-            Card(f"Dice {name}", _number(e.value), note=f"95 % interval {_number(e.low)} to {_number(e.high)}")
-            for name, e in evaluation.dice.items()
-        ]
-        cards += [
-            Card(f"FROC {name}", _number(curve.score), note="mean sensitivity at 1/4 to 8 false alarms per slide")
-            for name, curve in areas.froc.items()
-        ]
-        charts.append(froc_chart(areas))
-        notes += areas.left_out
-    tiles = {} if slides is None else certain_tiles(folder, slides, made_with)
-    return EvaluationPage(
-        folder.path.resolve().name,
-        (made_with["model"], made_with["task"], _looked_at(made_with)),
-        cards,
-        charts,
-        tables,
-        {} if evaluation.areas is None else _lowest(evaluation.areas),
-        tiles,
-        notes,
-    ).write(path)
-
-
-def _lowest(areas: AreaScores) -> dict[str, bytes]:
-    """Pictures of the slides of lowest Dice, those first; of a slide with neither true nor predicted areas none."""
-    means = {slide: mean_defined(dice) for slide, dice in zip(areas.slides, areas.dice, strict=True)}
-    known = sorted((mean, slide) for slide, mean in means.items() if mean is not None)
-    return {f"{slide}, Dice {mean:.3f}": areas.pictures[slide] for mean, slide in known[:MOST_PICTURES]}
-
-
-def _cell(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"
+        return number_text(estimate.value)
+    return f"{number_text(estimate.value)} ({number_text(estimate.low)} to {number_text(estimate.high)})"

@@ -13,7 +13,7 @@ from app.pages.charts import Chart, Series, line_chart
 
 def classification_charts(cases: Cases, classes: list[str]) -> list[Chart]:
     """Return ROC and precision over recall, of each class that has slides and is not all of them."""
-    of_classes = [1] if len(classes) == 2 else range(len(classes))
+    of_classes = range(len(classes)) if cases.positive is None else [cases.positive]
     roc, precision = [], []
     for colour, c in enumerate(of_classes):
         true = cases.label == c

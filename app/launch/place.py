@@ -19,6 +19,7 @@ import cv2
 import torch
 
 from app.launch.machine import memory_bytes, usable_cores
+from app.launch.orphan import stop_with_launcher
 from app.settings.cli import FAILED, RunError
 from app.settings.launcher import STARTED_BY_US, Launch, find_launch
 from app.settings.slurm import find_task
@@ -72,7 +73,7 @@ def start_ranks(
     """
     from parallel.comm.torch_launch import as_many, launch_ranks
 
-    os.environ[STARTED_BY_US] = "1"
+    os.environ[STARTED_BY_US] = str(os.getpid())
     return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts, ranks_after or as_many)
 
 
@@ -144,6 +145,7 @@ def connect(settings: StrategySettings, device: torch.device) -> Communicator:
     if settings.world == 1:
         return LocalCommunicator()
     assert launch is not None  # without a launcher, --ranks has been one
+    stop_with_launcher()
     from parallel.comm.communicator import CommunicationError, ToldElsewhere
 
     try:
@@ -234,5 +236,6 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
 def choose_autocast(asked: str, device: torch.device) -> torch.dtype | None:
     """Return the type for mixed precision, as ``--precision`` asks; None computes in float32."""
     if asked == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else None
     return torch.bfloat16 if asked == "bf16" else None

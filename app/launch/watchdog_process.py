@@ -160,9 +160,10 @@ def describe_status(status: int | None) -> tuple[str, str]:
             "Unless you did, the system did, most often for lack of memory: see `dmesg` or the job's memory limit."
         )
     if number in CRASHES:
-        return f"crashed (signal {number.value}, {number.name})", (
-            "A compiled library failed; PYTHONFAULTHANDLER=1 in the environment shows where it was called."
-        )
+        advice = "A compiled library failed; PYTHONFAULTHANDLER=1 in the environment shows where it was called."
+        if number in (signal.SIGSEGV, signal.SIGABRT):
+            advice += " On CPUs it may be a convolution: try --developer channels-last=false."
+        return f"crashed (signal {number.value}, {number.name})", advice
     return f"was ended by {number.name} (signal {number.value})", ""
 
 

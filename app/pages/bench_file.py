@@ -120,7 +120,7 @@ def read_bench(folder: Path) -> Bench:
         )
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise RunError(f"{path} cannot be read: {fault}. Run app.bench again") from fault
     if not isinstance(loaded, dict):
         raise RunError(f"{path} must hold names and values; found a {type(loaded).__name__}. Run app.bench again")

@@ -28,8 +28,8 @@ SETTLING_STEPS = 2
 """First steps that the speed curves leave out, as the speed figures do: they would hide all later ones."""
 
 
-def curves(metrics: Columns, validation: Columns) -> list[Chart]:
-    """Return the charts that ``metrics.csv`` and ``validation.csv`` have values for."""
+def curves(metrics: Columns, validation: Columns, pictures: bool = False) -> list[Chart]:
+    """Return the charts that ``metrics.csv`` and ``validation.csv`` have values for; ``pictures``: see `score_name`."""
     charts = []
     if _has(metrics, "step", "loss"):
         drawn = _smoothed("training", metrics["step"], metrics["loss"], 0)
@@ -37,9 +37,11 @@ def curves(metrics: Columns, validation: Columns) -> list[Chart]:
             drawn.append(Series("validation", validation["step"], validation["loss"], 1, "dots"))
         charts.append(line_chart(drawn, title="Loss", y_label="per tile", mark="min"))
     scores = [key for key in validation if key not in ("step", "loss") and np.isfinite(validation[key]).any()]
+    scores = [key for key in scores if not (pictures and key.startswith("tile_"))]
     if scores:
         drawn = [
-            Series(score_name(key), validation["step"], validation[key], i % 6, "dots") for i, key in enumerate(scores)
+            Series(score_name(key, pictures), validation["step"], validation[key], i % 6, "dots")
+            for i, key in enumerate(scores)
         ]
         drawn.append(drawn.pop(next((i for i, key in enumerate(scores) if key in ("slide_auc", "dice")), 0)))
         charts.append(line_chart(drawn, title="Validation scores", y_label="0 to 1", mark="max", from_zero=True))
@@ -77,6 +79,8 @@ def _has(columns: Columns, *names: str) -> bool:
     return all(name in columns and len(columns[name]) > 0 for name in names)
 
 
-def score_name(key: str) -> str:
-    """What a reader calls the score ``key``."""
+def score_name(key: str, pictures: bool = False) -> str:
+    """Return the name of the score ``key``; ``pictures``: of whole pictures, each of which is one tile, no slide."""
+    if pictures and key in SCORES:
+        return SCORES[key].replace("Slide", "Picture").replace("Tile", "Picture")
     return SCORES.get(key, f"Dice {key.removeprefix('dice_')}" if key.startswith("dice_") else key.replace("_", " "))

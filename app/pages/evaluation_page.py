@@ -26,7 +26,7 @@ class EvaluationPage:
         tables: by heading.
         pictures: PNG by caption: true areas on the left, predicted ones on the right.
         tiles: PNG by caption: tiles that the model is most and least certain of.
-        notes: what takes no part.
+        notes: lines about what is scored and what takes no part.
     """
 
     name: str

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from app.pages.html import Table
 from app.pages.run_files import Rows
+from pipelines.labels.patients import patient_note
 
 SLIDES_SHOWN = 100
 """Rows of the slide table; the slides that came out worst are first, the rest is in ``predictions.csv``."""
@@ -80,11 +81,12 @@ def slide_table(predictions: Rows) -> tuple[Table, list[str]]:
     return Table(headers, rows[:SLIDES_SHOWN], numeric), notes
 
 
-def split_table(splits: Rows, classes: Sequence[str]) -> Table:
-    """Return slides and patients of each split, and its slides of each class where slides have a label.
+def split_table(splits: Rows, classes: Sequence[str]) -> tuple[Table, list[str]]:
+    """Return slides and patients of each split, its slides of each class where slides have a label, and a note where
+    patients are unknown.
 
     Args:
-        splits: slide, patient, label (index into ``classes``), split.
+        splits: slide, patient (empty where unknown), label (index into ``classes``), split.
         classes: names.
     """
     names = {str(i): name for i, name in enumerate(classes)}
@@ -94,10 +96,15 @@ def split_table(splits: Rows, classes: Sequence[str]) -> Table:
         inside = [row for row in splits if row.get("split") == split]
         if inside:
             counts = Counter(row.get("label", "") for row in inside)
-            patients = len({row.get("patient", "") for row in inside})
-            rows.append((split, str(len(inside)), str(patients), *(str(counts[label]) for label in labels)))
+            named = [row["patient"] for row in inside if row.get("patient")]
+            patients = str(len(set(named)))
+            if len(named) < len(inside):
+                patients = f"{patients} known" if named else "unknown"
+            rows.append((split, str(len(inside)), patients, *(str(counts[label]) for label in labels)))
     headers = ("split", "slides", "patients", *(names.get(label, label) for label in labels))
-    return Table(headers, rows, range(1, len(headers)))
+    known = [row["slide"] for row in splits if row.get("patient")]
+    note = patient_note(known, [row.get("slide", "") for row in splits])
+    return Table(headers, rows, range(1, len(headers))), [] if note is None else [note]
 
 
 def _columns(rows: Rows, start: str) -> list[str]:

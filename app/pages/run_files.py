@@ -6,9 +6,12 @@ not there. A torn last line of a table and an empty cell are missing values, not
 
 from __future__ import annotations
 
+import csv
 import io
+import itertools
 import json
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 
 from app.settings.cli import RunError
 from app.settings.fields import out_of_blocks
-from pipelines.catalog.csv_cells import read_rows
+from pipelines.catalog.csv_cells import original, read_rows
 
 LOG_LINES = 12
 """Of the end of ``run.log``: enough for what was done last and the message of an error."""
@@ -87,6 +90,8 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     text = _text(path)
     try:
         loaded = json.loads(text or "{}") if path.suffix == ".json" else yaml.safe_load(text) or {}
+    except RecursionError as fault:
+        raise RunError(f"{path} cannot be read: it is nested too deeply. Restore it or remove it") from fault
     except (ValueError, yaml.YAMLError) as fault:
         raise RunError(f"{path} cannot be read: {fault}. Restore it or remove it") from fault
     if not isinstance(loaded, dict):
@@ -99,9 +104,15 @@ def _rows(path: Path) -> Rows:
 
 
 def _columns(path: Path) -> Columns:
-    rows = _rows(path)
-    names = rows[0] if rows else {}
-    columns = {name: np.array([_number(row[name]) for row in rows], np.float64) for name in names}
+    """Columns of a table of numbers, read row by row: a run of a million steps has as many."""
+    rows = csv.reader(io.StringIO(_text(path), newline=""))
+    names = [original(name) for name in next(rows, [])]
+    cells = [array("d") for _ in names]
+    for row in filter(None, rows):
+        for column, cell in itertools.zip_longest(cells, row[: len(names)], fillvalue=""):
+            assert isinstance(column, array)
+            column.append(_number(cell))
+    columns = {name: np.frombuffer(column, np.float64) for name, column in zip(names, cells, strict=True) if column}
     if "step" in columns:  # a torn line without a step has no place on an axis
         whole = np.isfinite(columns["step"])
         columns = {name: values[whole] for name, values in columns.items()}

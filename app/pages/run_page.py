@@ -72,6 +72,7 @@ def render(files: RunFiles) -> str:
     summary, name = files.summary, files.folder.resolve().name
     status = summary.get("status", "no summary: running, or ended without a word")
     slides, slide_notes = slide_table(files.predictions)
+    splits, split_notes = split_table(files.splits, summary.get("classes") or [])
     return rendered(
         "run.html.j2",
         name=name,
@@ -80,12 +81,13 @@ def render(files: RunFiles) -> str:
         what=_what(files),
         error=summary.get("error"),
         cards=_cards(files),
-        charts=curves(files.metrics, files.validation),
+        charts=curves(files.metrics, files.validation, _of_pictures(files)),
         schedule=files.schedule,
         classes=class_table(files.predictions),
         slides=slides,
         slide_notes=slide_notes,
-        splits=split_table(files.splits, summary.get("classes") or []),
+        splits=splits,
+        split_notes=split_notes,
         pictures=overlays(files.overlays),
         overlays=len(files.overlays),
         failed=_failed(files),
@@ -117,12 +119,24 @@ def _tiles(summary: Mapping[str, Any]) -> str | None:
     return f"{summary['tile_px']} px tiles" if summary.get("tile_px") else None
 
 
+def _of_pictures(files: RunFiles) -> bool:
+    """Whether the run classified whole pictures."""
+    return files.config.get("pictures") == "resize"
+
+
+def _metrics(files: RunFiles) -> Mapping[str, Any]:
+    """Scores of the last validation; of pictures each once, as each is one tile."""
+    metrics: Mapping[str, Any] = files.summary.get("metrics") or {}
+    return {key: v for key, v in metrics.items() if not (_of_pictures(files) and key.startswith("tile_"))}
+
+
 def _cards(files: RunFiles) -> list[Card]:
     summary, best = files.summary, files.summary.get("best") or {}
-    scores = {key: value for key, value in (summary.get("metrics") or {}).items() if value is not None}
+    pictures = _of_pictures(files)
+    scores = {key: value for key, value in _metrics(files).items() if value is not None}
     cards = []
     for key in [key for key in SCORES if key in scores][:3]:
-        name, note = SCORES[key], "last validation"
+        name, note = score_name(key, pictures), "last validation"
         if "balanced accuracy" in name:  # the whole name would break into two lines
             name, note = name.replace("balanced ", ""), "balanced; last validation"
         if best.get("metric") == key and best.get("value") is not None:
@@ -188,11 +202,14 @@ def _counted(key: str, value: Any) -> bool:
 
 def scores_of(files: RunFiles) -> list[tuple[str, str]]:
     """Return names and values of the last validation, and where the checkpoint is."""
-    metrics, best = files.summary.get("metrics") or {}, files.summary.get("best") or {}
-    scores = [(score_name(key), "undefined" if v is None else format_value(v)) for key, v in metrics.items()]
+    best, pictures = files.summary.get("best") or {}, _of_pictures(files)
+    metrics = _metrics(files).items()
+    scores = [(score_name(key, pictures), "undefined" if v is None else format_value(v)) for key, v in metrics]
     if best:
         value = format_setting("", best.get("value"))
-        scores.append(("Best checkpoint", f"step {best.get('step')}: {score_name(str(best.get('metric')))} {value}"))
+        scores.append(
+            ("Best checkpoint", f"step {best.get('step')}: {score_name(str(best.get('metric')), pictures)} {value}")
+        )
     if files.summary.get("checkpoint"):
         scores.append(("Checkpoint", str(files.summary["checkpoint"])))
     return scores

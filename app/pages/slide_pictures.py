@@ -104,6 +104,7 @@ def outlines(task: _Task, truth: SlideAnnotations) -> Lines | str:
     try:
         with task.spec.open() as slide:
             bounds = slide.bounds
+            truth.outside(task.spec.slide_id, slide.levels[0].width, slide.levels[0].height, bounds)
             mpp = slide.mpp * max(bounds.width / task.width, bounds.height / task.height)
             region = Region(bounds.l0_x, bounds.l0_y, task.width, task.height, mpp)
             truth.read_mask(task.spec.slide_id, slide, region, mask)

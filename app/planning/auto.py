@@ -1,7 +1,7 @@
 """``--parallel auto`` or ``--recompute optimal`` of a run: planned once, kept in the run folder, the same on all ranks.
 
 Takes the settings and the dataset; writes ``plan.json``, or leaves the one that a resumed run began with. Every rank
-then reads from it what it is to do.
+is then given its text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say:
         RunError: nothing fits the memory, or what is to be computed again of a model that cannot be traced.
     """
     problem = _problem(config, classes, segments)
-    if config.resume and (kept := _kept(folder)) is not None and kept.problem == problem:
+    if config.resume and (kept := _read(plan_text(folder))) is not None and kept.problem == problem:
         return
     try:
         plan = _choose(config, classes, segments, problem)
@@ -62,18 +62,19 @@ def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say:
     (folder / TEXT).write_text(plan.dumps())
 
 
-def decided(settings: StrategySettings, folder: Path, device: str) -> Strategy:
+def decided(settings: StrategySettings, folder: Path, device: str, text: str) -> Strategy:
     """Return the strategy that is asked for, or that the plan in ``folder`` chose where that was left to it.
 
     Args:
         device: "cpu" or "cuda".
+        text: of the plan.
 
     Raises:
         RunError: the plan is missing or damaged.
     """
     if not settings.planned:
         return settings.to_strategy(device)
-    kept = _kept(folder)
+    kept = _read(text)
     if kept is None:
         raise RunError(f"{folder / TEXT} is missing or damaged: remove {folder}, or name a strategy with --parallel")
     return follow(settings, kept.row, device)
@@ -255,10 +256,18 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
     }
 
 
-def _kept(folder: Path) -> Plan | None:
+def plan_text(folder: Path) -> str:
+    """Return the plan that ``plan_run`` wrote into ``folder``; "" where there is none that can be read."""
     try:
-        return Plan.loads((folder / TEXT).read_text())
+        return (folder / TEXT).read_text()
     except (OSError, ValueError):
+        return ""
+
+
+def _read(text: str) -> Plan | None:
+    try:
+        return Plan.loads(text)
+    except ValueError:
         return None
 
 

@@ -56,12 +56,13 @@ class PlanCommand:
     """Move what forward passes keep to the host's memory until their backward passes, as for app.train; auto: where it
     makes a strategy fit, and is the fastest that does."""
     host_memory: str | None = None
-    """Memory of the host that each rank may fill with --offload, such as 64GiB; default: its share of what this machine
-    has free beside --memory; no limit with --device-spec."""
+    """Host memory that each rank may fill with --offload and --stream, such as 64GiB; default: its share of what this
+    machine has free beside --memory, or of 256 GiB a node with --device-spec."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule: how many values are kept for each parameter."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Of products; bf16 and fp16 are mixed precision. This machine is planned for in fp32 or bf16."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Precision of products; bf16 and fp16 are mixed. auto: as app.train, bf16 on GPUs that compute in it, else fp32.
+    tf32 and fp16 need --device-spec."""
     largest_tile: bool = False
     """Also search the largest tile that each strategy can train within the memory: as it is, with parts computed again,
     and with the rest moved to the host, too; and what stands in the way of twice that tile."""

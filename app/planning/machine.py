@@ -32,6 +32,8 @@ CUDA_CONTEXT = 600 << 20
 ADDITION = "add"
 INSTANT = LinkSpec("none", math.inf, 0.0)
 """Of a node with one rank."""
+NODE_HOST_BYTES = 256 << 30
+"""Host memory of a node of machines that are described by a data sheet."""
 RANKS_PER_CORE = 2
 """Ranks that are started at most to measure how they talk: more on the same cores would tell nothing else."""
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
@@ -43,13 +45,15 @@ class Machine:
 
     Attributes:
         estimate: takes a graph of one tile, gives what its layers cost by tiles of a microbatch.
-        autocast: type for mixed precision; None computes in float32.
+        autocast: type for mixed precision; None computes in float32 or tf32.
+        precision: as ``--precision``, never "auto".
         speeds: takes a graph of a usual microbatch, gives ``Cluster.speeds``.
     """
 
     cluster: Cluster
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     autocast: torch.dtype | None
+    precision: str = "fp32"
     speeds: Callable[[LayerGraph], tuple[float, ...]] = lambda _: ()
 
 
@@ -92,6 +96,7 @@ def this_machine(
         lanes, together = usable_cores() / threads, min(per_node, usable_cores())
         free = available
     autocast = choose_autocast(precision, where)
+    used = "fp32" if autocast is None else "bf16"
     limit = free - reserved if memory is None else memory
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
@@ -100,7 +105,7 @@ def this_machine(
     between = link_named(network)
     if not timed:
         cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
-        return Machine(cluster, _no_times, autocast)
+        return Machine(cluster, _no_times, autocast, used)
     model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
     moving, kind = _moving_speed(model), where.type
@@ -115,7 +120,7 @@ def this_machine(
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
         return lambda tiles: model.estimate(with_tiles(graph, tiles))
 
-    return Machine(cluster, estimate, autocast)
+    return Machine(cluster, estimate, autocast, used)
 
 
 def _calibrated(
@@ -201,13 +206,15 @@ def named_machine(
     per_node: int | None = None,
     link: str | None = None,
     network: str = "edr-infiniband",
-    precision: str = "fp32",
+    precision: str = "auto",
 ) -> Machine:
     """Machines with devices of a data sheet, one rank a device. Of devices that differ, layers take what they take on
     the one that is slowest for the model, and every rank may fill what the smallest has.
 
     Args:
         device: as for ``devices_named``.
+        host_memory: bytes of the host that each rank may fill; None: its share of ``NODE_HOST_BYTES``.
+        precision: as ``--precision``; "auto": bf16 if every device computes in it, else fp32.
 
     Raises:
         ValueError: a device or link that is not known, not as many devices as ranks, or arithmetic that a device does
@@ -215,6 +222,8 @@ def named_machine(
     """
     specs = devices_named(device, ranks)
     inside, between = link_named(link or "pcie4"), link_named(network)
+    if precision == "auto":
+        precision = "bf16" if all("bfloat16" in spec.flops for spec in specs) else "fp32"
     dtype = DTYPES[precision]
     per_node = min(ranks, per_node or 8)
     kinds = {spec.name: spec for spec in specs}
@@ -231,7 +240,7 @@ def named_machine(
         between,
         BANDWIDTH * min(spec.bandwidth for spec in specs),
         copy_bandwidth=min(link_named(spec.host_link).bandwidth for spec in specs),
-        host_bytes=math.inf if host_memory is None else host_memory,
+        host_bytes=NODE_HOST_BYTES // per_node if host_memory is None else host_memory,
     )
 
     def seconds(graph: LayerGraph, spec: DeviceSpec) -> float:
@@ -250,7 +259,8 @@ def named_machine(
         took = {name: seconds(graph, spec) for name, spec in kinds.items()}
         return tuple(max(took.values()) / took[name] for name in names)
 
-    return Machine(cluster, estimate, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision), speeds)
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return Machine(cluster, estimate, autocast, precision, speeds)
 
 
 def _moving_speed(model: CostModel) -> float:

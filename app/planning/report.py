@@ -83,7 +83,8 @@ def report(command: PlanCommand) -> int:
     error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"
     print(
         f"{command.model}, {command.tile} px, {command.tiles} tiles a step, {command.ranks} ranks of "
-        f"{bytes_text(machine.cluster.memory_bytes)} on {machine.cluster.name}\ntimes: {costs.source}{error}"
+        f"{bytes_text(machine.cluster.memory_bytes)} on {machine.cluster.name}, {machine.precision}\n"
+        f"times: {costs.source}{error}"
     )
     print_rows(rows, best)
     if note := _box_note(planner.task):
@@ -206,7 +207,7 @@ def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequ
     asked = dict.fromkeys(("single", *names) if command.ranks > 1 else names)
     found = [timed(one) for one in largest_tiles(asked, steps_of(command.savings), least)]
     limits = [limit(one) for one in found]
-    print_largest(found, limits, machine.cluster.memory_bytes)
+    print_largest(found, limits, machine.cluster)
     return [
         {
             "strategy": one.name,
@@ -272,7 +273,7 @@ def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:
         "ranks": command.ranks,
         "memory_bytes": machine.cluster.memory_bytes,
         "optimizer": command.optimizer,
-        "precision": command.precision,
+        "precision": machine.precision,
         "machine": machine.cluster.name,
         "recompute": command.recompute,
         "offload": command.offload,

@@ -10,33 +10,42 @@ import itertools
 from collections.abc import Sequence
 
 from app.settings.console import print_table
-from parallel.plan.largest_tile import LargestTile
+from parallel.cost.cluster import Cluster
+from parallel.plan.largest_tile import LIMIT, LargestTile
 from parallel.plan.plan import PlanRow, best_of
 from parallel.strategy import Strategy
 from parallel.units import bytes_text
 
+LONG_STEP_S = 3600.0
+"""Steps that take longer are marked in the table of largest tiles."""
+
 
 def print_rows(rows: Sequence[PlanRow], best: PlanRow | None) -> None:
-    """The best candidate of each strategy."""
+    """Print the best candidate of each strategy, the chosen one first."""
+    in_order = sorted(_best_of_each(rows), key=lambda row: row is not best)
     print_table(
         "strategies, best candidate of each",
         ("strategy", "ranks", "m", "fits", "images/s", "waiting", "peak bytes a rank", ""),
-        [_line(row, "<- plan" if row is best else "") for row in _best_of_each(rows)],
+        [_line(row, "<- plan" if row is best else "") for row in in_order],
     )
 
 
-def print_largest(found: Sequence[LargestTile], limits: Sequence[str], memory: int) -> None:
-    """The largest tile of each strategy, as it is and with what it may do to need less; the largest first.
+def print_largest(found: Sequence[LargestTile], limits: Sequence[str], cluster: Cluster) -> None:
+    """Print the largest tile of each strategy, as it is and with what it may do to need less; the largest first, and
+    those whose step takes more than ``LONG_STEP_S`` after all others.
 
     Args:
         limits: what stands in the way of twice the tile, of each.
     """
-    lines = sorted(zip(found, limits, strict=True), key=lambda pair: -pair[0].tile)
+    lines = sorted(zip(found, limits, strict=True), key=lambda pair: (_is_long(pair[0].row), -pair[0].tile))
     print_table(
-        f"largest tile within {bytes_text(memory)} a rank",
-        ("strategy", "tile px", "m", "peak bytes of the fullest rank", "images/s", "next size", "at twice the tile"),
-        [(*_largest_line(one), limit) for one, limit in lines],
+        f"largest tile within {bytes_text(cluster.memory_bytes)} and {bytes_text(round(cluster.host_bytes))} of host "
+        "memory a rank",
+        ("strategy", "tile px", "m", "peak bytes", "host bytes", "images/s", "s/step", "next size", "twice the tile"),
+        [(*_largest_line(one, cluster), limit) for one, limit in lines],
     )
+    if any(_is_long(one.row) for one in found):
+        print("  !: a step takes more than an hour")
 
 
 def _best_of_each(rows: Sequence[PlanRow]) -> list[PlanRow]:
@@ -83,12 +92,35 @@ def _runs(texts: Sequence[str]) -> list[str]:
     return words if len(words) <= 6 else [*words[:3], "...", *words[-2:]]
 
 
-def _largest_line(found: LargestTile) -> Sequence[str]:
-    after = found.next_row
-    over = f"{bytes_text(after.over_bytes)} over" if after is not None else ""
-    if found.row is None:
-        return (found.name, "none", "", "", "", over)
+def _is_long(row: PlanRow | None) -> bool:
+    return row is not None and (row.step_s or 0.0) > LONG_STEP_S
+
+
+def _largest_line(found: LargestTile, cluster: Cluster) -> Sequence[str]:
+    """Return the cells of a row, but for the limit of twice the tile."""
     row = found.row
-    speed = "" if row.images_per_second is None else f"{row.images_per_second:.3g}"
-    peak = bytes_text(max(row.peak_bytes))
-    return (f"{found.name} {row.strategy.savings}".rstrip(), str(found.tile), str(row.strategy.m), peak, speed, over)
+    if row is None:
+        return (found.name, "none", "", "", "", "", "", _next_size(found, cluster))
+    return (
+        f"{found.name} {row.strategy.savings}".rstrip(),
+        str(found.tile),
+        str(row.strategy.m),
+        bytes_text(max(row.peak_bytes)),
+        bytes_text(row.host_bytes) if row.host_bytes else "",
+        "" if row.images_per_second is None else f"{row.images_per_second:.3g}",
+        "" if row.step_s is None else f"{_three_digits(row.step_s)}{' !' * _is_long(row)}",
+        _next_size(found, cluster),
+    )
+
+
+def _next_size(found: LargestTile, cluster: Cluster) -> str:
+    """Return by how much the next tile side misses the memory, or that the search ended."""
+    row = found.next_row
+    if row is None:
+        return f"the search ends at {LIMIT} px" if found.tile == LIMIT else ""
+    on_device = max(row.peak_bytes, default=0) - cluster.usable_bytes
+    return f"{bytes_text(row.over_bytes)} over{' on the host' * (row.over_bytes > max(0, on_device))}"
+
+
+def _three_digits(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 1000 else f"{seconds:.0f}"

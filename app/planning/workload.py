@@ -35,7 +35,9 @@ from parallel.streaming.box_sums import with_sums
 from parallel.streaming.read_region import read_region
 from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
-from parallel.trace.trace import Traced, left_as_it_was, run_again, trace
+from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.trace.tile_size import refuse_tile_size
+from parallel.trace.trace import Traced, run_again, trace
 from parallel.trace.updated_faults import copies_fault
 
 SLOTS = {"sgd": 1, "adamw": 2}
@@ -95,11 +97,14 @@ class Workload:
         Raises:
             ValueError: there is no such model.
         """
+        build = functools.partial(
+            build_model, self.model, classes=self.classes, norm=self.norm, head=self.head, side=self.tile
+        )
         try:
             with torch.device("meta"), _Undrawn():
-                return build_model(self.model, classes=self.classes, norm=self.norm, head=self.head)
+                return build()
         except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
-            return build_model(self.model, classes=self.classes, norm=self.norm, head=self.head)
+            return build()
 
     def trace(self, autocast: torch.dtype | None = None) -> LayerGraph:
         """The graph of model and loss for one tile.
@@ -107,7 +112,9 @@ class Workload:
         Raises:
             ValueError: the model cannot be traced, or does not run on such a tile.
         """
-        return self._with_loss(trace(self.build(), self._shape, autocast=autocast))
+        model = self.build()
+        refuse_tile_size(model, self.model, self._shape)
+        return self._with_loss(trace(model, self._shape, autocast=autocast))
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -116,7 +123,9 @@ class Workload:
     def _traced(self) -> Traced:
         if self._followed and self._followed[0].any_side:
             return self._run_again(self._followed[0])
-        self._followed[:] = [traced := trace(self.build(), self._shape)]
+        model = self.build()
+        refuse_tile_size(model, self.model, self._shape)
+        self._followed[:] = [traced := trace(model, self._shape)]
         return traced
 
     def _run_again(self, traced: Traced, autocast: torch.dtype | None = None) -> Traced:
@@ -213,7 +222,7 @@ class Workload:
         entering = {node.name: image for node in nodes if node.op == "placeholder"}
         with left_as_it_was(model):
             model.train()
-            return read_region(model, nodes, entering, once=once)
+            return read_region(model, nodes, entering, once=once, updated=traced.updated)
 
     def _streamed(
         self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from app.settings.launcher import find_launch
+from app.settings.run import DataSettings
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 
 
@@ -28,12 +30,12 @@ class PredictCommand:
     model: str | None = None
     """Only where the checkpoint is of a package.module:factory, whose code is run: its name again."""
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say."""
+    """um/px of level 0 for every slide, instead of what the files say. Default: what the run read its slides at, and
+    its --slide-mpp for other slides."""
     scene: int | None = None
-    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
-    Default: such files are refused, with a list of their images."""
-    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
-    """Slide reader; auto takes the fastest that reads the file exactly."""
+    """Image of a slide file that holds several of similar size, counted from 0. Default: that of the run."""
+    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] | None = None
+    """Slide reader; auto takes the fastest that reads the file exactly. Default: that of the run."""
     ranks: int = 1
     """Processes that share the slides out among them. Under torchrun, mpirun or srun, those."""
     stages: int = 1
@@ -52,6 +54,19 @@ class PredictCommand:
         """Ranks: those that a launcher started, else ``ranks``."""
         launch = find_launch()
         return launch.world if launch else self.ranks
+
+    @property
+    def run_settings(self) -> dict[str, Any]:
+        """Settings of a run about slides that the user gives here, by name."""
+        names = {f.name for f in dataclasses.fields(DataSettings)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def changing(self) -> list[str]:
+        """Names of those that, given otherwise, change what is predicted."""
+        names = {f.name for f in dataclasses.fields(DataSettings)} - {"slides", "backend"}
+        return [f.name for f in dataclasses.fields(self) if f.name in names]
 
     def validate(self) -> list[str]:
         rules = [

@@ -51,4 +51,4 @@ def predict_picture(
     for path in (folder.overlay(spec.slide_id), folder.tiles(spec.slide_id), folder.record(spec.slide_id)):
         path.parent.mkdir(parents=True, exist_ok=True)  # its name is its path below --slides
     folder.overlay(spec.slide_id).write_bytes(cv2.imencode(".png", pixels[..., ::-1])[1].tobytes())
-    return finish_image(folder, model, source, values, (0, 0, source.width, source.height, 1.0), stain)
+    return finish_image(folder, model, spec, source, values, (0, 0, source.width, source.height, 1.0), stain)

@@ -9,17 +9,23 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from app.settings.data_file import read_data
+from pipelines.catalog.catalog import PREDICTIONS_FILE
 from pipelines.catalog.csv_cells import write_rows
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.slide_state import SlideState
 
-SETTINGS, TABLE = "predict.json", "slides.csv"
+SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"
+
+LONGEST_PART = 60
+"""Characters of a class in the name of its heat map; most file systems allow 255 bytes for all of it."""
 
 
 class PredictionFolder:
@@ -46,7 +52,7 @@ class PredictionFolder:
         path = self.path / SETTINGS
         if not path.exists():
             _write_json(path, settings)
-        made_with = json.loads(path.read_text())
+        made_with = read_data(path)
         differing = [
             f"{key}: made with {made_with.get(key)!r}, asked is {value!r}"
             for key, value in settings.items()
@@ -58,9 +64,9 @@ class PredictionFolder:
                 + "\n       ".join(differing)
             )
 
-    def heat_map(self, slide_id: str, class_name: str) -> Path:
-        """Path of the heat map of one class."""
-        return self.path / "heat_maps" / f"{slide_id}.{file_name(class_name)}.tif"
+    def heat_map(self, slide_id: str, part: str) -> Path:
+        """Path of the heat map of one class, whose ``part`` of the name is that of ``file_names``."""
+        return self.path / "heat_maps" / f"{slide_id}.{part}.tif"
 
     def overlay(self, slide_id: str) -> Path:
         return self.path / "overlays" / f"{slide_id}.png"
@@ -84,12 +90,14 @@ class PredictionFolder:
     def is_done(self, slide_id: str, path: Path) -> bool:
         """Return whether the slide, whose file is ``path`` now, was predicted as it is."""
         record = self.record(slide_id)
-        return record.exists() and SlideState(**json.loads(record.read_text())["state"]).is_of(path)
+        return record.exists() and SlideState(**_read_record(record)["state"]).is_of(path)
 
-    def finish(self, slide_id: str, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any]) -> None:
-        """Write down that a slide is done, with its row of the table and where its maps lie."""
-        record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas)}
-        _write_json(self.record(slide_id), record)
+    def finish(
+        self, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any], opening: Mapping[str, Any]
+    ) -> None:
+        """Record that a slide is done: its row of the table, where its maps lie, and how it was opened."""
+        record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas), "opening": dict(opening)}
+        _write_json(self.record(row["slide"]), record)
 
     def settings(self) -> dict[str, Any]:
         """Return what the predictions were made with.
@@ -100,12 +108,11 @@ class PredictionFolder:
         path = self.path / SETTINGS
         if not path.is_file():
             raise ValueError(f"{self.path} holds no predictions: {path} is not there; give the --out of app.predict")
-        settings: dict[str, Any] = json.loads(path.read_text())
-        return settings
+        return read_data(path)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return ``row``, ``state`` and ``canvas`` of all slides that are done, by slide."""
-        return [json.loads(path.read_text()) for path in sorted((self.path / "slides").rglob("*.json"))]
+        """Return ``row``, ``state``, ``canvas`` and ``opening`` of all slides that are done, by slide."""
+        return [_read_record(path) for path in sorted((self.path / "slides").rglob("*.json"))]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all slides that are done, by slide."""
@@ -131,13 +138,42 @@ class PredictionFolder:
             os.close(descriptor)
 
 
-def file_name(class_name: str) -> str:
-    """``class_name`` as a part of a file's name.
+def file_names(classes: Sequence[str]) -> dict[str, str]:
+    """Return a part of a file's name for each class, no two alike, on file systems that ignore case either.
 
-    >>> file_name("Tumor: Positive/3")
-    'Tumor__Positive_3'
+    Letters, digits, ``-`` and ``+`` stay, others become ``_``; a name that is taken gets a number.
+
+    >>> file_names(["Tumor: Positive/3", "<1%", ">1%", "a", "A"])
+    {'Tumor: Positive/3': 'Tumor__Positive_3', '<1%': '_1_', '>1%': '_1_~2', 'a': 'a', 'A': 'A~2'}
     """
-    return "".join(c if c.isalnum() or c in "-+." else "_" for c in class_name)
+    parts: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in classes:
+        plain = "".join(c if c.isalnum() or c in "-+" else "_" for c in name[:LONGEST_PART])
+        part, number = plain, 1
+        while _folded(part) in taken:
+            number += 1
+            part = f"{plain}~{number}"
+        taken.add(_folded(part))
+        parts[name] = part
+    return parts
+
+
+def _folded(part: str) -> str:
+    return unicodedata.normalize("NFKC", part).casefold()
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Return what ``PredictionFolder.finish`` wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    record = read_data(path)
+    whole = all(isinstance(record.get(name), dict) for name in ("row", "state", "canvas"))
+    if not whole or record["state"].keys() != {field.name for field in fields(SlideState)}:
+        raise ValueError(f"{path} is not the record of a slide: remove it, then run app.predict again")
+    return record
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -28,11 +28,12 @@ from app.settings.cli import RunError
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from app.training.progress import LOG_FORMAT
+from app.training.run_slides import predicted_slides
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.windows import WindowSettings
 
 log = logging.getLogger("app.predict")
@@ -56,15 +57,8 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     model = load_model(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
     writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     predict, what = _predictor(model, command)
-    asked = model.settings
-    specs = find_slides(
-        command.slides,
-        mpp=command.slide_mpp,
-        picture_mpp=asked["mpp"],
-        whole_pictures=model.whole_pictures,
-        backend=command.backend,
-        scene=command.scene,
-    )
+    index, columns = model.config.index, model.slides or {}
+    data, specs = predicted_slides(model.config.data, index, columns, command.run_settings)
     folder = PredictionFolder(command.out)
     folder.open(
         {
@@ -73,13 +67,15 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             "step": model.step,
             "task": model.task,
             "classes": list(model.classes),
+            "class_map": list(model.config.data.class_map) or None,
             "shown": list(model.shown.values()),
-            "tile": asked["tile"],
-            "whole_pictures": model.whole_pictures or None,  # None: folders from before there were any do not say
-            "mpp": asked["mpp"],
+            "positive_class": None if model.positive is None else model.classes[model.positive],
+            "splits": "unknown" if model.slides is None else "recorded",
+            "tile": index.tile,
+            "whole_pictures": model.whole_pictures,
+            "mpp": index.mpp,
             "overlap": command.overlap,
-            "slide_mpp": command.slide_mpp,
-            "scene": command.scene,
+            **{name: getattr(data, name) for name in command.changing},
         }
     )
     _log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))
@@ -89,9 +85,10 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     todo = [spec for spec in share if spec.slide_id in undone]
     if not rank:
         weights = ", averaged weights" * model.averaged
-        _say(f"{len(specs)} slides in {command.slides}, {model.task}: {', '.join(model.classes)}; {what}{weights}")
+        slides = counted(len(specs), "slide")
+        _say(f"{slides} in {command.slides}, {model.task}: {', '.join(model.classes)}; {what}{weights}")
     if writes and len(share) > len(todo):
-        _say(f"{len(share) - len(todo)} slides are done in {command.out} already")
+        _say(f"done in {command.out} already: {counted(len(share) - len(todo), 'slide')}")
     if writes:
         folder.failed.forget([spec.slide_id for spec in todo])
     failed = []
@@ -119,36 +116,34 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     if writes:
         folder.write_table()
     if todo and len(failed) == len(todo) and not folder.rows():
-        raise RunError(f"none of the {len(todo)} slides could be predicted; {folder.failed.path} says why")
+        raise RunError(f"none of {counted(len(todo), 'slide')} could be predicted; {folder.failed.path} says why")
     if rank == command.stages - 1:  # of the first group, who writes
-        _say(f"predictions  {command.out} ({len(folder.rows())} slides)")
+        _say(f"predictions  {command.out} ({counted(len(folder.rows()), 'slide')})")
     if failed and writes:
-        _say(f"failed       {folder.failed.path} ({len(failed)} slides)")
+        _say(f"failed       {folder.failed.path} ({counted(len(failed), 'slide')})")
 
 
 def _predictor(
     model: TrainedModel, command: PredictCommand
 ) -> tuple[Callable[[SlideSpec, PredictionFolder], dict[str, Any] | None], str]:
     """What predicts a slide, and what it looks at, for people."""
-    asked = model.settings
+    index = model.config.index
     if model.whole_pictures:
-        pictures = IndexSettings(asked["tile"], pictures="resize", tissue_mpp=asked["tissue_mpp"])
-        return lambda spec, folder: predict_picture(spec, model, pictures, folder), (
+        return lambda spec, folder: predict_picture(spec, model, index, folder), (
             f"pictures as one image of {model.tile} px"
         )
     if model.whole_slides:
-        index = IndexSettings("slide", asked["mpp"], asked["stride"], asked["min_tissue"], asked["tissue_mpp"])
         return lambda spec, folder: predict_as_tile(spec, model, index, folder), (
-            f"slides as one image at {asked['mpp']:g} um/px"
+            f"slides as one image at {index.mpp:g} um/px"
         )
     cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)
     cells = model.tile // cell
     stride = max(1, round(cells * (1 - command.overlap)))
-    least = asked["min_tissue"] if model.task == "classify" else min(asked["min_tissue"], ANY_TISSUE)
+    least = index.min_tissue if model.task == "classify" else min(index.min_tissue, ANY_TISSUE)
     method = model.stain_target.method if model.stain_target else None
-    windows = WindowSettings(model.tile, asked["mpp"], cell, stride, least, asked["tissue_mpp"], method)
+    windows = WindowSettings(model.tile, index.mpp, cell, stride, least, index.tissue_mpp, method)
     return lambda spec, folder: predict_slide(spec, model, windows, command.batch, folder), (
-        f"windows of {model.tile} px at {asked['mpp']:g} um/px every {stride * cell} px"
+        f"windows of {model.tile} px at {index.mpp:g} um/px every {stride * cell} px"
     )
 
 

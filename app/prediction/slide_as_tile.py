@@ -18,6 +18,7 @@ from app.prediction.computation import rank_faults
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.score_tables import TileRow, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
+from app.training.run_slides import opening
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import each_in_process
 from pipelines.slides.geometry import Region, l0_from_t
@@ -55,12 +56,13 @@ def predict_as_tile(
         folder.overlay(spec.slide_id).write_bytes(picture)
         l0_size = [l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size]
         place = region.l0_x, region.l0_y, l0_size[0], l0_size[1]
-        return finish_image(folder, model, tiles.source, values, (*place, float(tiles.tissue[0])), stain)
+        return finish_image(folder, model, spec, tiles.source, values, (*place, float(tiles.tissue[0])), stain)
 
 
 def finish_image(
     folder: PredictionFolder,
     model: TrainedModel,
+    spec: SlideSpec,
     source: IndexedSlide,
     values: NDArray[np.float32],
     place: tuple[int, int, int, int, float],
@@ -78,9 +80,16 @@ def finish_image(
         folder.failed.add(slide_id, STEP, f"its colours are left as they are: {stain}")
     (scores,) = values.astype(float)
     write_tiles(folder.tiles(slide_id), model.classes, [TileRow(*place, scores, float(scores.max()))])
-    row = {"slide": slide_id, "tiles": 1, "tiles_unreadable": 0, **class_scores(model.classes, scores)}
     assert source.state is not None
-    folder.finish(slide_id, row, source.state, {"mpp": source.mpp, "l0_size": [source.width, source.height]})
+    row = {
+        "slide": slide_id,
+        **model.origin(slide_id, source.state),
+        "tiles": 1,
+        "tiles_unreadable": 0,
+        **class_scores(model.classes, scores),
+    }
+    canvas = {"mpp": source.mpp, "l0_size": [source.width, source.height]}
+    folder.finish(row, source.state, canvas, opening(spec))
     return row
 
 

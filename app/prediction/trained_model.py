@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,21 @@ from numpy.typing import NDArray
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import choose_autocast
 from app.prediction.computation import InParts, Spread, Whole
+from app.settings.cli import RunError
+from app.settings.fields import with_values
+from app.settings.run import DataSettings, RunConfig
 from app.training.memory_layout import takes_channels_last
+from app.training.run_slides import SlideColumns
 from models.registry import build_model
+from pipelines.catalog.slide_state import SlideState
+from pipelines.labels.class_names import positive_class
+from pipelines.labels.patients import patient_in
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.stain_steps import StainSteps
 from pipelines.tiles.stain_fit import StainFit
+
+log = logging.getLogger(__name__)
 
 LIBRARIES = ("torchvision", "timm", "smp", "unet")
 """Words before the colon of a model's name that stand for a library, not for a package of the user's."""
@@ -33,6 +43,22 @@ LIBRARIES = ("torchvision", "timm", "smp", "unet")
 
 USUAL_SIDE = 1024
 """Px of the image that a model of whole slides is first looked at with; slides may have any sides."""
+
+
+CONTENT = {"settings": dict, "classes": list | tuple, "model": dict, "step": int}
+"""Content of a checkpoint that a model is made of, and its types."""
+SETTINGS = {
+    "model": str,
+    "norm": str,
+    "head": str,
+    "precision": str,
+    "channels_last": bool,
+    "mpp": int | float,
+    "min_tissue": int | float,
+    "tissue_mpp": int | float,
+    "slide_score": str,
+}
+"""The same of the settings in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,48 +69,81 @@ class TrainedModel:
         name: as ``--model`` of the run had it.
         task: classify (one class per tile) or segment (one per px).
         classes: names, in the order of the model's outputs.
-        settings: of the run, by flag.
+        config: settings of the run.
         digest: of the checkpoint's bytes.
         step: after how many steps it was written.
         averaged: its weights are their running averages.
         stain_target: what the run made its slides look like; None: they stayed as they are.
+        slides: of the run, as `slide_columns` gives them; None: the checkpoint does not record them.
     """
 
     name: str
     task: str
     classes: tuple[str, ...]
-    settings: dict[str, Any]
+    config: RunConfig
     digest: str
     step: int
     averaged: bool
     stain_target: StainFit | None
+    slides: SlideColumns | None
     computation: Whole | InParts
 
     @property
     def whole_slides(self) -> bool:
         """It was trained on slides as single images."""
-        return bool(self.settings["tile"] == "slide")
+        return self.config.index.tile == "slide"
 
     @property
     def whole_pictures(self) -> bool:
         """It was trained on pictures that are resized to a tile."""
-        return bool(self.settings.get("pictures") == "resize")  # checkpoints from before there was any do not say
+        return self.config.index.whole_pictures
 
     @property
     def tile(self) -> int:
         """Side of the tiles that it was trained on, px; there are none with ``whole_slides``."""
-        side: int = self.settings["tile"]
-        return side
+        return self.config.index.side
+
+    @property
+    def positive(self) -> int | None:
+        """Index of the positive class of two, as `positive_class` has it."""
+        return positive_class(self.classes, self.config.score.positive_class)
+
+    def origin(self, slide_id: str, state: SlideState) -> dict[str, str | None]:
+        """Return split and patient of a slide, as cells of its row. Those of the run are recognised by their content;
+        another slide is in the split of its patient, where its name says who that is, else ``external``."""
+        patient = patient_in(slide_id, self.config.split.patient_pattern)
+        if self.slides is None:
+            return {"split": "unknown", "patient": patient}
+        of_run = self._of_digest.get(state.digest)
+        if of_run is not None:
+            return {"split": self.slides["split"][of_run], "patient": self.slides["patient"].get(of_run)}
+        if slide_id in self.slides["split"]:
+            log.warning("%s: the run has another slide of this name; this one is not counted as it", slide_id)
+        return {"split": self._split_of_patient.get(patient or "", "external"), "patient": patient}
+
+    @functools.cached_property
+    def _of_digest(self) -> dict[str, str]:
+        """Slide by digest; of copies under several names one that was trained on, if any was."""
+        slides = self.slides or {"split": {}, "digest": {}}
+        in_order = sorted(slides["split"], key=lambda slide_id: slides["split"][slide_id] == "train")
+        return {slides["digest"][slide_id]: slide_id for slide_id in in_order if slide_id in slides["digest"]}
+
+    @functools.cached_property
+    def _split_of_patient(self) -> dict[str, str]:
+        slides = self.slides or {"patient": {}}
+        return {patient: slides["split"][slide_id] for slide_id, patient in slides["patient"].items()}
 
     @property
     def shown(self) -> dict[int, str]:
         """Classes that get a heat map and areas, by number: of a segmenter all but the background; of a classifier of
-        two the second, whose probability says that of the first, too. None with ``whole_slides``
-        and ``whole_pictures``."""
+        two the positive one if it is known, whose probability gives that of the other. None with ``whole_slides`` and
+        ``whole_pictures``."""
         if self.whole_slides or self.whole_pictures:
             return {}
-        first = 1 if self.task == "segment" or len(self.classes) == 2 else 0
-        return {number: name for number, name in enumerate(self.classes) if number >= first}
+        numbers = range(self.task == "segment", len(self.classes))
+        if self.task == "classify" and self.positive is not None:
+            numbers = range(self.positive, self.positive + 1)
+        return {number: self.classes[number] for number in numbers}
 
     def probabilities(
         self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainFit | None = None
@@ -128,6 +187,7 @@ def load_model(
     if not path.is_file():
         raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
     state = load_checkpoint(path)
+    _check_content(path, state)
     settings, classes = state["settings"], tuple(state["classes"])
     name = settings["model"]
     if named not in (None, name):
@@ -138,12 +198,17 @@ def load_model(
             f"{path} is of the model {name}, which is a package of its user's and runs its code when it is built: "
             f"if you trust it, say so with --model {name}"
         )
-    module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"])
-    module.load_state_dict(state["model"])
+    own = None if settings["tile"] == "slide" else settings["tile"]
+    module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"], side=own)
     averages = state.get("average", {})
-    with torch.no_grad():
-        for key, parameter in module.named_parameters():
-            parameter.copy_(averages.get(key, parameter))
+    try:
+        module.load_state_dict(state["model"])
+        with torch.no_grad():
+            for key, parameter in module.named_parameters():
+                parameter.copy_(averages.get(key, parameter))
+    except (RuntimeError, TypeError, AttributeError) as fault:
+        reason = " ".join(str(fault).split())[:300]
+        raise RunError(f"{path} has no weights of {name} for {len(classes)} classes: {reason}") from fault
     side = USUAL_SIDE if settings["tile"] == "slide" else settings["tile"]
     channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
@@ -171,7 +236,35 @@ def load_model(
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     numbers = state.get("stain_target")  # of a run from before there was any: None
     target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
-    return TrainedModel(name, task, classes, settings, digest, state["step"], bool(averages), target, computation)
+    config, slides = with_values(RunConfig(DataSettings(Path())), settings), state.get("slides")
+    step = state["step"]
+    return TrainedModel(name, task, classes, config, digest, step, bool(averages), target, slides, computation)
+
+
+def _check_content(path: Path, state: dict[str, Any]) -> None:
+    """Refuse a checkpoint without what a model is made of.
+
+    Raises:
+        RunError: something is missing or of another type; names all of it.
+    """
+    settings = state.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    faults = [
+        f"{key} {value!r:.40}" if key in holder else f"no {key}"
+        for holder, expected in ((state, CONTENT), (settings, SETTINGS))
+        for key, kind in expected.items()
+        if not isinstance(value := holder.get(key), kind)
+    ]
+    tile = settings.get("tile")
+    if tile != "slide" and not (type(tile) is int and tile > 0):
+        faults.append(f"tile {tile!r:.40}")
+    if not all(isinstance(name, str) for name in state.get("classes") or ()) or not state.get("classes"):
+        faults.append("classes without names")
+    if faults:
+        raise RunError(
+            f"{path} is no checkpoint of app.train: it has {', '.join(dict.fromkeys(faults))}; "
+            "give RUN/checkpoints/best.pt"
+        )
 
 
 def _task(computation: Whole, name: str, classes: int, side: int) -> str:

@@ -22,10 +22,11 @@ from app.prediction.area_files import Scored, write_areas
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.computation import rank_faults
 from app.prediction.overlay import draw_prediction
-from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.prediction_folder import PredictionFolder, file_names
 from app.prediction.score_tables import TileRow, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
+from app.training.run_slides import opening
 from pipelines.backends.heat_map import HeatMapWriter
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Size
@@ -81,10 +82,12 @@ def predict_slide(
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
     picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
     folder.overlay(spec.slide_id).write_bytes(picture)
-    how = model.settings["slide_score"], model.settings["top_k"]
-    _, (of_slide,) = slide_scores(scored.scores[readable], np.zeros(int(readable.sum()), np.int64), *how)
+    how = model.config.score
+    of_readable = scored.scores[readable], np.zeros(int(readable.sum()), np.int64)
+    _, (of_slide,) = slide_scores(*of_readable, how.slide_score, how.top_k)
     row = {
         "slide": spec.slide_id,
+        **model.origin(spec.slide_id, windows.state),
         "tiles": int(readable.sum()),
         "tiles_unreadable": unread,
         **class_scores(model.classes, of_slide),
@@ -100,7 +103,7 @@ def predict_slide(
         "width": width,
         "height": height,
     }
-    folder.finish(spec.slide_id, row, windows.state, canvas)
+    folder.finish(row, windows.state, canvas, opening(spec))
     return row
 
 
@@ -137,12 +140,13 @@ def _scored(
     while classes * -(-size.width // factor) * -(-size.height // factor) > AREA_VALUES and factor < CHUNK_ROWS:
         factor *= 2
     reduced = []
+    parts = file_names(list(model.shown.values()))
     with ExitStack() as opened:
         blender = opened.enter_context(Blender(classes, *(size.width, size.height), weights, folder.path))
         writers = {
             c: opened.enter_context(
                 HeatMapWriter(
-                    folder.heat_map(slide_id, name),
+                    folder.heat_map(slide_id, parts[name]),
                     size,
                     windows.canvas_mpp,
                     f"probability of {name!r} by {model.name}, 255 is 1",

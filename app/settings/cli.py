@@ -15,12 +15,13 @@ import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import tyro
 import yaml
 
 from app.settings.closed_pipe import readers_may_leave
+from app.settings.data_file import read_data
 from app.settings.fields import (
     BLOCK,
     developer_settings,
@@ -32,6 +33,7 @@ from app.settings.fields import (
     with_values,
 )
 from parallel.profile.cache import own_torch_cache
+from pipelines.slides.printable import printable
 from pipelines.slides.slide import SlideError
 
 Config = TypeVar("Config")
@@ -93,13 +95,14 @@ def _run(config_type: type[Config], body: Callable[[Config], int | None], argv: 
 
 
 def _fail(fault: BaseException, code: int, prog: str) -> int:
-    told = _of_system(fault) if isinstance(fault, OSError) else str(fault)
+    told = describe_system_error(fault) if isinstance(fault, OSError) else str(fault)
+    told = printable(told, keep="\n\t")
     print(f"{prog}: error: {told or type(fault).__name__}", file=sys.stderr, flush=True)
     return code
 
 
-def _of_system(fault: OSError) -> str:
-    """What the system refuses, where, and what to do; what was raised with words of its own stays as it is."""
+def describe_system_error(fault: OSError) -> str:
+    """Return what the system refuses, where, and what to do; what was raised with words of its own stays as it is."""
     advice = ADVICE.get(fault.errno or 0)
     if advice is None:
         return str(fault)
@@ -165,17 +168,19 @@ def _take_option(argv: list[str], option: str, what: str) -> tuple[list[str], li
     return rest, values
 
 
+def _takes(hint: Any, values: list[Any]) -> bool:
+    """Return whether a setting of type ``hint`` takes several values, and these are no lists themselves."""
+    several = any(get_origin(each) in (tuple, list) for each in (hint, *get_args(hint)))
+    return several and not any(isinstance(value, list | dict) for value in values)
+
+
 def _read_yaml(config_type: type, path: Path) -> tuple[list[str], dict[str, str]]:
     """The flags and the developer settings that say the same as a YAML file, so that types and messages are those of
     the command line."""
     try:
-        loaded = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
-        raise ValueError(f"--config {path} cannot be read: {fault}") from fault
-    if loaded is None:
-        return [], {}
-    if not isinstance(loaded, dict):
-        raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(loaded).__name__}")
+        loaded = read_data(path)
+    except ValueError as fault:
+        raise ValueError(f"--config {fault}") from fault
     known, hidden = dict(flags_of(config_type)), developer_settings(config_type)
     block = loaded.pop(BLOCK, None) or {}
     if not isinstance(block, dict):
@@ -198,6 +203,8 @@ def _read_yaml(config_type: type, path: Path) -> tuple[list[str], dict[str, str]
                 faults.append(f"key `{key}` takes true or false, found {value!r}")
                 continue
             arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, dict) or (isinstance(value, list) and not _takes(known[name], value)):
+            faults.append(f"key `{key}` does not take {value!r:.60}")
         elif isinstance(value, list):
             arguments += [flag, *map(str, value)]
         else:

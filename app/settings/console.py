@@ -35,7 +35,7 @@ def print_findings(title: str, findings: Sequence[Finding]) -> None:
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print ``rows`` under ``headers`` (all empty: none) and ``title``; cells that name a state are coloured."""
     if sys.stdout.isatty():
-        table = Table(title=title, title_justify="left", show_header=any(headers), title_style="bold")
+        table = Table(title=Text(title), title_justify="left", show_header=any(headers), title_style="bold")
         for header in headers:
             table.add_column(header, overflow="fold")
         for row in rows:

@@ -55,8 +55,8 @@ def in_blocks(config: Any) -> dict[str, Any]:
 def out_of_blocks(loaded: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``in_blocks`` gave, or a file from before there were blocks, under the settings' names."""
     values = dict(loaded)
-    block: dict[str, Any] = values.pop(BLOCK, {})
-    return values | block
+    block = values.pop(BLOCK, {})
+    return values | (block if isinstance(block, dict) else {BLOCK: block})
 
 
 def arguments_for(config_type: type, values: Mapping[str, Any]) -> list[str]:

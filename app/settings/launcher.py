@@ -27,7 +27,7 @@ class Launch:
 
 
 STARTED_BY_US = "MEGATILE_RANK"
-"""Set for ranks whose starter has already prepared the data, so that they neither do nor say it again."""
+"""Process number of ``--ranks``, for the ranks that it started: it has prepared the data, and they end with it."""
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI = (

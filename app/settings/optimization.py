@@ -23,7 +23,9 @@ class OptimizerSettings:
     momentum: Suppress[float] = 0.9
     """Momentum of sgd."""
     weight_decay: float = 1e-4
-    """Decay of the parameters, per unit of learning rate."""
+    """Decay of the weights, per unit of learning rate; biases and parameters of norms have none."""
+    decay_all: Suppress[bool] = False
+    """Apply --weight-decay to biases and parameters of norms, too, as runs begun before this setting existed do."""
     warmup: int = 0
     """Steps over which the learning rate rises linearly."""
     class_weights: Literal["none", "balanced"] = "none"

@@ -19,11 +19,15 @@ from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from pipelines.labels.class_names import ClassMap
+from pipelines.labels.patients import pattern_fault
 from pipelines.labels.tile_label import TileLabel
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.slides.geometry import mpp_fault
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.stain_fits import StainSettings
+
+EPOCHS = 10.0
+"""Passes over the training tiles of a run that is given neither ``--steps`` nor ``--epochs``."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,16 @@ class DataSettings:
     """What to learn. auto: segment with annotations, classify with labels. classify with annotations gives each tile
     a class, as --tile-label says."""
     class_map: tuple[str, ...] = ()
-    """Classes of annotations by other names, as Tumor=tumour "Immune cells=background" Necrosis=ignore; several may
-    lead to one, * stands for all that are not listed. Default: learned as they are drawn."""
+    """Classes of labels, class folders or annotations by other names, as Tumor=tumour "Immune cells=background"
+    Necrosis=ignore; several may lead to one, * stands for all that are not listed. Default: the names as they are."""
     tile_label: str = "majority"
     """Class of a tile, from annotations. majority: the class that covers most of it, background included; any: the
     class drawn on most of it, if there is one; a fraction, such as 0.25: that class if it covers so much of it."""
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say; column mpp of the CSV goes before it."""
+    """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
+    mpp_table: Path | None = None
+    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
+    the labels."""
     scene: int | None = None
     """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
     Default: such files are refused, with a list of their images."""
@@ -59,8 +66,8 @@ class DataSettings:
 
     def validate(self) -> list[str]:
         faults = []
-        if self.slide_mpp is not None and not check_mpp(self.slide_mpp):
-            faults.append(f"--slide-mpp must be within {MPP_MIN}-{MPP_MAX} um/px; got {self.slide_mpp:g}")
+        if self.slide_mpp is not None and (fault := mpp_fault(self.slide_mpp)):
+            faults.append(f"--slide-mpp {fault}")
         try:
             ClassMap.parse(self.class_map)
         except ValueError as fault:
@@ -88,6 +95,9 @@ class SplitSettings:
     split_by: Literal["patient", "site"] = "patient"
     """What stays whole. site: hospitals and scanners as column site of the labels names them, so that none that is
     validated or tested on is trained on; a patient with slides of two sites joins these."""
+    patient_pattern: str | None = None
+    """Regular expression for the patient in slide names, where no table names one: its first group, as '^(P[0-9]+)_'.
+    Default: TCGA barcodes. A slide whose patient stays unknown is split by itself."""
     splits: Path | None = None
     """File that says which slides train, validate and test: a table with columns slide and split, splits_0.csv or
     splits_0_bool.csv of CLAM, or splits_final.json of nnU-Net with --fold."""
@@ -99,6 +109,8 @@ class SplitSettings:
 
     def validate(self) -> list[str]:
         faults = self._fold_faults()
+        if fault := pattern_fault(self.patient_pattern):
+            faults.append(fault)
         for name, value in (("--validation", self.validation), ("--test", self.test)):
             if not 0 <= value <= 0.9:
                 faults.append(f"{name} is a fraction of the patients, 0 to 0.9; got {value:g}")
@@ -204,6 +216,9 @@ class ScoreSettings:
     """Tiles scored per validation slide, evenly spread; 0: all."""
     slide_score: Literal["mean", "max", "top-k"] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
+    positive_class: str | None = None
+    """Of two classes the one that heat maps show and that a patient has where one slide has it. Default: the one that
+    is not called normal, benign, negative, background or 0, if only one is; upper and lower case do not matter."""
     patience: int = 0
     """Validations in a row without a better score, after which a run ends; 0: it goes through all its steps."""
     top_k: Suppress[int] = 5
@@ -246,7 +261,10 @@ class RunConfig:
     epochs: float | None = None
     """Passes over the training tiles; default 10."""
     resume: bool = False
-    """Continue the run in --out from its last checkpoint."""
+    """Continue the run in --out from its last checkpoint; start it from the beginning where there is none yet."""
+    extend: bool = False
+    """With --resume: accept more --steps or --epochs than the run has. The learning rate is from then on that of a run
+    of the new length, so it may rise at once."""
     max_restarts: int = 0
     """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
     torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
@@ -254,8 +272,9 @@ class RunConfig:
     """Ranks that a run with --max-restarts may come down to: after an attempt in which one was lost comes one with a
     rank fewer, and the next start has all of --ranks again. The steps are the same, whoever computes them. Default: as
     many as --ranks. Under torchrun --nnodes MIN:MAX says it."""
-    twin_steps: Suppress[int] = 5
-    """Steps measured from memory after training, to tell reading from computing; 0: none."""
+    twin_steps: Suppress[int] = 0
+    """Steps measured from memory after the last checkpoint, to tell reading from computing; 0: none. A fault in them is
+    a warning: the run is completed."""
     mlflow: Suppress[str] = ""
     """Experiment of MLflow, at MLFLOW_TRACKING_URI, that is told the same scalars as TensorBoard, the settings and the
     last files; empty: none. A server that cannot be reached ends no run."""
@@ -282,6 +301,8 @@ class RunConfig:
             faults.append(f"--steps must be at least 1; got {self.steps}")
         if self.epochs is not None and not self.epochs > 0:
             faults.append(f"--epochs must be above 0; got {self.epochs:g}")
+        if self.extend and not self.resume:
+            faults.append("--extend lengthens a run that is resumed: add --resume, or leave it out")
         if self.max_restarts < 0:
             faults.append(f"--max-restarts must be at least 0; got {self.max_restarts}")
         least = self.min_ranks

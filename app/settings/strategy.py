@@ -118,9 +118,9 @@ class StrategySettings:
     """Side in px of boxes, such as 512, that a tile is computed in one after the other, in the forward pass and once
     more in the backward pass: the same numbers, and memory for a box in place of a tile. The tile stays bytes in the
     host's memory, beside maps between parts of the model: few with --norm frozen or layer, one for each norm with
-    others. Each stage of a model that is split has boxes of its own; not for --parallel fsdp and zero-bubble. auto,
-    with single, ddp and spatial: the largest boxes that fit the memory; on a CPU without --memory of 512 px. none
-    leaves it to the plan with --parallel auto."""
+    others. Each stage of a model that is split has boxes of its own; not for --parallel fsdp and zero-bubble, nor for
+    auto with several ranks. auto, with one rank, ddp and spatial: the largest boxes that fit the memory; on a CPU
+    without --memory of 512 px. none leaves it to the plan with --parallel auto."""
     shard_optimizer: Suppress[Literal["none", "pair"]] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     gradient_buckets: Suppress[str | None] = None
@@ -155,8 +155,8 @@ class StrategySettings:
 
     @property
     def undecided(self) -> bool:
-        """A planner has yet to choose the strategy."""
-        return self.parallel == "auto"
+        """A planner has yet to choose the strategy. One rank with --stream leaves no choice."""
+        return self.parallel == "auto" and (self.world > 1 or self.stream == "none")
 
     @property
     def runs_undecided(self) -> bool:

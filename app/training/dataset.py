@@ -16,15 +16,18 @@ from numpy.typing import NDArray
 
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
+from app.training.run_slides import find_run_slides
 from app.training.split_choice import choose_splits
 from pipelines.cache.cached_slide import CachedSpec
 from pipelines.cache.tile_cache import TileCache
-from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
+from pipelines.catalog.table import listed
 from pipelines.labels.annotations import SlideAnnotations
-from pipelines.labels.class_names import ClassMap
-from pipelines.labels.slide_labels import LABELS_FILE, SlideLabels, find_labels, read_mpp_column
+from pipelines.labels.class_names import ClassMap, positive_class
+from pipelines.labels.slide_labels import SlideLabels, find_labels
 from pipelines.labels.splits import Splits, split_folders
 from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
@@ -101,29 +104,21 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         SlideError: not one slide can be used.
     """
     data = config.data
-    table = data.labels or data.slides / LABELS_FILE
-    specs = find_slides(
-        data.slides,
-        mpp=data.slide_mpp,
-        mpp_by_slide=read_mpp_column(table) if data.labels or table.is_file() else {},
-        picture_mpp=config.index.picture_mpp,
-        whole_pictures=config.index.whole_pictures,
-        backend=data.backend,
-        scene=data.scene,
-    )
+    specs = find_run_slides(data, config.index)
     truth = find_labels(
         data.slides,
         specs,
         labels=data.labels,
         annotations=data.annotations,
         class_map=ClassMap.parse(data.class_map),
+        patient_pattern=config.split.patient_pattern,
     )
     task = _task(config, truth)
     known = truth.label if isinstance(truth, SlideLabels) else truth.paths
     if isinstance(truth, SlideAnnotations):
         _record_annotation_faults(truth, FailedSlides(folder.failed_slides))
     specs = tuple(spec for spec in specs if spec.slide_id in known)
-    progress(f"{len(specs)} slides, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
+    progress(f"{counted(len(specs), 'slide')}, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
     tiles = build_index(
         specs,
         config.index,
@@ -134,7 +129,10 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     )
     if tiles.sides is not None:
         progress(f"whole slides as tiles: {sides_text(tiles)} at {config.index.mpp:g} um/px")
-    usable = [slide_id for slide_id in tiles.slides if slide_id in known]
+    off = (
+        _off_slides(tiles, truth, FailedSlides(folder.failed_slides)) if isinstance(truth, SlideAnnotations) else set()
+    )
+    usable = [slide_id for slide_id in tiles.slides if slide_id in known and slide_id not in off]
     tiles, drawn_labels = tiles.of_slides(usable), None
     if task == "classify" and isinstance(truth, SlideAnnotations):
         rule = TileLabel.parse(data.tile_label)
@@ -153,6 +151,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     else:
         assert drawn_labels is not None
         tile_labels = drawn_labels
+    positive_class(truth.classes, config.score.positive_class)  # a name that is no class is refused before training
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
     if config.colour.method:
         how = config.colour.method, config.index.tissue_mpp, folder.path
@@ -171,16 +170,37 @@ def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> 
             failed.add(slide_id, "annotation", fault)
 
 
+def _off_slides(tiles: TileTable, truth: SlideAnnotations, failed: FailedSlides) -> set[str]:
+    """Return the slides whose annotation lies completely outside of them, which are written down; log what else lies
+    outside.
+
+    Raises:
+        SlideError: there are no others.
+    """
+    off: set[str] = set()
+    partly: list[str] = []
+    for source in tiles.sources:
+        try:
+            if outside := truth.outside(source.slide_id, source.width, source.height):
+                log.info("%s: %s", source.slide_id, outside)
+                partly.append(f"{source.slide_id} ({outside})")
+        except SlideError as fault:
+            off.add(source.slide_id)
+            if failed.add_once(source.slide_id, "annotation", fault):
+                log.warning("%s is left out: %s", source.slide_id, fault)
+    if partly:
+        log.warning("%d slides have annotations outside of them: %s", len(partly), listed(partly))
+    if off and off >= set(tiles.slides):
+        raise SlideError(f"the annotations of all slides lie outside of them; {failed.path} says where")
+    return off
+
+
 def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
     asked = config.data.task
     if config.index.whole_pictures and (isinstance(truth, SlideAnnotations) or asked == "segment"):
         raise ValueError(
             f"--pictures resize gives each picture one class; got --task {asked} with {truth.source}: leave it out to "
             "learn from what is drawn, on tiles"
-        )
-    if config.data.class_map and isinstance(truth, SlideLabels):
-        raise ValueError(
-            f"--class-map is for annotations, and only slide labels were found ({truth.source}): rename them there"
         )
     if config.data.tile_label != "majority" and (isinstance(truth, SlideLabels) or asked != "classify"):
         raise ValueError(
@@ -228,7 +248,7 @@ def _labelled(
     rows = np.flatnonzero(labels != NOTHING_COUNTS)
     if len(rows) == len(labels):
         return tiles, labels
-    progress(f"{len(labels) - len(rows)} tiles are left out: all that is drawn on them is to be ignored")
+    progress(f"left out: {counted(len(labels) - len(rows), 'tile')}, as all that is drawn there is to be ignored")
     kept = tiles.select(rows)
     return kept.of_slides([kept.slides[k] for k in np.unique(kept.slide)]), labels[rows]
 
@@ -267,8 +287,15 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]
     """How many of the tiles ``rows`` (classify), or points in a sample of them (segment), each class has: (C,)."""
     if dataset.tile_labels is not None:
         return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
-    areas, _ = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])
+    areas, unread = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])
+    if unread:
+        log.warning("--class-weights balanced: %d of %d tiles cannot be read and are not counted", unread, len(areas))
     counts: NDArray[np.int64] = areas.sum(0)
+    if not counts.any():
+        raise ValueError(
+            f"--class-weights balanced: nothing is drawn that counts on {len(areas)} training tiles, of which {unread} "
+            "cannot be read; look at the annotations, or leave it out"
+        )
     return counts
 
 

@@ -153,25 +153,26 @@ def build_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]],
     scales: Mapping[str, float] | None = None,
 ) -> Optimizer:
-    """Return the update rule of ``settings``.
+    """Return the update rule of ``settings``. Biases and parameters of one dimension, as those of norms, have no weight
+    decay unless ``decay_all`` asks for it, as in timm and MONAI.
 
     Args:
         parameters: (name, parameter), in the order of the model.
         scales: of the learning rate, by name; those that are missing have 1.
     """
-    groups: list[dict[str, Any]] = []
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in parameters:
         scale = (scales or {}).get(name, 1.0)
-        if not groups or groups[-1].get(LR_SCALE, 1.0) != scale:
-            groups.append({"params": []} | ({LR_SCALE: scale} if scales else {}))
-        groups[-1]["params"].append((name, parameter))
+        decays = settings.decay_all or (parameter.ndim > 1 and name.rpartition(".")[2] != "bias")
+        decay = settings.weight_decay if decays else 0.0
+        group = {"params": [], "weight_decay": decay} | ({LR_SCALE: scale} if scales else {})
+        groups.setdefault((scale, decay), group)["params"].append((name, parameter))
+    each = list(groups.values())
     optimizer: Optimizer
     if settings.optimizer == "sgd":
-        optimizer = torch.optim.SGD(
-            groups, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-        )
+        optimizer = torch.optim.SGD(each, lr=settings.lr, momentum=settings.momentum)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
+        optimizer = torch.optim.AdamW(each, lr=settings.lr)
     if settings.ema:
         keep_average(optimizer, settings.ema)
     return optimizer

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import time
 from typing import Any
 
 import torch
 
-from app.checkpoint.file import keep_as, resume_state
+from app.checkpoint.file import keep_as, not_resumable, resume_state
 from app.checkpoint.periodic import Checkpoints
 from app.launch.signals import Interrupt
 from app.settings.cli import RunError
@@ -27,6 +28,7 @@ from app.training.progress import RunProgress
 from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from app.training.session import Session
+from app.training.share import share
 from app.training.step_tiles import StepTiles
 from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
@@ -34,6 +36,10 @@ from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
+
+log = logging.getLogger(__name__)
+PROGRESS = ("step", "images", "replaced", "loss", "metrics", "validation", "best", "stale")
+"""What a checkpoint says of the steps so far."""
 
 
 class TrainingLoop:
@@ -88,6 +94,7 @@ class TrainingLoop:
             self.outcome.step,
         )
         self._checkpoint_asked = False
+        self._last_batch: Batch | None = None
         experiment = session.config.mlflow if self._is_first else ""
         self.mlflow = MlflowLog(folder.path, experiment, session.settings) if experiment else None
         self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, self._is_first, self.mlflow)
@@ -142,8 +149,8 @@ class TrainingLoop:
                 outcome.check_replaced(self._folder.failed_slides)
             if not ended:
                 outcome.status = "interrupted"
-            elif batch is not None:
-                self._measure_twin(batch)
+            elif self._session.config.twin_steps:
+                self._last_batch = batch
         return outcome
 
     def _step(self, batch: Batch, step: int) -> StepResult:
@@ -230,7 +237,10 @@ class TrainingLoop:
         if better.item():
             outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
         self._log.validation(outcome.step, scores)
-        figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in scores.metrics.items())
+        named = scores.metrics.items()
+        if session.config.index.whole_pictures:  # of which each is one tile, and no slide
+            named = {k.replace("slide_", "picture_"): v for k, v in named if not k.startswith("tile_")}.items()
+        figures = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in named)
         left_out = f"; {scores.unreadable} of {scores.tiles} tiles cannot be read" if scores.unreadable else ""
         if scores.unscored:
             left_out += f", and slides without a score are {listed(scores.unscored)}"
@@ -259,7 +269,9 @@ class TrainingLoop:
                 "classes": list(self._session.dataset.classes),
                 "task": self._session.dataset.task,
                 "settings": self._session.settings,
+                "numbers": self._numbers,
                 "stain_target": self._session.stain_target,
+                "slides": self._session.slides,
             }
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more
@@ -271,30 +283,96 @@ class TrainingLoop:
         return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
 
     def _restore(self) -> dict[str, Any]:
-        """Take over the last checkpoint, and return it."""
+        """Take over the last checkpoint, and return it.
+
+        Raises:
+            RunError: it is damaged, or not what a run is resumed from.
+        """
         state = resume_state(self._folder.last, self._folder.best)
+        try:
+            self._take_over(state)
+        except (KeyError, TypeError, AttributeError, IndexError) as fault:
+            raise not_resumable(self._folder.last, fault) from fault
+        except RuntimeError as fault:
+            if "state_dict" not in str(fault):  # of the ranks, or of memory
+                raise
+            raise not_resumable(self._folder.last, fault) from fault
+        return state
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        if missing := [name for name in ("model", "optimizer", "random", "stream", *PROGRESS) if name not in state]:
+            raise KeyError(*missing)
+        first: int = share(self._communicator, lambda: state["step"])
+        if state["step"] != first:
+            raise RunError(
+                f"{self._folder.last} is of step {state['step']} on rank {self._communicator.rank} and of step {first} "
+                "on rank 0: their hosts see different files; wait for the file server, then start again with --resume"
+            )
         self._session.engine.load_state_dict(state)
         torch.set_rng_state(state["random"]["cpu"])
         if torch.cuda.is_available() and state["random"]["cuda"]:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
-        for name in ("step", "images", "replaced", "loss", "metrics", "validation", "best", "stale"):
+        for name in PROGRESS:
             setattr(self.outcome, name, state[name])
-        if self._is_first and self._is_best:
-            keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
-        return state
+        if self._is_first:
+            self._warn_of_changes(state)
+            if self._is_best:
+                keep_as(self._folder.last, self._folder.best)  # the run may have been killed before it could
 
-    def _measure_twin(self, batch: Batch) -> None:
-        """Repeat the step on a batch held in memory. Runs last: it changes parameters that nobody uses any more."""
-        steps = self._session.config.twin_steps
-        if not steps:
-            return
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        """What changes the numbers of a run, and yet may be another when it is resumed."""
+        session = self._session
+        return {
+            "precision": "bf16" if session.placement.autocast else "fp32",
+            "microbatches": len(session.ranges),
+        }
+
+    def _warn_of_changes(self, state: dict[str, Any]) -> None:
+        """Warn where the steps that follow are not those of a run that was never interrupted."""
+        session, step = self._session, self.outcome.step
+        reasons = {
+            "precision": "it rounds otherwise",
+            "microbatches": "batch norm and dropout look at other groups of tiles",
+        }
+        for name, now in self._numbers.items():
+            if (before := state.get("numbers", {}).get(name, now)) != now:
+                log.warning(
+                    "%s %s from step %d on, %s before: %s, so the numbers are not those of an uninterrupted run",
+                    name,
+                    now,
+                    step + 1,
+                    before,
+                    reasons[name],
+                )
+        before, now = session.steps_of(state["settings"]["steps"], state["settings"]["epochs"]), session.total_steps
+        if before != now:
+            log.warning(
+                "the run ends at step %d instead of %d: the learning rate of step %d is %.3g instead of %.3g",
+                now,
+                before,
+                step + 1,
+                session.learning_rate(step),
+                session.learning_rate(step, before),
+            )
+
+    @property
+    def measures_twin(self) -> bool:
+        """Whether steps from memory are to be measured: the run has come to its end here."""
+        return self._last_batch is not None
+
+    def measure_twin(self) -> float | None:
+        """Repeat the last step on its batch, held in memory, and return the images per second. Runs when all else is
+        on the disk: it changes parameters that nobody uses any more."""
+        assert self._last_batch is not None
         twin = Throughput(self._session.config.strategy.batch)
-        self._tiles.keep(batch)
-        for k in range(steps + WARM_UP):
-            watch = Stopwatch()
-            self._step(self._tiles.next(), self.outcome.step + k)
-            twin.add(watch.lap(), 0.0)
-        self.outcome.twin = twin
+        with self._tiles:
+            self._tiles.keep(self._last_batch)
+            for k in range(self._session.config.twin_steps + WARM_UP):
+                watch = Stopwatch()
+                self._step(self._tiles.next(), self.outcome.step + k)
+                twin.add(watch.lap(), 0.0)
+        return twin.images_per_second
 
 
 def _random_state() -> dict[str, Any]:

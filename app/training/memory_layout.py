@@ -7,11 +7,9 @@ Takes a model and the shape of a microbatch; gives an answer without memory or t
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
-from parallel.trace.fake_run import empty_like, once_each, state_of
-from parallel.trace.trace import left_as_it_was
+from parallel.trace.fake_run import run_without_data
 
 LEFT_OUT = (
     "channels_last is left out: the model takes its images apart in a way that this layout does not allow (view "
@@ -29,17 +27,8 @@ def takes_channels_last(model: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _runs(model: nn.Module, shape: tuple[int, ...], layout: torch.memory_format) -> bool:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    dtype = next((p.dtype for p in model.parameters()), torch.float32).to_real()
-    with left_as_it_was(model), torch.random.fork_rng(devices=[]), mode:
-        values = once_each(state_of(model), lambda t: _laid_out(empty_like(t, torch.device("cpu")), layout))
-        images = _laid_out(torch.empty(shape, dtype=dtype), layout)
-        try:
-            torch.func.functional_call(model, values, (images,), tie_weights=False)
-        except Exception:  # whatever torch raises for a layout, and what a model that looks at its data does
-            return False
+    try:
+        run_without_data(model, shape, layout)
+    except Exception:  # whatever torch raises for a layout, and what a model that looks at its data does
+        return False
     return True
-
-
-def _laid_out(tensor: Tensor, layout: torch.memory_format) -> Tensor:
-    return tensor.to(memory_format=layout) if tensor.dim() == 4 else tensor

@@ -13,6 +13,7 @@ from app.training.mlflow_log import MlflowLog
 from app.training.run_folder import CsvLog, RunFolder
 from app.training.validation import Scores
 from pipelines.catalog.csv_cells import write_rows
+from pipelines.catalog.named_file import names_file
 
 if TYPE_CHECKING:
     from app.training.session import Session
@@ -84,7 +85,8 @@ class MetricsLog:
             return
         self._validations.add({"step": step, **scores.metrics})
         self._scalars(step, {f"validation/{name}": value for name, value in scores.metrics.items()})
-        with self._predictions.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        table = self._predictions
+        with names_file(table), table.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
             write_rows(file, [list(scores.predictions[0]), *(list(row.values()) for row in scores.predictions)])
 
     def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:

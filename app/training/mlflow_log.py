@@ -52,6 +52,9 @@ class MlflowLog:
         self._experiment = experiment
         self._settings = settings
         self._waiting: deque[tuple[str, float, int, int]] = deque(maxlen=MOST_WAITING)
+        self._sending: list[tuple[str, float, int, int]] = []
+        """Taken from those that wait, and kept until a server has them."""
+        self._lock = threading.Lock()
         self._dropped = 0
         self._params: list[tuple[str, str]] = []
         self._last: list[Callable[[Any, str], None]] = []
@@ -64,8 +67,9 @@ class MlflowLog:
         """Log ``values`` after ``step`` steps; None is left out."""
         now_ms = int(time.time() * 1000)
         new = [(name, float(value), now_ms, step) for name, value in values.items() if value is not None]
-        self._dropped += max(0, len(self._waiting) + len(new) - MOST_WAITING)
-        self._waiting.extend(new)
+        with self._lock:
+            self._dropped += max(0, len(self._waiting) + len(new) - MOST_WAITING)
+            self._waiting.extend(new)
         self._start()
 
     def _start(self) -> threading.Thread:
@@ -82,7 +86,7 @@ class MlflowLog:
         self._closes = True
         self._wakes.set()
         self._start().join(CLOSE_S)
-        lost = self._dropped + len(self._waiting)
+        lost = self._dropped + len(self._sending) + len(self._waiting)
         if lost or self._last:
             files = " and the last files" if self._last else ""
             log.warning("MLflow was not told %d scalars%s; all are in %s", lost, files, self._folder)
@@ -94,7 +98,7 @@ class MlflowLog:
             try:
                 if client is None:
                     client, run = self._open()
-                while self._params or self._waiting:
+                while self._params or self._sending or self._waiting:
                     self._send(client, run)
                 while self._last:
                     self._last[0](client, run)
@@ -136,10 +140,11 @@ class MlflowLog:
             client.log_batch(run, params=[Param(*param) for param in self._params[:MOST_PARAMS]])
             del self._params[:MOST_PARAMS]
             return
-        batch = [self._waiting[k] for k in range(min(MOST_METRICS, len(self._waiting)))]
-        client.log_batch(run, metrics=[Metric(*scalar) for scalar in batch])
-        for _ in batch:
-            self._waiting.popleft()
+        with self._lock:
+            while self._waiting and len(self._sending) < MOST_METRICS:
+                self._sending.append(self._waiting.popleft())
+        client.log_batch(run, metrics=[Metric(*scalar) for scalar in self._sending])
+        self._sending = []
 
     def _send_files(self, client: Any, run: str) -> None:
         for name in ARTEFACTS:

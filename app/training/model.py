@@ -20,12 +20,15 @@ from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_counts
 from app.training.memory_layout import LEFT_OUT, takes_channels_last
 from app.training.random_draws import refuse_draws
+from app.training.share import share
 from models.frozen import freeze
 from models.layer_depth import layer_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
 from models.registry import build_model
 from models.weights import load_weights
 from models.weights_report import LoadedWeights
+from parallel.comm.communicator import Communicator
+from parallel.trace.tile_size import refuse_tile_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +63,9 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
     torch.manual_seed(config.seed)
     net, settings, loaded = config.net, config.optimization, None
     notes: list[str] = []
-    module = build_model(net.model, classes=classes, norm=net.norm, head=net.head)
+    side = None if config.index.tile == "slide" else shape[2]
+    module = build_model(net.model, classes=classes, norm=net.norm, head=net.head, side=side)
+    refuse_tile_size(module, net.model, shape)
     if net.weights:
         check_weights(net.weights)
         loaded = load_weights(module, net.weights)
@@ -86,14 +91,17 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
 
 
 def build_loss(
-    settings: OptimizerSettings, dataset: Dataset, train_rows: NDArray[np.int64]
+    settings: OptimizerSettings, dataset: Dataset, train_rows: NDArray[np.int64], communicator: Communicator
 ) -> TileClassLoss | PixelClassLoss:
-    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``.
+    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``, as the first rank
+    counts them: what one rank cannot read another may, and all need the same weights.
 
     Raises:
         ValueError: ``settings.loss`` is of another task.
     """
-    weights = balanced_weights(class_counts(dataset, train_rows)) if settings.class_weights == "balanced" else None
+    weights = None
+    if settings.class_weights == "balanced":
+        weights = balanced_weights(share(communicator, lambda: class_counts(dataset, train_rows)))
     smoothing, gamma = settings.label_smoothing, settings.focal_gamma if settings.loss == "focal" else 0.0
     if dataset.task == "segment":
         dice = settings.loss in ("auto", "dice_ce")

@@ -31,7 +31,6 @@ class Outcome:
         stale: validations since that one.
         shares: microbatches of each group as they were last, where they have changed.
         drawn: microbatches that this rank drew.
-        twin: speed of the same step fed from memory.
     """
 
     throughput: Throughput
@@ -47,7 +46,6 @@ class Outcome:
     stale: int = 0
     shares: Shares = ()
     drawn: int = 0
-    twin: Throughput | None = None
 
     def stopped_early(self, patience: int, total_steps: int) -> dict[str, Any] | None:
         """Return why and when the run ended before its last step, as the summary has it; None where it did not.

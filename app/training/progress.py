@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from app.settings.launcher import find_launch
+from pipelines.catalog.counted import counted
 from pipelines.tiles.index import SlideDone
 
 log = logging.getLogger("app.train")
@@ -78,7 +79,7 @@ class IndexProgress:
         failed = f", {self._failed} failed" if self._failed else ""
         if told.done == told.total:
             self._stop()
-            self._say(f"indexed {told.total} slides in {timedelta(seconds=round(elapsed_s))}{failed}")
+            self._say(f"indexed {counted(told.total, 'slide')} in {timedelta(seconds=round(elapsed_s))}{failed}")
         elif self._status is not None:
             line = self._line(told, elapsed_s, failed, self._console.width - len("* "))
             self._status.update(Text(line))

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.trace.fake_run import empty_like, once_each, state_of
-from parallel.trace.trace import left_as_it_was
+from parallel.trace.fake_run import run_without_data
+from parallel.trace.left_as_it_was import left_as_it_was
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,12 +54,10 @@ def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:
         ValueError: a training pass of ``model`` draws, or cannot be looked into.
     """
     watch = _Draws()
-    dtype = next((p.dtype for p in model.parameters()), torch.float32).to_real()
-    with left_as_it_was(model), torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), watch:
-        values = once_each(state_of(model), lambda t: empty_like(t, torch.device("cpu")))
+    with left_as_it_was(model):
         model.train()
         try:
-            torch.func.functional_call(model, values, (torch.empty(shape, dtype=dtype),), tie_weights=False)
+            run_without_data(model, shape, watch=watch)
         except Exception as fault:  # whatever torch raises, and what a model that looks at its data does
             raise ValueError(
                 "--device mixed: the model could not be looked into for random numbers, which a CPU and a GPU draw "

@@ -24,18 +24,19 @@ import yaml
 from app.launch.folder_lock import sole_user
 from app.launch.restart import Attempts
 from app.settings.cli import RunError
+from app.settings.data_file import read_data
 from app.settings.fields import flat, in_blocks, out_of_blocks
-from app.settings.run import RunConfig
+from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
 from pipelines.catalog.csv_cells import write_rows
+from pipelines.catalog.named_file import names_file
 
 FREE_TO_CHANGE = frozenset(
     {
         "resume",
+        "extend",
         "max_restarts",
         "min_ranks",
-        "steps",
-        "epochs",
         "parallel",
         "ranks",
         "stages",
@@ -45,11 +46,20 @@ FREE_TO_CHANGE = frozenset(
         "cuts",
         "schedule",
         "recompute",
+        "recompute_runs",
+        "offload",
+        "offload_ahead",
+        "offload_host",
+        "offload_state",
+        "stream",
         "shard_optimizer",
         "compile",
         "memory",
         "memory_excess",
         "device",
+        "cpu_ranks",
+        "mixed_sums",
+        "channels_last",
         "timeout_s",
         "join_timeout_s",
         "read_threads",
@@ -59,11 +69,20 @@ FREE_TO_CHANGE = frozenset(
         "device_prefetch",
         "gradient_buckets",
         "index_workers",
+        "mpp_table",  # the index refuses other values in it
     }
     | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
-    | {"validate_every", "patience", "twin_steps", "slides", "out", "mlflow"}
+    | {"validate_every", "patience", "positive_class", "twin_steps", "slides", "out", "mlflow"}
+    | {"precision", "microbatches"}
 )
-"""Settings that may differ when a run is resumed: they change where or how long it runs, not what it computes."""
+"""Settings that may differ when a run is resumed: they change where it runs, not what it computes. The last two change
+the numbers: the first steps with another value are announced by a warning (``TrainingLoop``)."""
+
+LENGTH = ("steps", "epochs")
+"""Settings of the end of a run, which the learning rate depends on: they may grow with ``--extend``."""
+
+BEFORE = {"decay_all": True}
+"""Values that runs had before these settings existed, where the default is another now."""
 
 
 class RunFolder:
@@ -118,7 +137,7 @@ class RunFolder:
 
         Raises:
             RunError: the folder cannot be written.
-            ValueError: it holds a run and ``--resume`` was not given, or other settings were used for it.
+            ValueError: it holds a checkpoint and ``--resume`` was not given, or other settings were used for it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -149,12 +168,13 @@ class RunFolder:
 
     def keep_microbatches(self, m: int) -> None:
         """Remember a number of microbatches that was planned, not asked for: a resumed run goes on with it."""
-        self._write_settings(yaml.safe_load(self.config.read_text()) | {"microbatches": m})
+        self._write_settings(read_data(self.config) | {"microbatches": m})
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         temporary = self.config.with_suffix(".tmp")  # other ranks may be reading it
-        temporary.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
-        temporary.replace(self.config)
+        with names_file(self.config):
+            temporary.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
+            temporary.replace(self.config)
 
     def settings(self, *, again: bool = False) -> dict[str, Any]:
         """What the run in the folder was begun with, by flag; nothing when there is none.
@@ -163,7 +183,7 @@ class RunFolder:
             again: without a checkpoint, too: of an attempt that came to none.
         """
         begun = self.last.exists() or (again and self.config.exists())
-        return out_of_blocks(yaml.safe_load(self.config.read_text())) if begun else {}
+        return out_of_blocks(read_data(self.config)) if begun else {}
 
     def tells_end(self, step: int) -> bool:
         """Whether the summary is there and is of a run that was completed with ``step`` steps."""
@@ -173,12 +193,20 @@ class RunFolder:
         return (found["status"], found["steps"]) == ("completed", step)
 
     def _check_settings(self, asked: Mapping[str, Any]) -> None:
-        found = self.settings()
+        # A run begun before a setting existed has computed with its default.
+        found = flat(RunConfig(DataSettings(Path()))) | BEFORE | self.settings()
         differing = [
-            f"{key}: the run has {found.get(key)!r}, asked is {asked[key]!r}"
+            f"{key}: the run has {found[key]!r}, asked is {asked[key]!r}"
             for key in asked
-            if key not in FREE_TO_CHANGE and found.get(key) != asked[key]
+            if key not in {*FREE_TO_CHANGE, *LENGTH} and found[key] != asked[key]
         ]
+        (unit, begun), (other_unit, now) = _length(found), _length(asked)
+        if (unit, begun) != (other_unit, now):
+            line = f"{other_unit}: the run ends after {begun:g} {unit}, asked is {now:g} {other_unit}"
+            if not asked["extend"]:
+                differing.append(f"{line}; its learning rate follows its end: add --extend to train for longer")
+            elif unit == other_unit and now < begun:
+                differing.append(f"{line}; --extend makes a run longer, not shorter")
         if differing:
             raise ValueError(
                 f"{self.path} cannot be resumed with other settings; use the same, or another --out:\n       "
@@ -201,8 +229,16 @@ class RunFolder:
         """Write ``value`` atomically; a reader never sees half a file."""
         path = self.path / name
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        os.replace(temporary, path)
+        with names_file(path):
+            temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+            os.replace(temporary, path)
+
+
+def _length(settings: Mapping[str, Any]) -> tuple[str, float]:
+    """Unit and number of what a run ends after."""
+    if settings["steps"] is not None:
+        return "steps", settings["steps"]
+    return "epochs", EPOCHS if settings["epochs"] is None else settings["epochs"]
 
 
 class CsvLog:
@@ -231,11 +267,11 @@ class CsvLog:
 
     def add(self, row: Mapping[str, float | int | None]) -> None:
         """Append one row; None is an empty cell."""
-        with self._path.open("a", newline="") as file:
+        with names_file(self._path), self._path.open("a", newline="") as file:
             write_rows(file, [[row.get(name) for name in self._columns]])
 
     def _rewrite(self, rows: list[list[str]]) -> None:
         temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
+        with names_file(self._path), temporary.open("w", newline="") as file:
             write_rows(file, [self._columns, *rows])
         os.replace(temporary, self._path)

@@ -21,12 +21,13 @@ from torch import nn
 from app.launch.place import RankPlace, host_space
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
-from app.settings.run import RunConfig
+from app.settings.run import EPOCHS, RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset
 from app.training.drawn_tiles import DrawnTiles
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_loss, build_run_model
+from app.training.run_slides import SlideColumns, slide_columns
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
 from models.weights_report import LoadedWeights
@@ -50,6 +51,9 @@ from pipelines.stream.stream import TileStream
 from pipelines.stream.tile_boxes import BoxMaker
 
 log = logging.getLogger(__name__)
+
+VALIDATION_SHARE = 0.25
+"""Part of the memory for tiles read ahead that is for validation: those of training stay meanwhile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +110,27 @@ class Session:
 
     @property
     def total_steps(self) -> int:
-        if self.config.steps is not None:
-            return self.config.steps
-        epochs = 10.0 if self.config.epochs is None else self.config.epochs
+        return self.steps_of(self.config.steps, self.config.epochs)
+
+    def steps_of(self, steps: int | None, epochs: float | None) -> int:
+        """Return the steps of a run that is given ``steps`` or ``epochs``, or neither."""
+        if steps is not None:
+            return steps
+        epochs = EPOCHS if epochs is None else epochs
         return max(1, math.ceil(epochs * self.epoch_length / self.config.strategy.batch))
 
     def epoch_of(self, step: int) -> int:
         """Passes over the training tiles begun before ``step`` steps were done, from 0."""
         return step * self.config.strategy.batch // self.epoch_length
 
-    def learning_rate(self, step: int) -> float:
-        """Of the update number ``step``, from 0: a linear rise, then a cosine to 0 (Loshchilov and Hutter 2017)."""
+    def learning_rate(self, step: int, total_steps: int | None = None) -> float:
+        """Return the rate of update number ``step``, from 0: a linear rise, then a cosine to 0 (Loshchilov and Hutter
+        2017) at ``total_steps``; None: those of the run."""
         settings = self.config.optimization
         if step < settings.warmup:
             return settings.lr * (step + 1) / settings.warmup
-        done = (step - settings.warmup) / max(1, self.total_steps - settings.warmup)
+        total_steps = self.total_steps if total_steps is None else total_steps
+        done = min(1.0, (step - settings.warmup) / max(1, total_steps - settings.warmup))
         return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def close(self) -> None:
@@ -136,6 +146,11 @@ class Session:
     def settings(self) -> dict[str, Any]:
         """What the run was asked for, as the checkpoint keeps it."""
         return flat(self.config)
+
+    @functools.cached_property
+    def slides(self) -> SlideColumns:
+        """Split, patient and opening of each slide, as the checkpoint keeps them."""
+        return slide_columns(self.config.data, self.dataset.specs, self.dataset.splits)
 
     @property
     def stain_target(self) -> list[float] | None:
@@ -164,8 +179,10 @@ class Session:
         stream = tiles_in_order(self.config, self.dataset, self.validation_rows, epochs=1)
         stream = stream.read(self.pool, told("left out of the scores", "validate", self.failed), replaces=False)
         prefetch = self.config.stream.device_prefetch
+        stream = self.validation_reading.sharded(stream)
+        stream = read_ahead(self.config, stream, self.placement, self.host, VALIDATION_SHARE)
         with (
-            iter(read_ahead(self.config, self.validation_reading.sharded(stream), self.placement, self.host)) as tiles,
+            iter(stream) as tiles,
             DeviceFeed(tiles, tiles.ready, self.validation_pixels, prefetch=prefetch) as feed,
         ):
             yield self._outputs(feed)
@@ -206,7 +223,7 @@ def build_session(
         )
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
-    loss = build_loss(config.optimization, dataset, train_rows).to(placement.device)
+    loss = build_loss(config.optimization, dataset, train_rows, placement.communicator).to(placement.device)
     host = None if strategy.policy.stream is None else host_space(config.out, strategy.policy.host_bytes)
     engine = build_engine(
         strategy,
@@ -244,7 +261,13 @@ def build_session(
         placement,
         engine,
         loss,
-        read_ahead(config, training_reading.sharded(stream), placement, host),
+        read_ahead(
+            config,
+            training_reading.sharded(stream),
+            placement,
+            host,
+            1 - VALIDATION_SHARE if len(validation_rows) else 1.0,
+        ),
         pixels(augmentation_of(config), train_rows),
         pixels(AugmentSettings(augment="none"), validation_rows),
         pool,

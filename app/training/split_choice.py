@@ -1,7 +1,7 @@
 """Which way the slides of a run are split: by a file, by folds, by sites, by folders, or by fractions of the patients.
 
 Takes the settings and what is known of the slides; gives ``Splits`` and leaves ``splits.csv`` in the run folder, which
-a resumed run and other ranks read. What patients and sites have on two sides is told.
+a resumed run and other ranks read. It reports patients and sites in two splits, and slides whose patient is unknown.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.folds import fold_splits, site_splits
+from pipelines.labels.patients import patient_note
 from pipelines.labels.slide_labels import SlideLabels
 from pipelines.labels.split_files import read_split_file
 from pipelines.labels.splits import Splits, fixed_splits, make_splits
@@ -32,14 +33,16 @@ def choose_splits(
     Raises:
         ValueError: ones that cannot be, or the run folder has others than are asked for.
     """
-    patients = {slide_id: truth.patient[slide_id] for slide_id in usable}
+    patients = {slide_id: truth.patient.get(slide_id, slide_id) for slide_id in usable}
+    unknown = frozenset(usable) - truth.patient.keys()
     sites = {slide_id: truth.site[slide_id] for slide_id in usable if slide_id in truth.site}
     saved = Splits.load(folder.splits, patients) if folder.splits.exists() else None
     splits = saved
     if saved is None or (config.split.is_asked and not folder.last.exists()):
-        failed = truth.failed if isinstance(truth, SlideAnnotations) else {}
-        known = {*truth.patient, *truth.unlabelled, *failed}
+        has_truth = {*truth.paths, *truth.failed} if isinstance(truth, SlideAnnotations) else {*truth.label}
+        known = has_truth.union(truth.unlabelled)
         splits = _asked_splits(config, Splits({}, patients, slide_labels, sites), given, known, progress)
+        splits = dataclasses.replace(splits, unknown=unknown)
         if saved is None:
             splits.save(folder.splits)
         elif saved.split != splits.split:
@@ -47,10 +50,14 @@ def choose_splits(
                 f"{folder.splits} holds another split than is asked for: delete it, or name another folder with --out"
             )
     assert splits is not None
-    splits = dataclasses.replace(splits, site=sites)
+    splits = dataclasses.replace(splits, site=sites, unknown=unknown)
     counts = ", ".join(f"{part} {sum(s == part for s in splits.split.values())}" for part in ("train", "val", "test"))
     at_sites = f"; sites in more than one split: {splits.site_overlap()}" if sites else ""
-    progress(f"slides by split: {counts}; patients in more than one split: {splits.patient_overlap()}{at_sites}")
+    overlap = f"patients in more than one split: {splits.patient_overlap()}"
+    note = patient_note(splits.known_patient, usable)
+    if note is not None:
+        overlap = note if len(unknown) == len(usable) else f"{overlap}; {note}"
+    progress(f"slides by split: {counts}; {overlap}{at_sites}")
     return splits
 
 

@@ -6,6 +6,7 @@ Takes the session and where it stands; every figure is counted or measured in th
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import time
 from typing import Any
@@ -75,6 +76,14 @@ class RunSummary:
         if self._communicator.rank == 0:
             self._write(self._outcome.status, peaks.tolist(), None, step)
 
+    def fed_from_memory(self, images_per_second: float | None) -> None:
+        """Add the speed of the same step fed from memory to the summary of a finished run."""
+        if self._communicator.rank == 0:
+            summary = json.loads(self._folder.summary.read_text())
+            self._folder.write_json("summary.json", summary | {"images_per_second_no_data": images_per_second})
+            write_report(self._folder.path)
+            self.say(f"fed from memory: {_number(images_per_second)} images/s")
+
     def failed(self, error: str, peak_bytes: int) -> None:
         """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
         if self._communicator.rank == 0:
@@ -119,11 +128,8 @@ class RunSummary:
         }
         self._folder.write_json("summary.json", summary)
         page = write_report(self._folder.path)
-        speed, twin = summary["images_per_second"], summary["images_per_second_no_data"]
-        self.say(
-            f"{status}: {summary['steps']} steps, {summary['images']} tiles, "
-            f"{_number(speed)} images/s ({_number(twin)} fed from memory)"
-        )
+        speed = summary["images_per_second"]
+        self.say(f"{status}: {summary['steps']} steps, {summary['images']} tiles, {_number(speed)} images/s")
         if idle := summary["idle_fraction"]:
             each = ", ".join(f"rank {rank} {fraction:.1%}" for rank, fraction in enumerate(idle))
             self.say(f"ranks waited for each other {sum(idle) / len(idle):.1%} of the time: {each}")
@@ -183,7 +189,7 @@ class RunSummary:
             "slides_without_score": outcome.validation.get("unscored", []),
             "images_per_second": speed,
             "images_per_second_sustained": outcome.throughput.images_per_second_sustained,
-            "images_per_second_no_data": outcome.twin.images_per_second if outcome.twin else None,
+            "images_per_second_no_data": None,
             "pixels_per_second": None if speed is None else speed * float(tiles.pixels[session.train_rows].mean()),
             "data_wait_fraction": outcome.throughput.data_wait_fraction,
             "idle_fraction": outcome.idle.fractions,

@@ -119,8 +119,10 @@ def told(what: str, step: str, failed: FailedSlides) -> OnFault:
     return on_fault
 
 
-def read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace, host: HostSpace | None) -> TileStream:
-    """Return ``stream`` read ahead within the budget."""
+def read_ahead(
+    config: RunConfig, stream: TileStream, placement: RankPlace, host: HostSpace | None, share: float
+) -> TileStream:
+    """Return ``stream`` read ahead within ``share`` of the budget."""
 
     def on_host(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
         assert host is not None
@@ -130,7 +132,7 @@ def read_ahead(config: RunConfig, stream: TileStream, placement: RankPlace, host
     # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.
     pinned = allocate_pinned if placement.device.type == "cuda" and stream.tiles.sides is None else np.empty
     return stream.prefetch(
-        config.stream.read_ahead_bytes,
+        int(share * config.stream.read_ahead_bytes),
         config.stream.read_threads or rank_cores(config.strategy.cpu_ranks),
         pinned if host is None else on_host,
     )

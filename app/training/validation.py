@@ -20,7 +20,7 @@ from torch import Tensor
 
 from app.settings.run import ScoreSettings
 from app.training.dataset import Dataset
-from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, slide_scores
+from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, rows_by, slide_scores
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
@@ -67,8 +67,8 @@ def spread(dataset: Dataset, rows: NDArray[np.int64], per_slide: int) -> NDArray
         return rows
     slide = dataset.tiles.slide[rows]
     kept = []
-    for number in np.unique(slide):
-        mine = rows[slide == number]
+    for own in rows_by(slide)[1]:
+        mine = rows[own]
         kept.append(mine[np.unique(np.linspace(0, len(mine) - 1, min(per_slide, len(mine))).astype(int))])
     return np.concatenate(kept)
 
@@ -207,13 +207,13 @@ def _classification(
 
 def _slide_rows(dataset: Dataset, slide: NDArray[np.int64], readable: NDArray[np.bool_]) -> Iterator[dict[str, Any]]:
     """The first cells of each slide's prediction: slide, split, tiles that were scored, and those that were not."""
-    for number in np.unique(slide):
-        slide_id, own = dataset.tiles.slides[number], slide == number
+    for number, own in zip(*rows_by(slide), strict=True):
+        slide_id, read = dataset.tiles.slides[number], int(np.count_nonzero(readable[own]))
         yield {
             "slide": slide_id,
             "split": dataset.splits.split[slide_id],
-            "tiles": int(np.count_nonzero(own & readable)),
-            "tiles_unreadable": int(np.count_nonzero(own & ~readable)),
+            "tiles": read,
+            "tiles_unreadable": len(own) - read,
         }
 
 
@@ -225,8 +225,7 @@ def _segmentation(
     loss: float | None,
 ) -> Scores:
     classes = len(dataset.classes)
-    numbers = np.unique(slide)
-    by_slide = np.stack([sums[slide == number].sum(0) for number in numbers])
+    by_slide = np.stack([sums[own].sum(0) for own in rows_by(slide)[1]])
     dice = dice_by_slide(by_slide[:, :classes], by_slide[:, classes:])
     metrics: dict[str, float | None] = {"loss": loss}
     # The background is not what anyone segments for: the mean leaves it out.

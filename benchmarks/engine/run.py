@@ -35,7 +35,7 @@ def measure(name: str, tile: int, steps: int) -> dict[str, Any]:
     """Seconds of ``steps`` steps of each kind, in turn, on the same tiles."""
     plain = build_model(name, classes=2).to(memory_format=torch.channels_last)
     ours = copy.deepcopy(plain)
-    plain_rule, our_rule = (torch.optim.AdamW(model.parameters(), lr=1e-4) for model in (plain, ours))
+    plain_rule, our_rule = (torch.optim.AdamW(model.named_parameters(), lr=1e-4) for model in (plain, ours))
     engine = DataParallelEngine(ours, F.cross_entropy, our_rule, LocalCommunicator(), batch=BATCH, m=M)
     images = torch.randn(BATCH, 3, tile, tile).to(memory_format=torch.channels_last)
     labels = torch.arange(BATCH) % 2

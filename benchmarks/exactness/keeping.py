@@ -24,7 +24,7 @@ from torch import nn
 
 from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine
-from app.training.exactness import KINDS, TOLERANCE, ExactnessTrial, StepsResult, compare, run_engine, run_plain
+from app.training.exactness import KINDS, Errors, ExactnessTrial, verify_engine
 from benchmarks.exactness.keeping_cells import CLASSES, SCHEDULES, SUBJECTS, WAYS, Cell, all_cells
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
@@ -49,15 +49,9 @@ def _trial(subject: str) -> ExactnessTrial:
     return ExactnessTrial(_module(subject), sizes, one.tile, torch.float64, CPU, one.steps, SEED)
 
 
-@functools.lru_cache(maxsize=1)
-def _plain(subject: str) -> StepsResult:
-    """All cells of a model are held against one plain run."""
-    return run_plain(_trial(subject))
-
-
 def measure(cell: Cell) -> dict[str, Any]:
     """The largest relative errors of a cell, whether it passed, and if not why: worst tensors, or what was raised."""
-    trial, plain = _trial(cell.subject), _plain(cell.subject)
+    trial = _trial(cell.subject)
     asked = cell.asked
     faults = strategy_faults(asked)
     assert not faults, faults
@@ -66,24 +60,21 @@ def measure(cell: Cell) -> dict[str, Any]:
     strategy = asked.to_strategy("cpu").under(smallest=0)
     make = functools.partial(build_engine, strategy, batch=asked.batch, tile=trial.tile, seed=SEED, device=CPU)
 
-    def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
-        return run_engine(trial, make, communicator)
+    def rank(communicator: Communicator, _: None) -> Errors | None:
+        return verify_engine(trial, make, communicator)
 
     try:
-        ranks = run_on_threads(asked.world, rank, timeout_s=PATIENCE_S)[0]
+        errors = run_on_threads(asked.world, rank, timeout_s=PATIENCE_S)[0]
     except Exception as fault:
         reason = " ".join(f"{type(fault).__name__}: {fault}".split())
         return {"status": "failed", "seconds": time.perf_counter() - begun, "note": reason[:400]}
-    assert ranks is not None
-    errors = compare(plain, ranks, [name for name, _ in trial.module.named_parameters()])
-    allowed = TOLERANCE[torch.float64]
-    worst = {kind: max(found.items(), key=lambda pair: pair[1]) for kind, found in errors.of_tensors.items() if found}
+    assert errors is not None
     return {
-        "status": "passed" if errors.largest <= allowed else "inexact",
+        "status": "passed" if errors.passed else "inexact",
         "seconds": time.perf_counter() - begun,
         "loss": errors.loss,
-        **{kind: error for kind, (_, error) in worst.items()},
-        "note": ", ".join(f"{kind} of {name}" for kind, (name, error) in worst.items() if not error <= allowed),
+        **{kind: errors.of_kind(kind) for kind in KINDS},
+        "note": ", ".join(f"{kind} of {name}" for kind, name in errors.excesses[:4]),
     }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from app.training.exactness import KINDS, TOLERANCE, Errors, ExactnessTrial, StepsResult, compare, run_engine, run_plain
+from app.training.exactness import KINDS, Errors, ExactnessTrial, verify_engine
 from benchmarks.exactness.cells import SUBJECTS, Cell
 from models.registry import build_model
 from parallel.build import assemble
@@ -37,7 +37,7 @@ class Row:
 
     Attributes:
         status: passed; inexact: an error above the tolerance; refused: before the first step, with the reason; failed.
-        loss, gradients, parameters, statistics: largest relative errors.
+        loss, gradients, parameters, statistics, optimizer: largest relative errors.
         note: why not passed.
     """
 
@@ -48,22 +48,23 @@ class Row:
     gradients: float = 0.0
     parameters: float = 0.0
     statistics: float = 0.0
+    optimizer: float = 0.0
     note: str = ""
 
     @property
     def largest(self) -> float:
-        return max(self.loss, self.gradients, self.parameters, self.statistics)
+        return max(self.loss, self.gradients, self.parameters, self.statistics, self.optimizer)
 
 
-Ranks = Callable[[ExactnessTrial, Callable[..., Engine]], list[StepsResult] | None]
+Ranks = Callable[[ExactnessTrial, Callable[..., Engine]], Errors | None]
 
 
 def on_threads(cell: Cell) -> Row:
     """The row of ``cell``, its ranks threads of this process."""
 
-    def run(trial: ExactnessTrial, make_engine: Callable[..., Engine]) -> list[StepsResult] | None:
-        def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
-            return run_engine(trial, make_engine, communicator)
+    def run(trial: ExactnessTrial, make_engine: Callable[..., Engine]) -> Errors | None:
+        def rank(communicator: Communicator, _: None) -> Errors | None:
+            return verify_engine(trial, make_engine, communicator)
 
         return run_on_threads(cell.ranks, rank, timeout_s=PATIENCE_S)[0]
 
@@ -78,7 +79,7 @@ def on_threads(cell: Cell) -> Row:
 
 def on_ranks(cell: Cell, communicator: Communicator) -> Row | None:
     """The row of ``cell`` on rank 0, None on the others; every rank takes part."""
-    row = _measure(cell, lambda trial, make: run_engine(trial, make, communicator), shows=communicator.rank == 0)
+    row = _measure(cell, lambda trial, make: verify_engine(trial, make, communicator), shows=communicator.rank == 0)
     gc.collect()
     return row
 
@@ -90,7 +91,6 @@ def failed(cell: Cell, fault: Exception) -> Row:
 
 def _measure(cell: Cell, run: Ranks, shows: bool) -> Row | None:
     trial = _trial(cell)
-    plain = _plain(cell.subject, cell.m, cell.dtype, cell.steps) if shows else None
     begun = time.perf_counter()
 
     def make_engine(module: nn.Module, loss: Loss, make: MakeOptimizer, communicator: Communicator) -> Engine:
@@ -101,24 +101,16 @@ def _measure(cell: Cell, run: Ranks, shows: bool) -> Row | None:
         )
 
     try:
-        ranks = run(trial, make_engine)
+        errors = run(trial, make_engine)
     except ValueError as reason:  # every rank refuses alike
         return Row(cell, "refused", time.perf_counter() - begun, note=" ".join(str(reason).split())) if shows else None
-    if plain is None or ranks is None:
-        return None
-    errors = compare(plain, ranks, [name for name, _ in trial.module.named_parameters()])
-    return _row(cell, errors, time.perf_counter() - begun)
+    return None if errors is None else _row(cell, errors, time.perf_counter() - begun)
 
 
 def _row(cell: Cell, errors: Errors, seconds: float) -> Row:
-    by_kind = {
-        kind: max(errors.of_tensors[kind].items(), key=lambda pair: pair[1], default=("", 0.0)) for kind in KINDS
-    }
-    tolerance = TOLERANCE[getattr(torch, cell.dtype)]
-    worst = ", ".join(f"{kind} of {name}" for kind, (name, error) in by_kind.items() if not error <= tolerance)
-    status = "passed" if errors.largest <= tolerance else "inexact"
-    largest = {kind: error for kind, (_, error) in by_kind.items()}
-    return Row(cell, status, seconds, errors.loss, **largest, note=worst)
+    worst = ", ".join(f"{kind} of {name}" for kind, name in errors.excesses[:4])
+    largest = {kind: errors.of_kind(kind) for kind in KINDS}
+    return Row(cell, "passed" if errors.passed else "inexact", seconds, errors.loss, **largest, note=worst)
 
 
 def _trial(cell: Cell) -> ExactnessTrial:
@@ -132,9 +124,3 @@ def _trial(cell: Cell) -> ExactnessTrial:
 def _module(subject: str) -> nn.Module:
     torch.manual_seed(SEED)
     return build_model(SUBJECTS[subject].model, classes=CLASSES)
-
-
-@functools.lru_cache(maxsize=3)
-def _plain(subject: str, m: int, dtype: str, steps: int) -> StepsResult:
-    """All schedules of a model with as many microbatches are held against one plain run."""
-    return run_plain(_trial(Cell(subject, "gpipe", 1, m - 1, "threads", dtype, steps)))  # type: ignore[arg-type]

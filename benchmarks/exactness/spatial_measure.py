@@ -16,7 +16,7 @@ from torch import nn
 
 from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine
-from app.training.exactness import TOLERANCE, ExactnessTrial, StepsResult, compare, run_engine, run_noise, run_plain
+from app.training.exactness import KINDS, TOLERANCE, Errors, ExactnessTrial, verify_engine
 from benchmarks.exactness.peer_error import TILES as PEER_TILES
 from benchmarks.exactness.peer_error import peer_error
 from benchmarks.exactness.peers import DTENSOR
@@ -68,9 +68,9 @@ def _by_team(cell: OperationCell) -> Row:
 def on_threads(cell: ModelCell) -> Row:
     """Return the row of a model whose ranks are threads of this process."""
 
-    def run(trial: ExactnessTrial, make: Callable[..., Any]) -> list[StepsResult] | None:
-        def rank(communicator: Communicator, _: None) -> list[StepsResult] | None:
-            return run_engine(trial, make, communicator)
+    def run(trial: ExactnessTrial, make: Callable[..., Any]) -> Errors | None:
+        def rank(communicator: Communicator, _: None) -> Errors | None:
+            return verify_engine(trial, make, communicator)
 
         return run_on_threads(cell.ranks, rank, timeout_s=PATIENCE_S)[0]
 
@@ -89,15 +89,15 @@ def on_ranks(communicator: Communicator, argument: dict[str, Any]) -> dict[str, 
     rows: dict[str, Row] = {}
     for values in argument["cells"]:
         cell = ModelCell(**values)
-        row = _model_row(cell, lambda trial, make: run_engine(trial, make, communicator), communicator.rank == 0)
+        row = _model_row(cell, lambda trial, make: verify_engine(trial, make, communicator), communicator.rank == 0)
         gc.collect()
         if row is not None:
             rows[str(cell)] = row
     return rows
 
 
-def _model_row(cell: ModelCell, run: Callable[..., list[StepsResult] | None], shows: bool) -> Row | None:
-    trial, plain = _trial(cell.model), _plain(cell.model) if shows else None
+def _model_row(cell: ModelCell, run: Callable[..., Errors | None], shows: bool) -> Row | None:
+    trial = _trial(cell.model)
     settings = cell.settings
     if faults := strategy_faults(settings):
         return {"status": "refused", "seconds": 0.0, "note": " ".join(faults)} if shows else None
@@ -106,23 +106,17 @@ def _model_row(cell: ModelCell, run: Callable[..., list[StepsResult] | None], sh
     strategy = settings.to_strategy("cpu").under(smallest=0)
     make = functools.partial(build_engine, strategy, batch=settings.batch, tile=trial.tile, seed=SEED, device=CPU)
     try:
-        ranks = run(trial, make)
+        errors = run(trial, make)
     except ValueError as reason:  # every rank refuses alike
         return {"status": "refused", "seconds": time.perf_counter() - begun, "note": _line(reason)} if shows else None
-    if plain is None or ranks is None:
+    if errors is None:
         return None
-    errors = compare(plain, ranks, [name for name, _ in trial.module.named_parameters()])
-    worst = {kind: max(found.items(), key=lambda pair: pair[1]) for kind, found in errors.of_tensors.items() if found}
-    allowed, status = TOLERANCE[torch.float64], "passed"
-    if not errors.largest <= allowed:
-        names = [name for name, _ in trial.module.named_parameters()]
-        status = "rounding" if compare(plain, ranks, names, noise=_noise(cell.model)).passed else "inexact"
     return {
-        "status": status,
+        "status": "passed" if errors.passed else "inexact",
         "seconds": time.perf_counter() - begun,
         "loss": errors.loss,
-        **{kind: error for kind, (_, error) in worst.items()},
-        "note": ", ".join(f"{kind} of {name}" for kind, (name, error) in worst.items() if not error <= allowed),
+        **{kind: errors.of_kind(kind) for kind in KINDS},
+        "note": ", ".join(f"{kind} of {name}" for kind, name in errors.excesses[:4]),
     }
 
 
@@ -135,17 +129,6 @@ def _trial(model: str) -> ExactnessTrial:
 def _module(model: str) -> nn.Module:
     torch.manual_seed(SEED)
     return build_model(SUBJECTS[model].model, classes=CLASSES)
-
-
-@functools.lru_cache(maxsize=1)
-def _plain(model: str) -> StepsResult:
-    """All cells of a model are held against one plain run."""
-    return run_plain(_trial(model))
-
-
-@functools.lru_cache(maxsize=1)
-def _noise(model: str) -> list[StepsResult]:
-    return run_noise(_trial(model))
 
 
 def _line(fault: Exception) -> str:

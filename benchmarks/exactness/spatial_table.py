@@ -15,9 +15,7 @@ from benchmarks.results import markdown_table
 
 Row = dict[str, Any]
 ERRORS = ("output", "image", "parameters", "statistics", "loss", *(kind for kind in KINDS if kind == "gradients"))
-FINISHED = ("passed", "rounding", "inexact")
-"""Rounding: beyond the tolerance, but no further than tiles one rounding off bring the plain step, as ``app.verify``
-judges."""
+FINISHED = ("passed", "inexact")
 
 
 def largest(row: Row) -> float:
@@ -44,7 +42,7 @@ def summary(rows: Mapping[Cell, Row], wanted: int) -> str:
     if peers:
         parts += ["The same operations by peers, float64, largest error of what they compute:\n", _peers(ours, peers)]
     counted = {**ours, **models}
-    states = ("passed", "rounding", "refused", "inexact", "failed")
+    states = ("passed", "refused", "inexact", "failed")
     counts = ", ".join(f"{sum(row['status'] == state for row in counted.values())} {state}" for state in states)
     missing = "" if len(rows) == wanted else f" ({len(rows)} of {wanted} computed)"
     parts.append(f"{len(counted)} cells of ours{missing}: {counts}; {len(peers)} of peers.\n")
@@ -53,7 +51,7 @@ def summary(rows: Mapping[Cell, Row], wanted: int) -> str:
     ]
     if others:
         parts += [
-            "Cells of ours that did not pass (rounding: tiles one rounding off move the plain step as far):\n",
+            "Cells of ours that did not pass:\n",
             markdown_table(("cell", "status", "why"), others),
         ]
     alone = sorted({str(row["note"]) for row in ours.values() if row["status"] == "passed" and row.get("note")})

@@ -18,7 +18,7 @@ from parallel.schedule.registry import SCHEDULES
 
 CELL = [field.name for field in fields(Cell)]
 COLUMNS = [*CELL, *(field.name for field in fields(Row) if field.name != "cell")]
-ERRORS = ("loss", "gradients", "parameters", "statistics")
+ERRORS = ("loss", "gradients", "parameters", "statistics", "optimizer")
 
 
 def append(path: Path, row: Row) -> None:

@@ -172,7 +172,7 @@ def drills(only: str, slides: Path, steps: int) -> Iterator[Lost]:
         lost_s = time.monotonic() - begun_s - whole_s
         ranks = tuple(json.loads((lost / "attempts.json").read_text())["ranks"])
         for out in (whole, lost):
-            _ended(start([*settings, str(more), "--resume"], out))
+            _ended(start([*settings, str(more), "--resume", "--extend"], out))
         assert json.loads((lost / "summary.json").read_text())["ranks"] == RANKS
         losses = [[float(row["loss"]) for row in rows_of(out)] for out in (whole, lost)]
         assert len(losses[0]) == len(losses[1]) == more

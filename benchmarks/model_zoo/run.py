@@ -3,7 +3,7 @@
 Takes nothing; gives three rows a model in ``bench-data/model_zoo.csv`` as they come, so that it may be stopped and
 continued, and the tables in the README. Exit code 0 when no model was computed wrongly, failed or did not end.
 
-    python -m benchmarks.model_zoo.run [--only PATTERN ...] [--deep] [--again | --known] [--jobs N] [--write]
+    python -m benchmarks.model_zoo.run [--only PATTERN ...] [--deep | --grid] [--again | --known] [--jobs N] [--write]
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.model_zoo.table import FAULTS, WAYS, Row, append, read, summary, totals
+from benchmarks.model_zoo.grid import grid_entries
+from benchmarks.model_zoo.table import FAULTS, Row, append, grid_summary, read, summary, totals
 from benchmarks.model_zoo.zoo import Entry, all_entries
 from benchmarks.results import results, write_results
 
@@ -72,8 +73,8 @@ def measured(entry: Entry, limit_s: float) -> list[Row]:
     if status == "died":
         note = f"exit code {process.exitcode}"
     done = {row.way for row in rows}
-    lost = Row(entry.name, WAYS[0], entry.library, status, entry.dtype, entry.tile, entry.tiles, note=note)
-    return rows + [lost.at(way) for way in WAYS if way not in done]
+    lost = Row(entry.name, entry.ways[0], entry.library, status, entry.dtype, entry.tile, entry.tiles, note=note)
+    return rows + [lost.at(way) for way in entry.ways if way not in done]
 
 
 def _followed(process: ForkServerProcess, receives: Connection, rows: list[Row], limit_s: float) -> tuple[str, str]:
@@ -94,7 +95,7 @@ def _followed(process: ForkServerProcess, receives: Connection, rows: list[Row],
 
 
 def _wanted(arguments: argparse.Namespace) -> list[Entry]:
-    every = list(all_entries())
+    every = list(grid_entries() if arguments.grid else all_entries())
     if not arguments.only:
         return [entry for entry in every if arguments.deep or not entry.deep]
     return [entry for entry in every if any(fnmatch.fnmatchcase(entry.name, only) for only in arguments.only)]
@@ -104,6 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="these models, such as 'smp:*'")
     parser.add_argument("--deep", action="store_true", help="also the larger members of torchvision's families")
+    parser.add_argument(
+        "--grid", action="store_true", help="pipelines and spatial teams, even and odd tiles, in place of the zoo"
+    )
     parser.add_argument("--again", action="store_true", help="also those that the file already has as exact")
     parser.add_argument("--known", action="store_true", help="compute nothing, sum up what the file has")
     parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds for a model; default 600")
@@ -115,7 +119,7 @@ def main() -> None:
     if not wanted:
         parser.error(f"no model of the table is like {', '.join(arguments.only)}; names are as in torchvision:resnet18")
     known = {} if arguments.again else {key: row for key, row in read(arguments.csv).items() if row.status == "exact"}
-    left = [entry for entry in wanted if not all((entry.name, way) in known for way in WAYS)]
+    left = [entry for entry in wanted if not all((entry.name, way) in known for way in entry.ways)]
     begun = time.monotonic()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for rows in pool.map(functools.partial(measured, limit_s=arguments.limit), [] if arguments.known else left):
@@ -124,11 +128,15 @@ def main() -> None:
                 at = time.monotonic() - begun
                 print(f"{at:7.0f} s  {row.status:8}{row.largest:9.1e}  {row.model} {row.way}  {row.note}", flush=True)
     last = read(arguments.csv)
-    rows = [last[entry.name, way] for entry in wanted for way in WAYS if (entry.name, way) in last]
-    text = results("python -m benchmarks.model_zoo.run --again --write", summary(rows, len(wanted)))
-    print(f"\n{text}\n{totals(rows)}")
+    rows = [last[entry.name, way] for entry in wanted for way in entry.ways if (entry.name, way) in last]
+    if arguments.grid:
+        text = results("python -m benchmarks.model_zoo.run --grid --write", grid_summary(rows, wanted[0].ways))
+        print(f"\n{text}")
+    else:
+        text = results("python -m benchmarks.model_zoo.run --again --write", summary(rows, len(wanted)))
+        print(f"\n{text}\n{totals(rows)}")
     if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+        write_results(Path(__file__).with_name("README.md"), text, *(["grid"] if arguments.grid else []))
     sys.exit(any(row.status in FAULTS for row in rows))
 
 

@@ -37,7 +37,7 @@ class Row:
         reached: tensors whose gradient in the plain step is not zero, of all.
         seconds: of the processor.
         peak_gib: largest resident memory of the process so far.
-        loss, gradients, state: largest relative errors; state is parameters after the update, and buffers.
+        loss, gradients, state: largest relative errors; state is updated parameters, buffers and optimizer state.
         note: why not exact.
     """
 
@@ -108,16 +108,32 @@ def summary(rows: Sequence[Row], wanted: int) -> str:
     header = ("model", "parameters", "type", "px", "layers", "gradients", *WAYS)
     for library in _libraries_of(rows):
         ours = [(name, by_way) for name, by_way in of_model.items() if _first(by_way).library == library]
-        parts += [f"{library}:\n", markdown_table(header, [_line(name, by_way) for name, by_way in ours])]
-    if others := [row for row in rows if row.status != "exact"]:
-        why = {}
-        for row in others:
-            why.setdefault((row.model, row.status, row.note.replace("|", "/")), []).append(row.way)
-        lines = [(model, ", ".join(ways), status, note) for (model, status, note), ways in why.items()]
-        parts += ["What is not exact:\n", markdown_table(("model", "way", "status", "why"), lines)]
+        parts += [f"{library}:\n", markdown_table(header, [_line(by_way) for _, by_way in ours])]
+    parts += _others(rows)
     if whole := [(row.model, row.whole) for row in map(_first, of_model.values()) if row.whole]:
         parts += ["Modules that stay whole, by model:\n", markdown_table(("model", "kinds"), whole)]
     return "\n".join(parts)
+
+
+def grid_summary(rows: Sequence[Row], ways: Sequence[str]) -> str:
+    """A line a model and side of tiles, with the largest error of each way, and every row that is not exact."""
+    of_model = _by_model(rows)
+    counts = ", ".join(f"{n} {status}" for status in STATUSES if (n := sum(row.status == status for row in rows)))
+    lines = [(*_about(_first(by_way)), *(_outcome(by_way.get(way)) for way in ways)) for by_way in of_model.values()]
+    models = len({name.partition(" at ")[0] for name in of_model})
+    parts = [f"{models} models, {len(rows)} rows: {counts}. {_largest(rows)}\n"]
+    parts.append(markdown_table(("model", "parameters", *ways), lines))
+    return "\n".join([*parts, *_others(rows)])
+
+
+def _others(rows: Sequence[Row]) -> list[str]:
+    """Every row that is not exact."""
+    why: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.status != "exact":
+            why.setdefault((row.model, row.status, row.note.replace("|", "/")), []).append(row.way)
+    lines = [(model, ", ".join(ways), status, note) for (model, status, note), ways in why.items()]
+    return ["What is not exact:\n", markdown_table(("model", "way", "status", "why"), lines)] if lines else []
 
 
 def totals(rows: Sequence[Row]) -> str:
@@ -163,11 +179,16 @@ def _first(by_way: dict[str, Row]) -> Row:
     return next(iter(by_way.values()))
 
 
-def _line(name: str, by_way: dict[str, Row]) -> Sequence[str]:
+def _line(by_way: dict[str, Row]) -> Sequence[str]:
     row = _first(by_way)
     outcomes = [_outcome(by_way.get(way)) for way in WAYS]
+    return (*_about(row), row.dtype, str(row.tile), str(row.layers), row.reached, *outcomes)
+
+
+def _about(row: Row) -> tuple[str, str]:
+    """Name and size."""
     size = f"{row.parameters / 1e6:.1f} M" if row.parameters >= 1e5 else f"{row.parameters / 1e3:.1f} k"
-    return (name, size, row.dtype, str(row.tile), str(row.layers), row.reached, *outcomes)
+    return row.model, size
 
 
 def _outcome(row: Row | None) -> str:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from benchmarks.model_zoo.monai_nets import LARGE, NETWORKS, PLAIN_FLOAT, SIDES
 from benchmarks.model_zoo.odd import flow, sharing, state, values
+from benchmarks.model_zoo.table import WAYS
 
 CLASSIFIERS = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3",
@@ -87,6 +88,8 @@ class Entry:
         tile: px; the smallest that the model takes and that leaves batch norm several values a channel.
         tiles: of a microbatch.
         deep: only with ``--deep``.
+        ways: how the model is computed.
+        steps: of the optimizer.
     """
 
     model: str
@@ -95,11 +98,14 @@ class Entry:
     tiles: int = 2
     dtype: Literal["float64", "float32"] = "float64"
     deep: bool = False
+    ways: tuple[str, ...] = WAYS
+    steps: int = 1
 
     @property
     def name(self) -> str:
-        """As the table has it: without the folders of a factory."""
-        return self.model.replace("benchmarks.model_zoo.", "").replace("benchmarks.exactness.", "")
+        """As the table has it: without the folders of a factory, and with the side of the tiles where there are two."""
+        name = self.model.replace("benchmarks.model_zoo.", "").replace("benchmarks.exactness.", "")
+        return name if self.ways == WAYS else f"{name} at {self.tile} px"
 
 
 def all_entries() -> Iterator[Entry]:

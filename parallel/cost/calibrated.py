@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,14 +173,6 @@ class CostModel:
             data["seconds_taken"],
             data["others"],
         )
-
-
-def load(path: Path) -> CostModel | None:
-    """The model kept at ``path``; None where there is none, or what is there cannot be read."""
-    try:
-        return CostModel.from_json(path.read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _curve(data: Mapping[str, Any]) -> Curve:

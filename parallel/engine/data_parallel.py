@@ -21,6 +21,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.sent_bytes import sum_bytes
 from parallel.engine.optimizer_step import parameters_and_gradients, state_of
 from parallel.engine.own_time import OwnTime
+from parallel.engine.parameter_groups import own_state, whole_state
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, measured
 from parallel.engine.weight_average import swap_average
 from parallel.memory.policy import ActivationPolicy
@@ -38,6 +39,7 @@ from parallel.streaming.images import whole
 from parallel.streaming.streamed_module import StreamedModule
 from parallel.trace.norm_gradients import mend_norm_gradients
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
+from parallel.trace.strided_convolution import mend_strided_convolutions
 
 
 class DataParallelEngine:
@@ -46,7 +48,7 @@ class DataParallelEngine:
     Args:
         module: the whole model, on the device.
         loss: mean over the tiles of a microbatch.
-        optimizer: over the parameters of ``module``.
+        optimizer: over the named parameters of ``module``.
         communicator: the ranks.
         batch: tiles of a step over all ranks.
         m: microbatches of a step over all ranks.
@@ -91,6 +93,7 @@ class DataParallelEngine:
                 "--microbatches"
             )
         mend_norm_gradients()
+        mend_strided_convolutions()
         self.module = module
         self.optimizer = optimizer
         self.counted = True
@@ -294,7 +297,12 @@ class DataParallelEngine:
     def state_dict(self) -> dict[str, Any]:
         if self._communicator.rank > 0:
             return {}
-        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.module.state_dict(), "optimizer": whole_state(self.optimizer, self._names)}
+
+    @property
+    def _names(self) -> list[str]:
+        """Names of the parameters, in the model's order."""
+        return [name for name, _ in self.module.named_parameters()]
 
     def close(self) -> None:
         self._replica = None
@@ -302,4 +310,4 @@ class DataParallelEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(own_state(self.optimizer, state["optimizer"], self._names))

@@ -19,6 +19,7 @@ from parallel.comm.sent_bytes import part_bytes
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.own_time import OwnTime
+from parallel.engine.parameter_groups import own_state, whole_state
 from parallel.engine.sharding_units import sharding_units
 from parallel.engine.step import Microbatch, measured
 from parallel.schedule.microbatch import share_of
@@ -143,7 +144,7 @@ class FullyShardedEngine(DataParallelEngine):
 
     def state_dict(self) -> dict[str, Any]:
         model = {key: self._kept(value) for key, value in self.module.state_dict().items()}
-        optimizer = self.optimizer.state_dict()
+        optimizer = whole_state(self.optimizer, self._names)
         optimizer["state"] = {
             number: {key: self._kept(value) for key, value in values.items()}
             for number, values in optimizer["state"].items()
@@ -166,7 +167,7 @@ class FullyShardedEngine(DataParallelEngine):
             }
         )
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        saved = state["optimizer"]
+        saved = own_state(self.optimizer, state["optimizer"], self._names)
         self.optimizer.load_state_dict(
             {**saved, "state": {n: self._parts(values, parameters[n]) for n, values in saved["state"].items()}}
         )

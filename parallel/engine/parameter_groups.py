@@ -1,7 +1,7 @@
-"""The groups of an optimizer, whoever holds which parameters: consecutive ones of the whole model with equal options.
+"""The state dict of an optimizer over a whole model, whatever its groups are and whoever holds which parameters.
 
-Takes what optimizers over parts of a model have as groups; gives those of one optimizer over all of it, and back. As
-groups are runs in the model's order, an optimizer numbers parameters in that order.
+In a checkpoint parameters are numbered in the model's order, and groups are consecutive parameters with equal options.
+An optimizer may group them otherwise and hold a part of them: its parameters are found by their names.
 """
 
 from __future__ import annotations
@@ -12,16 +12,63 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from parallel.offload.host_optimizer import LR_SCALE
+
 Options = dict[str, Any]
 """Of a group: learning rate, weight decay and the like."""
 
 NOT_OPTIONS = ("params", "param_names")
+DIVIDING = ("weight_decay", LR_SCALE)
+"""Options by which parameters are grouped."""
 
 
-def options_by_name(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Options]:
-    """Return the options of each parameter of ``optimizer``, called ``names`` in its order."""
-    each = [options for group in optimizer.param_groups for options in [_options(group)] * len(group["params"])]
-    return dict(zip(names, each, strict=True))
+def whole_state(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
+    """Return the state dict of ``optimizer``, which holds all parameters, numbered in the order of ``names``."""
+    own, options = optimizer.state_dict(), options_by_name(optimizer)
+    own_numbers = {
+        name: number
+        for group in own["param_groups"]
+        for number, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    states = {number: own["state"].get(own_numbers[name]) for number, name in enumerate(names)}
+    return {
+        "state": {number: state for number, state in states.items() if state is not None},
+        "param_groups": grouped(names, [options[name] for name in names]),
+    }
+
+
+def own_state(optimizer: Optimizer, whole: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the part of ``whole`` that ``optimizer`` holds, as its ``load_state_dict`` takes it.
+
+    Args:
+        whole: as ``whole_state`` gave it.
+        names: of the whole model's parameters, in order.
+
+    Raises:
+        ValueError: a parameter had another weight decay or learning rate than its group has.
+    """
+    numbers = {name: number for number, name in enumerate(names)}
+    options = saved_options(whole["param_groups"])
+    states, groups = {}, []
+    for group in optimizer.state_dict()["param_groups"]:
+        for own_number, name in zip(group["params"], group["param_names"], strict=True):
+            number = numbers[name]
+            for key in DIVIDING:
+                if options[number].get(key) != group.get(key):
+                    raise ValueError(
+                        f"the checkpoint's optimizer has {key} {options[number].get(key)} for {name}, this one has "
+                        f"{group.get(key)}: resume with the settings that the run was begun with"
+                    )
+            if number in whole["state"]:
+                states[own_number] = whole["state"][number]
+        own = {key: group[key] for key in NOT_OPTIONS}
+        groups.append({**options[numbers[group["param_names"][0]]], **own})
+    return {"state": states, "param_groups": groups}
+
+
+def options_by_name(optimizer: Optimizer) -> dict[str, Options]:
+    """Return the options of each parameter of ``optimizer``."""
+    return {name: _options(group) for group in optimizer.param_groups for name in group["param_names"]}
 
 
 def saved_options(groups: Sequence[Mapping[str, Any]]) -> dict[int, Options]:

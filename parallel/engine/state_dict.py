@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import OptimizerStep
-from parallel.engine.parameter_groups import Options, grouped, options_by_name, saved_options
+from parallel.engine.parameter_groups import Options, grouped, options_by_name, own_state
 from parallel.schedule.seating import Seating
 from parallel.stage.stage import Stage
 
@@ -88,16 +88,7 @@ class FullStateDict:
         optimizer = self.update.optimizer
         if optimizer is None:
             return
-        numbers = {name: number for number, name in enumerate(self.parameters)}
-        saved, owned = state["optimizer"], list(self.update.owned)
-        mine = [numbers[name] for name in owned]
-        options = saved_options(saved["param_groups"])
-        optimizer.load_state_dict(
-            {
-                "state": {k: saved["state"][number] for k, number in enumerate(mine) if number in saved["state"]},
-                "param_groups": grouped(owned, [options[number] for number in mine]),
-            }
-        )
+        optimizer.load_state_dict(own_state(optimizer, state["optimizer"], self.parameters))
 
     def _giver(self, number: int) -> int:
         """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one that it updates
@@ -116,5 +107,5 @@ class FullStateDict:
                 for name, parameter in self.update.owned.items()
                 if name in names and parameter in optimizer.state
             },
-            "options": options_by_name(optimizer, tuple(self.update.owned)),
+            "options": options_by_name(optimizer),
         }

@@ -21,9 +21,13 @@ class Fitting:
 
     @functools.cached_property
     def fits(self) -> bool:
+        return self.fits_device and not self.over_bytes
+
+    @functools.cached_property
+    def fits_device(self) -> bool:
         """Known before all the rest where one of the first ranks takes too much."""
         limit = self.cutting.cluster.usable_bytes
-        return all(self._peak(rank) <= limit for rank in range(self.strategy.depth)) and not self.over_bytes
+        return all(self._peak(rank) <= limit for rank in range(self.strategy.depth))
 
     @functools.cached_property
     def peak_bytes(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from parallel.plan.plan import PlanRow
 from parallel.plan.savings import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
+from parallel.strategy import STREAMED
 
 STEP = 64
 """Tile sides are multiples of this many px, which every model's strides divide."""
@@ -65,7 +66,7 @@ def largest_tiles(names: Iterable[str], steps: Sequence[Savings], least: Least) 
     tiles = []
     for name in names:
         best = 0
-        for savings in steps:
+        for savings in steps if name in STREAMED else [step for step in steps if step != BOXES]:
             largest = largest_tile(name, savings, least, best)
             if largest is not None and (savings == steps[0] or largest.tile > best):
                 tiles.append(largest)
@@ -96,7 +97,7 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
     while low < LIMIT and fits(min(2 * low, LIMIT)):
         low = min(2 * low, LIMIT)
     high = min(2 * low, LIMIT)
-    guesses = 0 if savings == BOXES else GUESSES
+    guesses = GUESSES
     while high - low > (max(STEP, low // FINE) if savings == BOXES else STEP):
         middle = _likely(low, high, known[low], known[high]) if guesses else None
         guesses -= guesses > 0
@@ -115,7 +116,10 @@ def _likely(low: int, high: int, fitting: PlanRow | None, over: PlanRow | None) 
         return None
     least, most = max(fitting.peak_bytes), max(over.peak_bytes)
     room = most - over.over_bytes - least
-    if most <= least or room < 0:
+    if room < 0 and over.over_bytes < over.host_bytes:  # the host is short
+        area = high**2 * (over.host_bytes - over.over_bytes) // over.host_bytes
+    elif most <= least or room < 0 or over.strategy.policy.stream is not None:
         return None
-    side = math.isqrt(low**2 + (high**2 - low**2) * room // (most - least)) // STEP * STEP
-    return min(max(side, low + STEP), high - STEP)
+    else:
+        area = low**2 + (high**2 - low**2) * room // (most - least)
+    return min(max(math.isqrt(area) // STEP * STEP, low + STEP), high - STEP)

@@ -20,7 +20,7 @@ from parallel.plan.candidates import candidates, in_teams, leanest
 from parallel.plan.fitting import Fitting
 from parallel.plan.limit import Limit, limit_of
 from parallel.plan.plan import SIMPLER, PlanRow, best_of
-from parallel.plan.savings import ANY, Savings
+from parallel.plan.savings import ANY, BOXES, Savings
 from parallel.plan.stages import StageCache, slower_link
 from parallel.plan.step_time import (
     LONG,
@@ -32,6 +32,7 @@ from parallel.plan.step_time import (
     schedule_of,
     weights_of,
 )
+from parallel.plan.streamed import SIDES
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
 from parallel.space.side_by_side import SideBySide
@@ -239,17 +240,21 @@ class Planner:
             assert found is not None
             return found
 
+        def allowed(side: int) -> bool:
+            # Smaller boxes store no fewer maps on the host; on a CPU they leave more of the memory for these maps.
+            return fitting(side).fits if self.cluster.kind == "cpu" else fitting(side).fits_device
+
         assert self.task.streamed is not None
         fitted, key = self.task.streamed.fitted, (self.cutting.tiles(candidate), candidate.grids)
-        if fitted.get(key) in sides and fitting(fitted[key]).fits:
+        if fitted.get(key) in sides and allowed(fitted[key]):
             return fitting(fitted[key])
-        if not (smallest := fitting(sides[0])).fits:
-            return smallest
+        if not allowed(sides[0]):
+            return fitting(sides[0])
         low, high = 0, len(sides)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fitting(sides[middle]).fits else (low, middle)
-        if high < len(sides):
+            low, high = (middle, high) if allowed(sides[middle]) else (low, middle)
+        if high < len(sides) or sides[low] == SIDES[-1]:
             fitted[key] = sides[low]
         return fitting(sides[low])
 
@@ -305,7 +310,8 @@ class Planner:
             given = [each for each in of_teams if each.members == most and each.grids[0].columns == 1 and each.unfused]
         else:
             given = list(candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages))
-        for candidate in leanest(each for each in given if each.copies == 1 or not self.task.one_copy):
+        tried = leanest(each for each in given if each.copies == 1 or not self.task.one_copy)
+        for candidate in tried[:1] if savings == BOXES else tried:  # the largest microbatches make the largest maps
             row = self.row(candidate, savings, seconds=False)
             if row.fits:
                 return row

@@ -97,7 +97,7 @@ class StageCache:
     def box_sides(self, candidate: Strategy) -> list[int]:
         """Return the sides of boxes that a candidate's tiles, or members' parts of them, may be computed in, in px;
         none where they cannot be."""
-        if self._streamed is None or not self.goes_in_boxes(candidate):
+        if not self.goes_in_boxes(candidate) or self._streamed is None:
             return []
         return self._streamed.sides(self._size(candidate)[1])
 

@@ -62,8 +62,26 @@ def _folder() -> Path | None:
         return None
 
 
+def kept_text(path: Path | None) -> str | None:
+    """Return the text that was kept at ``path``, of ``kept_at``; None where there is none, or it is damaged.
+
+    A damaged file is named in a warning; its measurement is made anew, and replaces it.
+    """
+    try:
+        data = path.read_bytes() if path is not None else None
+    except OSError:
+        return None
+    text, _, digest = (data or b"").rpartition(b"\n")
+    if data is None:
+        return None
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        log.warning("%s is damaged, or of an earlier version: measured anew", path)
+        return None
+    return text.decode()
+
+
 def keep(path: Path | None, text: str) -> None:
-    """Write ``text`` to ``path``, of ``kept_at``; where that cannot be done, say so once."""
+    """Write ``text`` to ``path``, of ``kept_at``, and its digest; where that cannot be done, say so once."""
     if path is None:
         _tell("this user has no home folder")
         return
@@ -71,7 +89,7 @@ def keep(path: Path | None, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             try:
-                file.write(text)
+                file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}")
                 file.flush()
                 os.replace(file.name, path)  # ranks of one machine may come here at once
             except OSError:

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallel.cost.calibrated import CostModel, Curve, PassModel, load
+from parallel.cost.calibrated import CostModel, Curve, PassModel
 from parallel.cost.product import PASSES, OpWork, work_of_shape
 from parallel.cost.regression import fit
 from parallel.cost.shapes import Product
 from parallel.graph.op import Convolution
-from parallel.profile.cache import keep, kept_at
+from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.core_use import BUSY, CoreUse, others_now
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ def load_or_calibrate(
     One that was made on a busy machine is used only as long as that is busy.
     """
     path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
-    kept = load(path) if path else None
+    text = kept_text(path)
+    kept = CostModel.from_json(text) if text else None
     if kept is not None and kept.seconds_taken >= seconds:
         if kept.others <= BUSY:
             return kept

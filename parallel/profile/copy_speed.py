@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from parallel.offload.copies import CudaCopies
-from parallel.profile.cache import keep, kept_at
+from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import calibration_key
 from parallel.profile.core_use import BUSY, CoreUse, others_now
 
@@ -59,7 +59,7 @@ def load_or_measure_copies(device: torch.device, *, threads: int = 1, together: 
     """
     key = calibration_key(device, threads, together, torch.uint8, False) | {"format": f"copies {FORMAT}"}
     path = kept_at(key, "copies")
-    kept = _load(path) if path else None
+    kept = _load(path)
     if kept is not None:
         if kept.others <= BUSY or others_now() > BUSY:
             return kept
@@ -124,11 +124,10 @@ def _in_memory(together: int) -> list[float]:
     return seconds
 
 
-def _load(path: Path) -> CopySpeed | None:
+def _load(path: Path | None) -> CopySpeed | None:
     """Return the speed in a file; None where there is none, or it is damaged."""
-    try:
-        kept: dict[str, Any] = json.loads(path.read_text())
-        speed = CopySpeed(float(kept["to_host"]), float(kept["to_device"]), float(kept["others"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    text = kept_text(path)
+    if text is None:
         return None
-    return speed if speed.to_host > 0 and speed.to_device > 0 else None
+    kept: dict[str, Any] = json.loads(text)
+    return CopySpeed(float(kept["to_host"]), float(kept["to_device"]), float(kept["others"]))

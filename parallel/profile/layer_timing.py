@@ -8,8 +8,7 @@ been written, and parameters and what was kept for backward come from memory.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.profile.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
 from parallel.stage.microbatch_state import can_need_grad
+from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
 
 
@@ -39,7 +39,12 @@ def time_layers(traced: Traced, images: Tensor, repeats: int) -> list[Runs]:
         repeats: runs of each layer, after one that is not counted.
     """
     devices = [images.device] if images.device.type == "cuda" else []
-    with _restored(traced), torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with (
+        left_as_it_was(traced.model, parameters=True),
+        left_as_it_was(traced.training),
+        torch.random.fork_rng(devices=devices),
+        torch.enable_grad(),
+    ):
         traced.training.train()
         for path, (mode, _) in traced.modes.items():
             traced.model.get_submodule(path).training = mode
@@ -115,21 +120,6 @@ class _Interpreter(fx.Interpreter):
             tree_map(lambda leaf: leaf + leaf if isinstance(leaf, Tensor) else leaf, value)
             seconds.append(now(self._setting) - start)
         return (uses - 1) * statistics.median(seconds)
-
-
-@contextmanager
-def _restored(traced: Traced) -> Iterator[None]:
-    """Put buffers and modes back at the end of the block."""
-    modes = [(module, module.training) for module in (*traced.model.modules(), *traced.training.modules())]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in traced.model.buffers()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def _copy(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from parallel.cost.devices import LinkSpec
-from parallel.profile.cache import keep, kept_at
+from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import calibration_key
 from parallel.profile.core_use import BUSY, CoreUse, others_now
 
@@ -86,7 +86,7 @@ def load_or_measure_links(ranks: int, *, threads: int = 1) -> LinkSpeed:
     One of an earlier version is measured anew, and one that was taken on a busy machine as soon as that is calm.
     """
     path = links_kept_at(ranks, threads)
-    kept = _load(path) if path else None
+    kept = _load(path)
     if kept is not None:
         if kept.others <= BUSY or others_now() > BUSY:
             return kept
@@ -162,20 +162,19 @@ def _key(ranks: int, threads: int) -> dict[str, Any]:
     return {name: value for name, value in known.items() if name != "format"}
 
 
-def _load(path: Path) -> LinkSpeed | None:
+def _load(path: Path | None) -> LinkSpeed | None:
     """Return the speed in a file; None where there is none, it is damaged, or of an earlier version, which is told."""
-    try:
-        kept: dict[str, Any] = json.loads(path.read_text())
-        if kept["format"] != FORMAT:
-            log.warning(
-                "messages and sums between ranks were measured by another version (format %s, now %s): measured anew, "
-                "about %d s",
-                kept["format"],
-                FORMAT,
-                TAKES_S,
-            )
-            return None
-        speed = LinkSpeed(**{field.name: float(kept[field.name]) for field in dataclasses.fields(LinkSpeed)})
-    except (OSError, ValueError, KeyError, TypeError):
+    text = kept_text(path)
+    if text is None:
         return None
-    return speed if speed.message_bandwidth > 0 and speed.sum_bandwidth > 0 else None
+    kept: dict[str, Any] = json.loads(text)
+    if kept["format"] != FORMAT:
+        log.warning(
+            "messages and sums between ranks were measured by another version (format %s, now %s): measured anew, "
+            "about %d s",
+            kept["format"],
+            FORMAT,
+            TAKES_S,
+        )
+        return None
+    return LinkSpeed(**{field.name: float(kept[field.name]) for field in dataclasses.fields(LinkSpeed)})

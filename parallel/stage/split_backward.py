@@ -225,7 +225,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, apply: _Apply) -> Te
 
 _REDIRECTED: dict[Any, Callable[..., Tensor]] = {
     F.conv1d: _convolution,
-    F.conv2d: _convolution,
+    torch.conv2d: _convolution,
     F.conv3d: _convolution,
     F.conv_transpose1d: _transposed_convolution,
     F.conv_transpose2d: _transposed_convolution,

@@ -8,12 +8,13 @@ follows the region is computed whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -65,6 +66,7 @@ def read_region(
     given: Mapping[str, Any] = NOTHING,
     refuse: Callable[[tuple[int, int]], str | None] = lambda sides: None,
     once: bool = False,
+    updated: Collection[str] = (),
 ) -> Region:
     """Return the region of ``nodes``.
 
@@ -76,6 +78,7 @@ def read_region(
         refuse: why maps of such (rows, columns) cannot be divided, which ends the region before the first of them.
         once: every node is computed once, in one pass over the model, as the members of a team do: it may count and
             draw, and a branch that ends leaves the others in the region.
+        updated: paths of the buffers that forward passes update; the region ends where one is used.
 
     Raises:
         NothingInBoxes: it would be empty.
@@ -108,6 +111,7 @@ def read_region(
             if node.op in ("output", "get_attr") or node.name in entering or node.name in given:
                 continue
             try:
+                _refuse_updated(node, updated)
                 _read(node, reading, found, refuse)
             except SpansImage as reason:
                 found.ends_at = found.ends_at or (_where(node), str(reason))
@@ -115,6 +119,19 @@ def read_region(
                     break
                 _bar(node, reading, found)
     return _finished(model, nodes, entering, given, reading, found)
+
+
+def _refuse_updated(node: fx.Node, updated: Collection[str]) -> None:
+    """Leave what uses a buffer that forward passes update to what is computed once: boxes are computed several times,
+    and again in the backward pass. Batch norm's own statistics are summed over boxes, and counted once."""
+    if node.target is F.batch_norm:
+        return
+    targets = [str(node.target)] if node.op == "call_module" else []
+    for path in (*targets, *(str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr")):
+        if name := next((name for name in updated if f"{name}.".startswith(f"{path}.")), None):
+            raise SpansImage(
+                f"uses {name}, which each forward pass of training updates, and boxes would do so several times"
+            )
 
 
 def _bar(node: fx.Node, reading: Reading, found: _Found) -> None:
@@ -160,7 +177,7 @@ def _read(node: fx.Node, reading: Reading, found: _Found, refuse: Callable[[tupl
         if not has_tensors(value):
             found.constants[node.name] = value
             return
-        if not maps or (node.op == "call_method" and node.target in MAKERS):
+        if not maps or _takes_type_alone(node, maps):
             _plain(node, reading, found)
             return
         operation = read_node(reading, node)
@@ -169,6 +186,13 @@ def _read(node: fx.Node, reading: Reading, found: _Found, refuse: Callable[[tupl
         if reason := refuse((value.shape[operation.dims[0]], value.shape[operation.dims[1]])):
             raise SpansImage(reason)
     _local(node, operation, reading, found)
+
+
+def _takes_type_alone(node: fx.Node, maps: Sequence[fx.Node]) -> bool:
+    """Whether a node takes no more of the maps than their type and device."""
+    if node.op != "call_method":
+        return False
+    return node.target in MAKERS or (node.target in ("to", "type_as") and node.args[0] not in maps)
 
 
 def _barred(reading: Reading, names: set[str]) -> str:

@@ -25,6 +25,7 @@ from parallel.streaming.local_ops import (
     shuffle,
 )
 from parallel.streaming.operation import Operation, Reading, SpansImage
+from parallel.trace.strided_convolution import conv2d
 
 Pair = tuple[int, int]
 
@@ -238,7 +239,8 @@ MODULES: dict[type[nn.Module], Callable[[Any, Reading, fx.Node], Operation]] = {
 }
 
 FUNCTIONS: dict[Any, Callable[[Reading, fx.Node], Operation]] = {
-    F.conv2d: function_convolution,
+    torch.conv2d: function_convolution,
+    conv2d: function_convolution,
     F.conv_transpose2d: functools.partial(function_convolution, transposed=True),
     F.max_pool2d: of_call(MAX_POOL, max_pool),
     torch.max_pool2d: of_call(MAX_POOL, max_pool),

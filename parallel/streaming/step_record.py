@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map
 
 from parallel.graph.op import Op
 from parallel.space.rule import Window
@@ -119,8 +120,9 @@ class _Recording(nn.Module):
                 self._alike[key] = step
 
     def plain(self, name: str) -> Any:
-        """The value of a step without rows."""
-        return run_plain(self.module, self._region, self.plain_steps[name], self._known)
+        """The value of a step without rows, without data: one that takes no map may name a device of its own."""
+        value = run_plain(self.module, self._region, self.plain_steps[name], self._known)
+        return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
     def _key(self, step: Step) -> Hashable:
         """Return what is equal for steps that are recorded alike; None for a step like no other."""

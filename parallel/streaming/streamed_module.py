@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -54,7 +54,7 @@ def streamed(
     assert isinstance(stage, StreamedModule)
     ends = stage.inputs, stage.outputs
     training, evaluation = (list(each.graph.nodes) for each in (traced.training, traced.evaluation))
-    run = StreamedRun(training, *ends, box, stored_bytes, host=host)
+    run = StreamedRun(training, *ends, box, stored_bytes, host=host, updated=traced.updated)
     stage._run_training, stage._run_evaluation = run, StreamedRun(evaluation, *ends, box, stored_bytes, host=host)
     parameter = next(module.parameters())
     example = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
@@ -94,6 +94,7 @@ class StreamedRun:
         inputs, outputs: names of the values that enter and leave.
         box: side of the boxes, px of the tile.
         stored_bytes, scale, host: as for ``RegionRun``.
+        updated: paths of the buffers that forward passes of training update.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class StreamedRun:
         stored_bytes: int | None = None,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
         host: HostSpace | None = None,
+        updated: Collection[str] = (),
     ) -> None:
+        self._updated = updated
         self._nodes, self._inputs, self._outputs = nodes, inputs, outputs
         self._box, self._stored_bytes, self._scale, self._host = box, stored_bytes, scale, host
         self._plans: dict[Any, PlannedRegion | NothingInBoxes] = {}
@@ -159,7 +162,8 @@ class StreamedRun:
 
     def _plan(self, stage: nn.Module, values: Sequence[Any], targets: Sequence[int]) -> PlannedRegion:
         entering, given = parted(dict(zip(self._inputs, values, strict=True)))
-        region = read_region(stage, self._nodes, entering, given)
+        updated = self._updated if stage.training else ()
+        region = read_region(stage, self._nodes, entering, given, updated=updated)
         return self.of_region(stage, region, targets) or self.planned(stage, values)
 
     def of_region(self, stage: nn.Module, region: Region, targets: Sequence[int]) -> PlannedRegion | None:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
@@ -23,7 +23,9 @@ from parallel.streaming.read_region import READING, NothingInBoxes
 from parallel.streaming.region import WHOLE_TILE
 from parallel.streaming.streamed_module import StreamedRun, StreamedStage, parted
 from parallel.trace.cut import cut_stage
-from parallel.trace.trace import Traced, left_as_it_was
+from parallel.trace.fake_run import empty_like, once_each, state_of
+from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.trace.trace import Traced
 
 
 def streamed_stages(
@@ -83,7 +85,7 @@ def _stage(
     ) -> StreamedRun:
         names = {slot: value for value, slot in slots.items()}  # what evaluation has in place of a value of training
         inside, given = (tuple(names.get(name, name) for name in ends) for ends in (inputs, outputs))
-        return StreamedRun(nodes, inside, given, box, stored_bytes, scale, host)
+        return StreamedRun(nodes, inside, given, box, stored_bytes, scale, host, traced.updated)
 
     stage = cut_stage(traced, partition, number, (), StreamedStage, run)
     assert isinstance(stage, StreamedStage)
@@ -103,16 +105,37 @@ def _values(traced: Traced, partition: Partition, shape: tuple[int, ...]) -> dic
         return tensor.requires_grad_(backward.get(name, False) and leaf.is_floating_point())
 
     images = torch.zeros((), dtype=parameter.dtype.to_real(), device=device).expand(shape)
+    state = once_each(state_of(traced.model), lambda tensor: empty_like(tensor, tensor.device))
     with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-        for node in traced.training.graph.nodes:
-            if node.op == "placeholder":
-                reading.values[node.name] = fake.from_tensor(images)
-            elif node.op != "output":
-                reading.of(node)
+        entering = fake.from_tensor(images)
+        named: dict[str, Tensor] = {f"model.{name}": fake.from_tensor(tensor) for name, tensor in state.items()}
+        torch.func.functional_call(_Followed(traced, reading), named, (entering,), tie_weights=False)
     for name, value in reading.values.items():
         if name in backward or name in partition.inputs_of(0):
             made[name] = tree_map(lambda leaf, name=name: example(name, leaf), value)
     return made
+
+
+class _Followed(nn.Module):
+    """A traced model followed without data; a module so that ``functional_call`` swaps and restores what it uses."""
+
+    def __init__(self, traced: Traced, reading: Reading) -> None:
+        super().__init__()
+        self.model, self._nodes, self._reading = traced.model, traced.training.graph.nodes, reading
+
+    def forward(self, images: Tensor) -> None:
+        for node in self._nodes:
+            if node.op == "placeholder":
+                self._reading.values[node.name] = images
+            elif node.op != "output":
+                try:
+                    self._reading.of(node)
+                except Exception as fault:  # whatever a user's module raises
+                    raise ValueError(
+                        f"--stream over several stages needs the shapes that pass between them without data, and "
+                        f"{node.name} ({node.target}) cannot run so: {' '.join(str(fault).split())}. Use --stream with "
+                        "--parallel single, or leave --stream out"
+                    ) from fault
 
 
 def _scale(entering: Sequence[Any], shape: tuple[int, ...]) -> tuple[Fraction, Fraction]:

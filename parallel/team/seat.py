@@ -19,7 +19,8 @@ from parallel.team.link import TeamLink
 from parallel.team.stage_region import region_of_stage
 from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.team.team_stage import TeamRun, TeamStage, team_stages
-from parallel.trace.trace import Traced, left_as_it_was
+from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.trace.trace import Traced
 
 
 def plan_of_stage(strategy: Strategy, plans: TeamPlans, stage: int, shape: tuple[int, ...], training: bool) -> TeamPlan:

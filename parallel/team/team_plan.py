@@ -20,7 +20,8 @@ from parallel.space.team import Box, Exchange, Grid, Territory, needs_of
 from parallel.streaming.operation import Operation
 from parallel.streaming.read_region import NothingInBoxes, read_region
 from parallel.streaming.region import Region
-from parallel.trace.trace import Traced, left_as_it_was
+from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.trace.trace import Traced
 
 Lies = Literal["parts", "all", "first"]
 """In parts with the members; whole with each of them; with member 0 alone."""

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from parallel.graph.op import Op
+from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
 
 
@@ -70,8 +71,9 @@ def fake_run(
             return _run(training, replaced, example, fake)
         except Exception:  # data-dependent, or an operation without a fake version: the real run tells faults apart
             real = next((t.device for t in state.values()), device)
-            replaced = once_each(state, lambda t: t if isinstance(t, nn.Parameter) else t.detach().clone())
-            return _run(training, replaced, torch.zeros(shape, dtype=dtype, device=real), nullcontext())
+            return _run(
+                training, once_each(state, copy_of), torch.zeros(shape, dtype=dtype, device=real), nullcontext()
+            )
 
 
 def _run(
@@ -153,3 +155,37 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy of a parameter or buffer, with its values, for a run that may change it."""
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+
+def run_without_data(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    layout: torch.memory_format = torch.contiguous_format,
+    watch: AbstractContextManager[Any] | None = None,
+) -> None:
+    """Run ``model`` on the CPU on tiles that have no data, and leave it as it was.
+
+    Args:
+        shape: (n, c, h, w) of a microbatch.
+        layout: of tiles and of parameters of four dimensions.
+        watch: context of the forward pass.
+
+    Raises:
+        Exception: whatever the model raises; a model that looks at its data cannot run so.
+    """
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return tensor.to(memory_format=layout) if tensor.dim() == 4 else tensor
+
+    dtype = next((p.dtype for p in model.parameters()), torch.float32).to_real()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with left_as_it_was(model), torch.random.fork_rng(devices=[]), fake, watch or nullcontext():
+        values = once_each(state_of(model), lambda t: laid_out(empty_like(t, torch.device("cpu"))))
+        images = laid_out(torch.empty(shape, dtype=dtype))
+        torch.func.functional_call(model, values, (images,), tie_weights=False)

@@ -53,6 +53,15 @@ class UnknownProxy(fx.Proxy):
     def __class__(self, kind: type) -> None:
         raise TypeError(f"a value that is traced stays one; got {kind}")
 
+    @property
+    def data(self) -> Any:
+        """Return what stands for the value without its history."""
+        return super().__getattr__("data")
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise fx.proxy.TraceError("it sets the data of a tensor, which a graph does not record")
+
 
 class KnownProxy(UnknownProxy):
     """A proxy with a hint of the value that it stands for."""
@@ -169,3 +178,16 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     apply.__name__ = apply.__qualname__ = function.__name__
     return apply
+
+
+@functools.cache
+def constant(values: bytes, dtype: torch.dtype, shape: torch.Size) -> Callable[[], Tensor]:
+    """Return what gives a tensor of these values, a new one each time; the same for the same values."""
+
+    def give() -> Tensor:
+        return (
+            torch.frombuffer(bytearray(values), dtype=dtype).view(shape) if values else torch.empty(shape, dtype=dtype)
+        )
+
+    give.__name__ = give.__qualname__ = "constant"
+    return give

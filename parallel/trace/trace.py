@@ -9,8 +9,7 @@ torch.fx: Practical Program Capture and Transformation for Deep Learning in Pyth
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,8 +20,11 @@ from torch import Tensor, fx, nn
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.trace.fake_run import Facts, fake_run
 from parallel.trace.hints import Hints, any_number_of_values
+from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.strided_convolution import mend_strided_convolutions
 from parallel.trace.tracer import GraphTracer, scope_of, user_line
+from parallel.trace.updated_faults import attribute_fault
 from parallel.trace.updated_search import Updated, updated_buffers
 
 DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.", "timm.")
@@ -39,7 +41,7 @@ class Traced:
         evaluation: what runs in evaluation, the same object where nothing differs. A value that both make has one name.
         model: as it was given.
         modes: path -> (training, evaluation) flags of modules that do not follow the model's ``train()``.
-        updated: path -> buffers outside norm layers that forward passes of training update.
+        updated: path -> state outside norm layers that forward passes of training update.
         any_side: nothing that tracing asked of a value depends on the side of the tiles: others give the same graphs.
     """
 
@@ -74,12 +76,16 @@ def trace(
             neighbours can be cut apart. It matters where what lies in that memory is used by another name.
 
     Raises:
-        ValueError: the module's own forward cannot be traced, or does not run on ``shape``.
+        ValueError: the module's own forward cannot be traced, or does not run on ``shape``; or forward passes update
+            plain attributes.
     """
     mend_norm_gradients()  # before the graph names the functions
+    mend_strided_convolutions()
     with left_as_it_was(module), any_number_of_values():
         module.train()
         updated = updated_buffers(module, shape, dtype)
+        if fault := attribute_fault(updated):
+            raise ValueError(fault)
         opaque = dict(whole)
         modes_in_training = _modes(module)
         training, by_side = _graph(module, opaque, shape, dtype, in_place)
@@ -158,28 +164,6 @@ def _where(error: BaseException) -> str:
     while step is not None:
         line, step = user_line(step.tb_frame.f_code, step.tb_lineno) or line, step.tb_next
     return line
-
-
-@contextmanager
-def left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Take back, at the end, whatever tracing or the model's forward has set on modules and buffers."""
-    modules = list(module.modules())
-    registries = ("_parameters", "_buffers", "_modules")
-    saved = [(dict(m.__dict__), {name: dict(m.__dict__[name]) for name in registries}) for m in modules]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for submodule, (attributes, contents) in zip(modules, saved, strict=True):
-            submodule.__dict__.clear()
-            submodule.__dict__.update(attributes)
-            for name, content in contents.items():
-                submodule.__dict__[name].clear()
-                submodule.__dict__[name].update(content)
-        with torch.no_grad():
-            for buffer, version, value in buffers:
-                if buffer._version != version:
-                    buffer.copy_(value)
 
 
 def _program(module: fx.GraphModule) -> list[tuple[Any, ...]]:

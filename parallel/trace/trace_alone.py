@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from parallel.comm.communicator import Communicator
+from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.taken_over import taken_over
-from parallel.trace.trace import Traced, left_as_it_was, trace
+from parallel.trace.trace import Traced, trace
 from parallel.trace.traced_check import first_difference
 from parallel.trace.updated_faults import refuse_checkpointed
 from parallel.trace.updated_search import Updated, checkpointed_norm, updated_buffers

@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallel.trace.fake_run import empty_like, once_each, state_of
+from parallel.trace.fake_run import copy_of, empty_like, once_each, state_of
 from parallel.trace.known_proxy import OtherPathError
+from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import storage_of
-from parallel.trace.trace import Traced, left_as_it_was
+from parallel.trace.trace import Traced
 from parallel.trace.tracer import scope_of, user_line
 
 SMALL = (32, 64, 128, 224, 256, 512)
@@ -214,7 +215,7 @@ def _replaced(model: nn.Module, example: Tensor, *, fake: bool) -> dict[int, Ten
         with example.fake_mode:  # type: ignore[attr-defined]
             values = once_each(named, lambda tensor: empty_like(tensor, example.device))
     else:
-        values = once_each(named, lambda tensor: tensor if tensor.requires_grad else tensor.detach().clone())
+        values = once_each(named, copy_of)
     return {id(tensor): values[name] for name, tensor in named.items()}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 
@@ -30,6 +31,7 @@ from parallel.trace.known_proxy import (
     UnknownProxy,
     applied,
     as_traced,
+    constant,
     detached,
 )
 from parallel.trace.updated_search import CHECKPOINT
@@ -146,7 +148,20 @@ class GraphTracer(DecidingTracer):
 
     def create_arg(self, a: Any) -> Any:
         """Return ``a`` as an argument of a node; a proxy by its type, not by what it says it is."""
-        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
+        if issubclass(type(a), fx.Proxy):
+            return a.node
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and not self._is_of_model(a):
+            if isinstance(a, FakeTensor) or a.requires_grad or a.device.type != "cpu" or not a.numel():
+                raise fx.proxy.TraceError(
+                    "it computes with a tensor that is not among its arguments, as where a hook keeps what a layer gave"
+                )
+            values = bytes(a.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            return self.create_node("call_function", constant(values, a.dtype, a.shape), (), {})
+        return super().create_arg(a)
+
+    def _is_of_model(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is a buffer, or an attribute of a module."""
+        return tensor in self.tensor_attrs or any(tensor is buffer for buffer in self.root.buffers())
 
     def create_node(
         self,

@@ -1,20 +1,26 @@
-"""Refusals of strategies under which buffers that forward passes update would not be the plain step's.
+"""Refusals of strategies under which state that forward passes update would not be the plain step's.
 
-Take what ``updated_search`` gives and who computes what, before any step; say which buffer, why, and what to use.
+Take what ``updated_search`` gives and who computes what, before any step; say which state, why, and what to use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from parallel.graph.partition import Partition
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.placement import Placement
-from parallel.trace.trace import Traced
-from parallel.trace.updated_search import Updated
+from parallel.trace.updated_search import ATTRIBUTE, Updated
+
+if TYPE_CHECKING:
+    from parallel.trace.trace import Traced
 
 EXACT = "single, or mp-basic, gpipe, 1f1b or interleaved with --stages as many as --ranks"
 """Strategies in which one copy of each stage sees all microbatches in order."""
+
+ALONE = "single without --recompute, --offload and --stream"
+"""The strategy in which the model's own forward runs, once for each microbatch."""
 
 
 def refuse_copies(updated: Mapping[str, Updated], copies: int, strategy: str) -> None:
@@ -101,13 +107,27 @@ def _by_stage(traced: Traced, partition: Partition) -> dict[int, dict[str, Updat
 
 
 def _fault(updated: Mapping[str, Updated], strategy: str, what: str) -> str:
+    use = ALONE if any(state.kind == ATTRIBUTE for state in updated.values()) else EXACT
     return (
         f"{_named(updated)}; under --parallel {strategy} {what}, and it would not be what one process has: use "
-        f"--parallel {EXACT}, or leave the update out of forward"
+        f"--parallel {use}, or leave the update out of forward"
+    )
+
+
+def attribute_fault(updated: Mapping[str, Updated]) -> str:
+    """Return why a model cannot be taken apart into layers: it keeps state in plain attributes; empty where it does
+    not."""
+    attributes = {name: state for name, state in updated.items() if state.kind == ATTRIBUTE}
+    if not attributes:
+        return ""
+    return (
+        f"{_named(attributes)}, which a graph of layers does not record: use --parallel {ALONE}, or make it a buffer "
+        "(register_buffer) that forward updates in place, as copy_(...) and add_(...) do"
     )
 
 
 def _named(updated: Mapping[str, Updated]) -> str:
     name, buffer = next(iter(updated.items()))
+    article = "an" if buffer.kind == ATTRIBUTE else "a"
     more = f" (and {len(updated) - 1} more)" if len(updated) > 1 else ""
-    return f"{name} of {buffer.owner}{more} is a {buffer.kind} that each forward pass of training updates"
+    return f"{name} of {buffer.owner}{more} is {article} {buffer.kind} that each forward pass of training updates"

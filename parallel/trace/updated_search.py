@@ -1,16 +1,17 @@
-"""A search for buffers that a model's forward pass updates in training, other than the running statistics of norms.
+"""A search for state that a model's forward pass updates in training, other than the running statistics of norms.
 
-Takes a model and the shape of a microbatch; gives the buffers by path: spectral norm's vectors, a user's running
-averages and counters, and codebooks kept as parameters without gradient. Such a buffer sees every microbatch once and
-in order, or it is not the plain step's. Also tells which of those layers a model's own ``torch.utils.checkpoint``
-computes twice.
+Takes a model and the shape of a microbatch; gives the state by path: spectral norm's vectors, a user's running averages
+and counters, codebooks kept as parameters without gradient, scales taken from the first microbatch, and tensors and
+numbers in plain attributes. Such state sees every microbatch once and in order, or it is not the plain step's. Also
+tells which of those layers a model's own ``torch.utils.checkpoint`` computes twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 
-from parallel.trace.fake_run import empty_like, once_each, state_of
+from parallel.graph.op import Op
+from parallel.trace.fake_run import copy_of, empty_like, once_each, state_of
+from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import OpRecorder, storage_of
 
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
@@ -30,38 +35,41 @@ CHECKPOINT = "_checkpoint_without_reentrant_generator"
 SIDES = (64, 128, 224, 256)
 """px of tiles on which a model that looks at its data is tried before those of the run, which may be large."""
 
+ATTRIBUTE, TRAINED = "attribute", "trained parameter"
+"""Kinds of state that is no buffer."""
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that torch gives every module."""
+
+DEPTH = 3
+"""Containers within containers in which state is looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """A buffer that forward passes update.
+    """State that forward passes update.
 
     Attributes:
         owner: class of its module.
-        assigned: another tensor takes its place; else its values are changed.
         kind: what it is registered as.
     """
 
     owner: str
-    assigned: bool
     kind: str = "buffer"
 
 
 def updated_buffers(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Updated]:
-    """Return the buffers, by path, that ``module`` updates in training mode. Its parameters, buffers and the generators
-    stay as they are; whoever calls this puts back what forward assigns.
+    """Return the state, by path, that ``module`` updates in training mode: buffers, parameters, and tensors and numbers
+    in attributes. The module and the generators stay as they are.
 
-    What the first of two passes sets and the second leaves alone is a cache, and none of them.
+    What the first of two passes sets without looking at the tiles, and the second leaves alone, is a cache, and none of
+    it.
 
     Args:
         shape: (n, c, h, w) of a microbatch.
     """
     running = {f"{path}.{name}" for path, layer in _tracking(module) for name, _ in layer.named_buffers(recurse=False)}
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    buffers -= {name.lstrip(".") for name in running}
-    buffers |= {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    if not buffers:
-        return {}
-    watched = _Watched(module, buffers)
+    watched = _Watched(module, state_of(module).keys() - {name.lstrip(".") for name in running})
     _run(module, watched, shape, dtype)
     return watched.updated
 
@@ -99,7 +107,8 @@ def _run(module: nn.Module, watched: _Watched | _Checkpointed, shape: tuple[int,
     """Run ``watched`` on what it can be run on; on nothing where it takes no such tiles, as training will say."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for sizes, fake in _attempts(module, shape):
-            with contextlib.suppress(Exception):  # looks at its data, or takes no such tiles: the next one
+            # looks at its data, or takes no such tiles: the next one
+            with contextlib.suppress(Exception), left_as_it_was(module):
                 _run_once(module, watched, sizes, dtype, fake)
                 return
 
@@ -115,9 +124,7 @@ def _run_once(
     state = state_of(module)
     device = torch.device("cpu") if fake else next((t.device for t in state.values()), torch.device("cpu"))
     with fake or contextlib.nullcontext():
-        replaced = once_each(
-            state, lambda t: empty_like(t, device) if fake else t if t.requires_grad else t.detach().clone()
-        )
+        replaced = once_each(state, lambda t: empty_like(t, device) if fake else copy_of(t))
         example = torch.zeros(shape, dtype=dtype, device=device)
     mode: AbstractContextManager[Any] = fake or contextlib.nullcontext()
     with mode, watched.recorder:
@@ -125,33 +132,130 @@ def _run_once(
         torch.func.functional_call(watched, named, (example,), tie_weights=False)
 
 
-class _Watched(nn.Module):
-    """A model run twice, and what the second pass does to buffers; a module so that ``functional_call`` swaps and
-    restores what it uses."""
+class _Flow(OpRecorder):  # type: ignore[no-untyped-call]
+    """A record of which memory a pass reads and writes, and which holds what was computed from the tiles.
 
-    def __init__(self, model: nn.Module, buffers: set[str]) -> None:
+    Attributes:
+        read: storages that were read.
+        of_tiles: storages with what was computed from the tiles, in this pass and those before.
+    """
+
+    def __init__(self) -> None:
+        self.of_tiles: set[StorageWeakRef] = set()
+        super().__init__(set())
+
+    def begin(self) -> None:
+        super().begin()
+        self.read: set[StorageWeakRef] = set()
+
+    def _op(self, func: Any, name: str, arguments: dict[str, Any], value: Any, flops: int) -> Op:
+        given = _storages(arguments)
+        self.read |= given
+        if given & self.of_tiles and not name.startswith("new_") and not name.endswith("_like"):
+            changed = [arguments.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+            self.of_tiles |= _storages((value, changed))
+        return super()._op(func, name, arguments, value, flops)
+
+
+def _storages(values: Any) -> set[StorageWeakRef]:
+    return {storage_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward pass.
+
+    Attributes:
+        held: what modules hold after it, by name, each with its memory.
+        read, written: storages.
+    """
+
+    held: dict[str, tuple[Any, set[StorageWeakRef]]]
+    read: set[StorageWeakRef]
+    written: set[StorageWeakRef]
+
+    def changed(self, name: str, before: _Pass) -> bool:
+        """Return whether this pass changed what is held by ``name``, or put something else there."""
+        value, memory = before.held.get(name, (None, set()))
+        now, memory_now = self.held.get(name, (value, memory))
+        if isinstance(value, Tensor) or isinstance(now, Tensor):
+            return now is not value or memory_now != memory or bool(memory & self.written)
+        return bool(now != value and now == now)
+
+
+class _Watched(nn.Module):
+    """A model run twice, and the state that its passes update; a module so that ``functional_call`` swaps and restores
+    what it uses."""
+
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
         super().__init__()
         self.model = model
-        self.recorder = OpRecorder(set())
+        self.recorder = _Flow()
         self.updated: dict[str, Updated] = {}
-        self._names = sorted(buffers)
+        self._names = sorted(names)
 
     def forward(self, example: Tensor) -> None:
-        self.model(example)
-        before = {name: self._now(name) for name in self._names}
-        self.recorder.begin()
-        self.model(example)
-        for name, tensor in before.items():
-            assigned = self._now(name) is not tensor
-            if assigned or (tensor is not None and storage_of(tensor) in self.recorder.written):
-                owner = self.model.get_submodule(name.rpartition(".")[0])
-                kind = "buffer" if name.rpartition(".")[2] in owner._buffers else "parameter without gradient"
-                self.updated[name] = Updated(type(owner).__name__, assigned, kind)
+        self.recorder.of_tiles.add(storage_of(example))
+        start, first, second = self._pass(None), self._pass(example), self._pass(example)
+        kinds = {name: self._kind(name) for name in first.held}
+        decided = {
+            name
+            for name, (_, memory) in first.held.items()
+            if memory & self.recorder.of_tiles and first.changed(name, start)
+            if kinds[name].kind != ATTRIBUTE or (memory & second.read and not second.changed(name, first))
+        }
+        found = set(decided)
+        for name, (value, memory) in first.held.items():
+            kind = kinds[name].kind
+            if kind != ATTRIBUTE or not isinstance(value, Tensor):
+                # What the first microbatch decides comes with what says that it is decided.
+                again = second.changed(name, first) or (decided and first.changed(name, start))
+                found |= {name} if again and kind != TRAINED else set()
+            elif memory & second.written or (memory & second.read and second.changed(name, first)):
+                found.add(name)
+        self.updated = {name.replace(":", ".").lstrip("."): kinds[name] for name in first.held if name in found}
 
-    def _now(self, name: str) -> Tensor | None:
-        path, _, attribute = name.rpartition(".")
+    def _pass(self, example: Tensor | None) -> _Pass:
+        self.recorder.begin()
+        if example is not None:
+            self.model(example)
+        held = {name: self._registered(name) for name in self._names} | attributes_of(self.model)
+        memory = {name: (value, _storages(value)) for name, value in held.items()}
+        return _Pass(memory, self.recorder.read, self.recorder.written)
+
+    def _registered(self, name: str) -> Tensor | None:
+        path, _, last = name.rpartition(".")
         owner = self.model.get_submodule(path)
-        return owner._buffers[attribute] if attribute in owner._buffers else owner._parameters.get(attribute)
+        return owner._buffers[last] if last in owner._buffers else owner._parameters.get(last)
+
+    def _kind(self, name: str) -> Updated:
+        path, _, last = name.partition(":") if ":" in name else name.rpartition(".")
+        owner = self.model.get_submodule(path)
+        parameter = owner._parameters.get(last)
+        if ":" in name:
+            kind = ATTRIBUTE
+        elif parameter is not None:
+            kind = TRAINED if parameter.requires_grad else "parameter without gradient"
+        else:
+            kind = "buffer"
+        return Updated(type(owner).__name__, kind)
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the tensors, numbers and texts in plain attributes of all submodules, by path:attribute.index."""
+    held: dict[str, Any] = {}
+
+    def add(name: str, value: Any, depth: int = 0) -> None:
+        if isinstance(value, Tensor | int | float | str):
+            held[name] = value
+        elif isinstance(value, list | tuple | deque | dict) and depth < DEPTH:
+            for key, element in value.items() if isinstance(value, dict) else enumerate(value):
+                add(f"{name}.{key}", element, depth + 1)
+
+    for path, submodule in module.named_modules():
+        for name in vars(submodule).keys() - OF_TORCH:
+            add(f"{path}:{name}", vars(submodule)[name])
+    return held
 
 
 class _Checkpointed(nn.Module):

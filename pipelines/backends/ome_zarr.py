@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pipelines.backends.resolution import Recorded
 from pipelines.backends.zarr_metadata import ZarrArray, read_array, read_json
 from pipelines.backends.zarr_store import ZarrStore, holds, key_of
 from pipelines.slides.slide import NotThisFormat, SlideError
@@ -39,11 +40,11 @@ UM_PER_UNIT: Final = {
 
 @dataclass(frozen=True)
 class ZarrImage:
-    """Arrays finest first, their axes, um/px in x and y (None where the store is silent), and a name."""
+    """Arrays finest first, their axes, what the store records of um/px in x and y, and a name."""
 
     arrays: tuple[ZarrArray, ...]
     axes: tuple[str, ...]
-    mpp: tuple[float | None, float | None]
+    mpp: tuple[Recorded, Recorded]
     name: str = field(default="", repr=False)
 
     @property
@@ -145,11 +146,13 @@ def _multiscale(root: ZarrStore, below: str, image: Mapping[str, Any]) -> ZarrIm
         if first is not None:
             log.warning("%s: the scales of its levels contradict their sizes, so its um/px is not known", root)
         return ZarrImage(tuple(arrays), axes, (None, None), _printable_name(image))
-    um = {
-        axis["name"]: s * UM_PER_UNIT[axis["unit"]]
-        for axis, s in zip(image["axes"], first, strict=True)
-        if axis.get("unit") in UM_PER_UNIT  # without a unit a scale says nothing about um
-    }
+    um: dict[str, Recorded] = {}
+    for axis, scale in zip(image["axes"], first, strict=True):
+        unit = axis.get("unit")
+        if unit in UM_PER_UNIT:
+            um[axis["name"]] = scale * UM_PER_UNIT[unit]
+        elif unit is not None:  # without a unit a scale says nothing about um
+            um[axis["name"]] = f"records a scale of {scale:g} in {str(unit)[:40]!r}, a unit that is not read"
     return ZarrImage(tuple(arrays), axes, (um.get("x"), um.get("y")), _printable_name(image))
 
 

@@ -21,7 +21,7 @@ from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError
 from pipelines.backends.dicom_elements import is_dicom
 from pipelines.backends.dicom_header import refuse_series
 from pipelines.backends.padding import pad
-from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.resolution import Recorded, level0_mpp
 from pipelines.backends.tiff_images import choose_image
 from pipelines.backends.tiff_levels import recorded_mpp
 from pipelines.backends.tiff_table import MAX_SIDE
@@ -154,7 +154,10 @@ def open_openslide(path: Path, *, mpp: float | None, scene: int | None = None) -
     slide = _open(path)
     try:
         properties = slide.properties
-        recorded = _number(properties.get("openslide.mpp-x")), _number(properties.get("openslide.mpp-y"))
+        recorded: tuple[Recorded, Recorded] = (
+            _number(properties.get("openslide.mpp-x")),
+            _number(properties.get("openslide.mpp-y")),
+        )
         if properties.get("openslide.vendor") == "generic-tiff":
             image, _ = choose_image(read_tiff(path), scene)
             if image.page.index:

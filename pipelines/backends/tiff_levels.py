@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+from pipelines.backends.resolution import Recorded
 from pipelines.backends.scenes import describe
 from pipelines.backends.tiff_images import TiffImage, choose_image, coarser_pages
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
@@ -109,7 +110,7 @@ def refuse_samples(tiff: Tiff, page: Page) -> None:
         )
 
 
-def recorded_mpp(image: TiffImage) -> tuple[float | None, float | None]:
+def recorded_mpp(image: TiffImage) -> tuple[Recorded, Recorded]:
     """um/px in x and y that the file records for ``image``; None where it is silent."""
     description = image.page.text(Tag.DESCRIPTION)
     if description.startswith("Aperio"):
@@ -121,29 +122,41 @@ def recorded_mpp(image: TiffImage) -> tuple[float | None, float | None]:
     return resolution_mpp(image.page)
 
 
-def resolution_mpp(page: Page) -> tuple[float | None, float | None]:
-    """um/px by the resolution tags; None without a unit, or when it is a screen's or printer's resolution."""
-    um = _UM_PER_UNIT.get(page.number(Tag.RESOLUTION_UNIT, UNREADABLE))  # the inch of the standard is a guess
-    mpps: list[float | None] = []
+def resolution_mpp(page: Page) -> tuple[Recorded, Recorded]:
+    """um/px by the resolution tags; a text without a unit, or when it is a screen's or printer's resolution."""
+    unit = page.number(Tag.RESOLUTION_UNIT, UNREADABLE)
+    um = _UM_PER_UNIT.get(unit)  # the inch of the standard is a guess
+    mpps: list[Recorded] = []
     for tag in (Tag.X_RESOLUTION, Tag.Y_RESOLUTION):
         fraction = page.array(tag)
         per_unit = fraction[0] / fraction[1] if len(fraction) == 2 and fraction.min() > 0 else 0.0
-        mpps.append(um / per_unit if um and per_unit and um / per_unit < _PRINT_UM else None)
+        if not per_unit or (um is None and per_unit == 1):  # 1 without a unit is what writers fill in
+            mpps.append(None)
+        elif um is None:
+            mpps.append(
+                f"records {per_unit:g} px in a unit that is not read (ResolutionUnit {max(unit, 0) or 'missing'})"
+            )
+        elif um / per_unit < _PRINT_UM:
+            mpps.append(float(um / per_unit))
+        else:
+            mpps.append(f"records {um / per_unit:.2f} um/px, the resolution of a screen or a printer")
     return mpps[0], mpps[1]
 
 
-def _ome_mpp(pixels: str, axis: str) -> float | None:
+def _ome_mpp(pixels: str, axis: str) -> Recorded:
     size = re.search(rf'\bPhysicalSize{axis}="([^"]*)"', pixels)
     unit = re.search(rf'\bPhysicalSize{axis}Unit="([^"]*)"', pixels)
     number, um = _number(size[1]) if size else None, _UM_PER_OME_UNIT.get(unit[1] if unit else "µm")
-    return None if number is None or um is None else number * um
+    if unit and um is None and number is not None:
+        return f"records PhysicalSize{axis} {number} in {unit[1]!r}, a unit that is not read"
+    return number * um if isinstance(number, float) and um else number
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> Recorded:
     try:
         return float(text)
     except ValueError:
-        return None
+        return f"records {text[:40]!r} um/px, which is no number"
 
 
 def _is_reduction(base: Page, page: Page) -> bool:

@@ -8,10 +8,11 @@ reader finds no tile that is not there. What a killed process leaves is removed 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +26,9 @@ MOST_SHARDS = 1 << 20
 """As many the arrays have room for."""
 
 WRITING = ".writing"
+
+LEDGER = ".bytes"
+"""File in the folder of the cache: bytes of all its shards."""
 
 ABANDONED_S = 3600.0
 """A shard that was begun so long ago and is not whole has no writer any more."""
@@ -44,7 +48,6 @@ class ShardFolder:
     def __init__(self, cache: Path, kind: TileKind) -> None:
         self.cache, self.kind = cache, kind
         self.path = cache / kind.name
-        self._whole: dict[str, int] = {}  # files that will not change, and their bytes
         self._tiles, self._places = self.path / "tiles", self.path / "places"
         for folder in (self._tiles, self._places):
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +57,10 @@ class ShardFolder:
         _write_json(self._tiles, tiles_metadata(MOST_SHARDS, slots, kind.height, kind.width))
         _write_json(self._places, places_metadata(MOST_SHARDS, slots, PLACE_NUMBERS))
         self._remove_abandoned()
+        numbers = (_number(name, "c.", ".0.0.0") for name in os.listdir(self._tiles))
+        self._next = 1 + max((number for number in numbers if number is not None), default=-1)  # to be claimed
+        with self._ledger() as ledger:
+            _write_held(ledger, self._held_bytes())
 
     def shards(self) -> list[int]:
         """Return the numbers of the shards that are whole, in order."""
@@ -89,9 +96,7 @@ class ShardFolder:
         with file:
             path = Path(file.name)
             try:
-                # Takes its share of the budget before it looks what the others have: of two, one at least sees both.
-                os.ftruncate(file.fileno(), sum(len(part) for part in parts))
-                if self._held_bytes() + len(list_bytes) > most_bytes:
+                if not self._reserve(file, sum(len(part) for part in parts), len(list_bytes), most_bytes):
                     return None
                 for part in parts:
                     file.write(part)
@@ -108,16 +113,43 @@ class ShardFolder:
 
     def _claim(self) -> tuple[int, BinaryIO]:
         """Return a number that no other process has, and the file that claims it, open to be written."""
-        taken = {n for name in os.listdir(self._tiles) if (n := _number(name, "c.", ".0.0.0")) is not None}
-        shard = max(taken, default=-1) + 1
         while True:
+            shard, self._next = self._next, self._next + 1  # what is below was claimed: no folder is listed
+            if self.tiles_of(shard).exists():
+                continue
             with contextlib.suppress(FileExistsError):
                 file = (self._tiles / f".{shard}{WRITING}").open("xb")
-                if not self.tiles_of(shard).exists():  # it may have become whole since the folder was listed
+                if not self.tiles_of(shard).exists():  # it may have become whole since
                     return shard, file
                 file.close()
                 Path(file.name).unlink()
-            shard += 1
+
+    def _reserve(self, file: BinaryIO, tile_bytes: int, list_bytes: int, most_bytes: int) -> bool:
+        """Make ``file`` as large as it will be, if the cache stays within ``most_bytes``.
+
+        The ledger has the bytes of all processes, so that no folder is listed for each shard. Where it says that there
+        is no room, the files are counted: some may have been deleted.
+        """
+        with self._ledger() as ledger:
+            held = _read_held(ledger)
+            if held is None or held + tile_bytes + list_bytes > most_bytes:
+                held = self._held_bytes()
+            fits = held + tile_bytes + list_bytes <= most_bytes
+            if fits:
+                os.ftruncate(file.fileno(), tile_bytes)
+                held += tile_bytes + list_bytes
+            _write_held(ledger, held)
+        return fits
+
+    @contextlib.contextmanager
+    def _ledger(self) -> Iterator[int]:
+        """The file with the bytes that the cache holds, locked."""
+        ledger = os.open(self.cache / LEDGER, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            yield ledger
+        finally:
+            os.close(ledger)
 
     def _held_bytes(self) -> int:
         """Bytes of all shards in the cache, of whatever kind, those being written included."""
@@ -126,9 +158,7 @@ class ShardFolder:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
-                        held += self._whole.get(entry.path) or entry.stat().st_size
-                        if entry.name.startswith("c.") and entry.path not in self._whole:
-                            self._whole[entry.path] = entry.stat().st_size
+                        held += entry.stat().st_size
         return held
 
     def _remove_abandoned(self) -> None:
@@ -143,6 +173,17 @@ class ShardFolder:
                     file.unlink()
 
 
+def _read_held(ledger: int) -> int | None:
+    """What the ledger says; None if it was damaged."""
+    text = os.pread(ledger, 32, 0)
+    return int(text) if text.isdigit() else None
+
+
+def _write_held(ledger: int, held: int) -> None:
+    os.pwrite(ledger, b"%020d" % held, 0)
+    os.truncate(ledger, 20)
+
+
 def _number(name: str, before: str, after: str) -> int | None:
     digits = name.removeprefix(before).removesuffix(after)
     return int(digits) if name == f"{before}{digits}{after}" and digits.isdecimal() else None
@@ -151,7 +192,7 @@ def _number(name: str, before: str, after: str) -> int | None:
 def _write_json(folder: Path, value: dict[str, Any]) -> None:
     text = json.dumps(value, indent=2) + "\n"
     path = folder / "zarr.json"
-    if not path.exists() or path.read_text() != text:
+    if not path.exists() or path.read_bytes() != text.encode():
         temporary = folder / f".zarr.{os.getpid()}.json"
         temporary.write_text(text)
         os.replace(temporary, path)

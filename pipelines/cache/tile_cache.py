@@ -27,14 +27,16 @@ from pipelines.backends.tile_shard import (
     read_index,
     shard_bytes,
 )
+from pipelines.cache.place_index import PlaceIndex
 from pipelines.cache.shard_folder import ShardFolder
 from pipelines.cache.tile_kind import Place, TileKind
 from pipelines.slides.slide import Pixels
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
-"""After a tile that is not there: shards of other processes are looked for at most so often."""
+LOOK_EVERY_S, LOOK_SHARE = 1.0, 0.05
+"""After a tile that is not there: shards of other processes are looked for at most so often, and at most for so much
+of the time."""
 
 
 @dataclass
@@ -84,7 +86,10 @@ class TileCache:
         try:
             self._shards = ShardFolder(folder, kind)
         except OSError as fault:
-            raise ValueError(f"--cache {folder} cannot be written ({fault.strerror}); name another folder") from fault
+            what = "" if fault.filename in (None, str(folder)) else f"{fault.filename}: "
+            raise ValueError(
+                f"--cache {folder} cannot be written ({what}{fault.strerror}); name another folder"
+            ) from fault
         self.folder, self.kind = folder, kind
         self.counts, self.full = CacheCounts(), ""
         self._most_bytes = most_bytes
@@ -92,10 +97,11 @@ class TileCache:
         self._lock = threading.Lock()
         self._memory: dict[Place, bytes] = {}  # tiles that are on no disk yet
         self._filling: list[Place] = []  # of these, the ones of the next shard
-        self._on_disk: dict[Place, tuple[int, int]] = {}  # shard and slot
+        self._on_disk = PlaceIndex()
         self._indexes: dict[int, NDArray[np.uint64]] = {}
         self._known: set[int] = set()  # shards whose places were looked at
-        self._looked_s = -LOOK_EVERY_S
+        self._looking = threading.Lock()
+        self._look_at_s = 0.0
         self._look()
 
     def get(self, place: Place, out: Pixels) -> bool:
@@ -147,9 +153,10 @@ class TileCache:
 
     def _get(self, place: Place, out: Pixels) -> bool:
         with self._lock:
-            if place not in self._memory and place not in self._on_disk:
-                self._look()
-            tile, there = self._memory.get(place), self._on_disk.get(place)
+            tile, there = self._memory.get(place), self._on_disk.find(place)
+        if tile is None and there is None and self._look():
+            with self._lock:
+                there = self._on_disk.find(place)
         try:
             if tile is not None:
                 decode_tile(tile, out)
@@ -161,8 +168,8 @@ class TileCache:
             log.warning("%s: a tile of shard %s is read anew: %s", self._shards.path, there, fault)
             with self._lock:
                 self.counts.damaged += 1
-                if self._on_disk.get(place) == there:
-                    del self._on_disk[place]
+                if there is not None:
+                    self._on_disk.drop(place, there)
         return False
 
     def _read(self, shard: int, slot: int, out: Pixels) -> None:
@@ -192,30 +199,39 @@ class TileCache:
             if full and not self.full:
                 self.full = full
                 log.info("%s: no more tiles are kept: %s", self.folder, full)
-            for slot, place in enumerate(places):
+            for place in places:
                 del self._memory[place]
-                if shard is not None:
-                    self._on_disk[place] = shard, slot
             if shard is not None:
-                self._known.add(shard)
+                if shard not in self._known:  # another thread may have looked meanwhile
+                    self._known.add(shard)
+                    self._on_disk.add(np.array(places, np.int64), shard)
                 self.counts.stored += len(places)
 
-    def _look(self) -> None:
-        """Learn what other processes have put there. Holds the lock."""
-        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
-            return
-        for shard in self._shards.shards():
-            if shard in self._known:
-                continue
-            self._known.add(shard)
-            try:
-                places = self._shards.places_of(shard)
-            except (DamagedShard, OSError, ValueError) as fault:
-                log.warning("%s: the list of shard %d cannot be used: %s", self._shards.path, shard, fault)
+    def _look(self) -> bool:
+        """Learn what other processes have put there, and return whether it was done. Other threads go on meanwhile."""
+        if time.monotonic() < self._look_at_s or not self._looking.acquire(blocking=False):
+            return False
+        try:
+            begun_s = time.monotonic()
+            for shard in self._shards.shards():
+                if shard not in self._known:
+                    self._learn(shard)
+            ended_s = time.monotonic()
+            self._look_at_s = ended_s + max(LOOK_EVERY_S, (ended_s - begun_s) / LOOK_SHARE)
+        finally:
+            self._looking.release()
+        return True
+
+    def _learn(self, shard: int) -> None:
+        try:
+            places = self._shards.places_of(shard)
+        except (DamagedShard, OSError, ValueError) as fault:
+            log.warning("%s: the list of shard %d cannot be used: %s", self._shards.path, shard, fault)
+            with self._lock:
+                self._known.add(shard)
                 self.counts.damaged += 1
-                continue
-            for slot, place in enumerate(map(tuple, places.tolist())):
-                if any(place):
-                    # Of two, the later: a tile is put there again when it was found damaged.
-                    self._on_disk[place] = max(self._on_disk.get(place, (-1, -1)), (shard, slot))
-        self._looked_s = time.monotonic()
+            return
+        with self._lock:
+            if shard not in self._known:
+                self._known.add(shard)
+                self._on_disk.add(places, shard)

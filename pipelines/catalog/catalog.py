@@ -7,23 +7,21 @@ opened: a damaged file, or a text file named ``.svs``, stays a candidate and fai
 from __future__ import annotations
 
 import io
-import logging
 import os
 import stat
-import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.backends.dicom_elements import sop_class
 from pipelines.backends.segmentation_head import SEGMENTATIONS
 from pipelines.catalog.slide_state import SlideState
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.catalog.table import shown
+from pipelines.slides.geometry import mpp_fault
+from pipelines.slides.printable import printable
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.slides.slide_url import URL_ENDING, is_url_name
-
-log = logging.getLogger(__name__)
 
 FILE_SUFFIXES = frozenset(
     {".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}
@@ -34,11 +32,27 @@ FILE_SUFFIXES = frozenset(
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 """Files with these record no um/px, only how large they are to be printed."""
 
+PICTURE_MPP = 0.5
+"""um/px of pictures that are resized as a whole, whose um/px changes nothing."""
+
+UNREAD_PICTURES = frozenset({".gif", ".bmp", ".webp", ".heic", ".avif", ".jp2", ".jfif"})
+"""Pictures that are not read. Among pictures that are, one is a slide that fails when it is opened, under its whole
+name, so that it is not left out in silence."""
+
 FOLDER_SUFFIX = ".zarr"
 """A folder that ends like this is one slide."""
 
 SKIPPED_FOLDERS = frozenset({"annotations", "masks", "tissue"})
 """Folders that hold pictures of slides, not slides; ``tissue`` is what a run folder calls its overlays."""
+
+PREDICTIONS_FILE = "predict.json"
+"""In a folder that ``app.predict`` wrote."""
+
+PREDICTED_PICTURES = frozenset({"heat_maps", "overlays"})
+"""Its sub-folders with pictures, which are not slides; its ``masks`` are in ``SKIPPED_FOLDERS``."""
+
+QUPATH_PROJECT = ".qpproj"
+"""Suffix of the file of a QuPath project; ``data/1``, ``data/2``, ... beside it hold its thumbnails."""
 
 MASK_ENDINGS = ("_mask", "-mask")
 
@@ -100,6 +114,8 @@ def _check_path(path: Path) -> None:
     name = printable(str(path))
     if name != str(path):
         raise SlideError(f"{name}: a slide's path must be UTF-8 without control characters; rename the file or folder")
+    if path.suffix.lower() in UNREAD_PICTURES:
+        raise SlideError(f"{path}: pictures of type {path.suffix} are not read; save it as PNG")
     try:
         mode = path.stat().st_mode
     except OSError as fault:
@@ -112,15 +128,6 @@ def _check_path(path: Path) -> None:
             raise SlideError(f"{path}: the folder cannot be listed: {fault.strerror}; check its permissions") from fault
     elif not stat.S_ISREG(mode):
         raise SlideError(f"{path}: a slide is a file or a folder; this is a pipe, socket or device: take it away")
-
-
-def printable(text: str) -> str:
-    r"""``text`` with what cannot be printed escaped: bytes of a file name that are no UTF-8, control characters.
-
-    >>> printable("a\tb" + chr(0xDCFF))
-    'a\\x09b\\xff'
-    """
-    return "".join(f"\\x{ord(c) & 0xFF:02x}" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
 
 
 def slide_stem(name: str) -> str:
@@ -166,15 +173,15 @@ def find_slides(
     *,
     mpp: float | None = None,
     mpp_by_slide: Mapping[str, float] | None = None,
-    picture_mpp: float | None = None,
     whole_pictures: bool = False,
     backend: str = "auto",
     scene: int | None = None,
 ) -> tuple[SlideSpec, ...]:
     """Return all slides under ``root``, sub-folders included, sorted by id.
 
-    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, files that end in ``_mask`` or ``-mask``, DICOM
-    Segmentations, the data folder of an MRXS slide, the JPEG files of a VMS slide. The DICOM files of one folder and
+    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, pictures of predictions and of QuPath projects,
+    files that end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of
+    a VMS slide. The DICOM files of one folder and
     one series are one slide: its file is the largest of them (the finest level; OpenSlide finds the others), its id the
     folder's name, or that file's stem where the folder holds several series. A folder that cannot be listed stands for
     the slides in it, under its name and a slash: it fails when it is opened.
@@ -183,7 +190,6 @@ def find_slides(
         root: folder.
         mpp: um/px of level 0 for every slide, in place of what the files say.
         mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
-        picture_mpp: um/px that PNG and JPEG files without any are taken to have; None: they must be given one.
         whole_pictures: a slide's id is its path below ``root``, without suffix, as class folders of pictures have the
             same names again and again; and nobody asks for um/px.
         backend, scene: handed to ``open_slide``.
@@ -194,9 +200,9 @@ def find_slides(
     named = mpp_by_slide or {}
     if scene is not None and scene < 0:
         raise ValueError(f"--scene counts the images of a slide file from 0; got {scene}")
-    for where, value in [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]:
-        if value is not None and not check_mpp(value):
-            raise ValueError(f"{where} must be between {MPP_MIN:g} and {MPP_MAX:g} um/px; got {value:g}")
+    given = [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]
+    if faults := [f"{where} {fault}" for where, value in given if value is not None and (fault := mpp_fault(value))]:
+        raise ValueError(shown(faults))
     _check_folder(root)
     paths: dict[str, Path] = {}
     twice: list[str] = []
@@ -220,16 +226,14 @@ def find_slides(
             "_mask are taken for annotations. Give the folder that holds the slides"
         )
     names = SlideNames(paths)
-    overrides = {names.match(name): value for name, value in named.items()}
-    pictures = {s for s in paths if mpp is None and paths[s].suffix.lower() in PICTURE_SUFFIXES} - set(overrides)
-    if pictures and picture_mpp is not None and not whole_pictures:
-        log.warning(
-            "%d pictures record no um/px, as %r: their px are taken as they are, as if of %g um; --slide-mpp, or the "
-            "column mpp of the CSV, says what they are",
-            *(len(pictures), min(pictures), picture_mpp),
-        )
-    if picture_mpp is not None:
-        overrides |= dict.fromkeys(pictures, picture_mpp)
+    overrides: dict[str, float] = {}
+    for name, value in named.items():
+        slide = names.match(name)
+        if slide is not None and overrides.setdefault(slide, value) != value:
+            raise ValueError(f"slide {slide!r} has two mpp, {overrides[slide]:g} and {value:g} um/px; keep one")
+    if whole_pictures and mpp is None:
+        pictures = [s for s in paths if paths[s].suffix.lower() in PICTURE_SUFFIXES]
+        overrides = dict.fromkeys(pictures, PICTURE_MPP) | overrides
     return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend, scene=scene) for s in sorted(paths))
 
 
@@ -265,12 +269,27 @@ def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
             and not f.lower().endswith(FOLDER_SUFFIX)
             and f.lower() not in SKIPPED_FOLDERS
             and f not in mrxs_data
+            and not (f in PREDICTED_PICTURES and PREDICTIONS_FILE in files)
+            and not (f.isdecimal() and folder.name == "data" and _holds_qupath_project(folder.parent))
         )
         parts = _hamamatsu_parts(folder, names)
         dicom = [f for f in names if f.lower().endswith(".dcm")]
         yield from ((slide_stem(f), folder / f) for f in names if f not in parts and f not in dicom)
+        if names and all(_has_suffix(f, PICTURE_SUFFIXES) for f in names):
+            yield from ((f, folder / f) for f in sorted(files) if _has_suffix(f, UNREAD_PICTURES))
         yield from _dicom_slides(folder, dicom)
     yield from ((f"{os.path.relpath(folder_name, root)}/", Path(folder_name)) for folder_name in sorted(unlisted))
+
+
+def _holds_qupath_project(folder: Path) -> bool:
+    try:
+        return any(name.lower().endswith(QUPATH_PROJECT) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def _has_suffix(name: str, suffixes: Collection[str]) -> bool:
+    return os.path.splitext(name)[1].lower() in suffixes and not name.startswith(".")
 
 
 def _is_slide_name(name: str) -> bool:

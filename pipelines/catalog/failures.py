@@ -9,11 +9,14 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.catalog.csv_cells import read_rows, write_rows
+from pipelines.catalog.named_file import names_file
+from pipelines.slides.printable import printable
 
 COLUMNS = ("slide", "step", "error")
 
@@ -24,18 +27,20 @@ class FailedSlides:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: set[tuple[str, str, str]] | None = None
+        self._once = threading.Lock()
 
     def add_once(self, slide: str, step: str, error: str | BaseException) -> bool:
         """Append a failure unless its row was there when the first was added, or was added since; return whether not.
-        For what fails again each time it is tried. One thread at a time."""
-        if self._written is None:
-            self._written = set(self.rows())
+        For what fails again each time it is tried. Safe in threads."""
         row = (slide, step, _one_line(error))
-        if row in self._written:
-            return False
-        self.add(*row)
-        self._written.add(row)
-        return True
+        with self._once:
+            if self._written is None:
+                self._written = set(self.rows())
+            if row in self._written:
+                return False
+            self.add(*row)
+            self._written.add(row)
+            return True
 
     def add(self, slide: str, step: str, error: str | BaseException) -> None:
         """Append one failure. Safe in threads and processes; a full disk raises ``OSError``.
@@ -45,7 +50,7 @@ class FailedSlides:
             step: what was being done: open, tissue, tiles, read, ...
             error: message; line breaks become spaces, so that a row stays a line.
         """
-        with self._locked() as descriptor:
+        with names_file(self.path), self._locked() as descriptor:
             rows = [(slide, step, _one_line(error))]
             if os.fstat(descriptor).st_size == 0:
                 rows.insert(0, COLUMNS)
@@ -94,7 +99,7 @@ class FailedSlides:
 
 
 def _one_line(error: str | BaseException) -> str:
-    return " ".join((str(error) or type(error).__name__).split())
+    return printable(" ".join((str(error) or type(error).__name__).split()))
 
 
 def _write(descriptor: int, rows: Sequence[Sequence[str]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,11 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pipelines.slides.slide import Slide, SlideError
+
+CHECK_EVERY_S = 2.0
+"""A slide is compared with the one that was indexed when it is opened, also after a read that failed. While it is open
+it is compared at most so often: a stat for each tile is slow on network file systems. A replaced file is noticed so
+late."""
 
 
 class OpensSlide(Protocol):
@@ -37,6 +43,7 @@ class _Handle:
         self.slide: Slide | None = None
         self.leases = 0
         self.discarded = False
+        self.checked_s = 0.0
 
 
 _POOLS: weakref.WeakSet[SlidePool] = weakref.WeakSet()
@@ -89,8 +96,11 @@ class SlidePool:
         try:
             for slide in unused:  # before another is opened
                 slide.close()
-            spec.check_unchanged()
             with handle.lock:
+                now_s = time.monotonic()
+                if handle.slide is None or now_s - handle.checked_s >= CHECK_EVERY_S:
+                    spec.check_unchanged()
+                    handle.checked_s = now_s
                 if handle.slide is None:
                     handle.slide = spec.open()
             yield handle.slide

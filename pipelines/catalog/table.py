@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.slides.printable import printable
+
 DELIMITERS = ",;\t"
 
 QUOTE = 'a double quote (") is not closed, or stands within a value; put quotes around the value, and "" for one in it'
@@ -30,10 +32,17 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """What a column may be called, by role; upper and lower case are the same. The first one found counts."""
 
+MISSING = frozenset({"nan", "na", "n/a", "<na>", "#n/a", "none", "null", "-", "--"})
+"""How pandas, R, databases and people write that there is no value; upper and lower case are the same."""
+
+MAY_BE_MISSING = frozenset({"label", "patient", "site", "mpp"})
+"""Roles whose ``MISSING`` values are read as empty cells. Slides may really be called so."""
+
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One line of a table: its number in the file (the header is 1) and its values by role, blanks stripped."""
+    """One line of a table: its number in the file (the header is 1) and its values by role, printable and without
+    blanks around them; a missing value is empty."""
 
     line: int
     values: Mapping[str, str]
@@ -62,14 +71,8 @@ def read_table(path: Path, required: tuple[str, ...]) -> Table:
         ValueError: no such file, not text, no rows, a required column is missing (names the columns found and the
             accepted names), a quote that is not closed, or lines with more values than columns.
     """
-    # Not splitlines: a form feed or a line separator of Unicode within a name ends no line of a CSV file.
-    lines = list(io.StringIO(read_text(path), newline=None))
-    header_at = next((i for i, line in enumerate(lines) if line.strip()), None)
-    if header_at is None:
-        raise ValueError(f"{path} must hold a table with a header line; it is empty")
-    delimiter = max(DELIMITERS, key=lines[header_at].count)
-    parsed = _rows(path, lines, header_at, delimiter)
-    header = [name.strip() for name in next(parsed)[1]]
+    parsed = read_cells(path)
+    header = [printable(name.strip()) for name in next(parsed)[1]]
     columns = _columns(header)
     missing = [role for role in required if role not in columns]
     if missing:
@@ -81,10 +84,10 @@ def read_table(path: Path, required: tuple[str, ...]) -> Table:
         if len(values) > len(header) and any(v.strip() for v in values[len(header) :]):
             too_long.append(f"line {line} has {len(values)}")
         if any(v.strip() for v in values):
-            row = TableRow(line, {r: values[i].strip() for r, i in columns.items() if i < len(values)})
-            if any("\n" in value for value in row.values.values()):
+            cells = {role: values[i].strip() for role, i in columns.items() if i < len(values)}
+            if any("\n" in cell for cell in cells.values()):
                 raise ValueError(f"{path} line {line}: {QUOTE}")
-            rows.append(row)
+            rows.append(TableRow(line, {role: _value(role, cell) for role, cell in cells.items()}))
     if too_long:
         raise ValueError(
             f"{path}: every line has as many values as the header, {len(header)}; {'; '.join(too_long[:5])}. "
@@ -95,8 +98,22 @@ def read_table(path: Path, required: tuple[str, ...]) -> Table:
     return Table(path, frozenset(columns), tuple(rows))
 
 
-def _rows(path: Path, lines: Sequence[str], header_at: int, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Number of the first line, from 1, and values of every row, the header's first."""
+def _value(role: str, cell: str) -> str:
+    return "" if role in MAY_BE_MISSING and cell.casefold() in MISSING else printable(cell)
+
+
+def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of its first line, from 1, and the cells of every row of a table, the header's first.
+
+    Raises:
+        ValueError: no such file, not text, empty, or a quote that is not closed.
+    """
+    # Not splitlines: a form feed or a line separator of Unicode within a name ends no line of a CSV file.
+    lines = list(io.StringIO(read_text(path), newline=None))
+    header_at = next((i for i, line in enumerate(lines) if line.strip()), None)
+    if header_at is None:
+        raise ValueError(f"{path} must hold a table with a header line; it is empty")
+    delimiter = max(DELIMITERS, key=lines[header_at].count)
     reader = csv.reader(lines[header_at:], delimiter=delimiter, strict=True)
     line = header_at + 1
     try:

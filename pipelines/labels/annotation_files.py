@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.backends.segmentation_head import is_segmentation, series_of, source_series
-from pipelines.catalog.catalog import MASK_ENDINGS, SlideNames, SlideSpec, slide_stem
+from pipelines.catalog.catalog import MASK_ENDINGS, PREDICTIONS_FILE, SlideNames, SlideSpec, slide_stem
 from pipelines.catalog.table import listed
 
 XML_SUFFIX = ".xml"
@@ -84,7 +84,7 @@ def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFile
             for f in _files_in(folder)
             if f not in slides and (f.suffix.lower() in (*DRAWING_SUFFIXES, SEG_SUFFIX) or _is_mask(f))
         ]
-        for name in BESIDE_FOLDERS:
+        for name in BESIDE_FOLDERS if not (folder / PREDICTIONS_FILE).is_file() else ():  # masks there are predicted
             files += files_below(folder / name)
     assigned = _assign(files, specs, f"annotations beside the slides of {root}")
     return assigned if assigned.path else None

@@ -16,6 +16,9 @@ from pipelines.labels.drawing import FILE_BYTES, Drawing
 from pipelines.labels.imagescope import ImageScopeReader
 from pipelines.slides.slide import SlideError
 
+CHUNK_BYTES, TOKEN_BYTES = 1 << 18, 1 << 20
+"""Bytes of a file given to the parser at a time, and of its longest tag or comment."""
+
 
 class ElementReader(Protocol):
     """Told of the elements of a document in their order."""
@@ -66,7 +69,14 @@ def read_xml(path: Path) -> Drawing:
             raise SlideError(f"annotation {path} is larger than {FILE_BYTES >> 30} GiB: leave out what is not drawn")
         with path.open("rb") as file:
             line = "in or before line {}: "
-            parser.ParseFile(file)
+            fed = 0
+            while chunk := file.read(CHUNK_BYTES):
+                parser.Parse(chunk, False)
+                fed += len(chunk)
+                # expat reads an unfinished tag or comment again with every chunk: time grows with the square
+                if fed - parser.CurrentByteIndex > TOKEN_BYTES + CHUNK_BYTES:
+                    raise ValueError(f"a tag, comment or value of more than {TOKEN_BYTES >> 20} MiB")
+            parser.Parse(b"", True)
         line = ""
         assert reader is not None, "expat has seen a root element"
         return reader.drawing()

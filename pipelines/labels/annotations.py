@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipelines.backends.mask import Mask
 from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_cache import AnnotationCache, damaged_is_slide_error
 from pipelines.labels.annotation_files import AnnotationFiles, classes_files
@@ -27,7 +29,8 @@ from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin, printable_name
 from pipelines.labels.mask_placement import mask_pixels
 from pipelines.labels.rasterize import PixelGrid, paint
-from pipelines.slides.geometry import Region
+from pipelines.labels.visible_areas import areas_within, painted_over
+from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.slides.tile_box import TileBox
 
@@ -36,13 +39,19 @@ logger = logging.getLogger(__name__)
 CLASS_LINE = re.compile(r"([0-9]{1,9})[\s:=,;]+(\S.*)")
 
 
+MOST_OUTSIDE = 0.01
+"""Share of the annotated area that may lie outside of the slide unremarked: outlines drawn over the edge."""
+
+Box = tuple[float, float, float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class SlideAnnotations:
     """A drawing per slide.
 
     Attributes:
         classes: names by class id; 0 is the background.
-        patient: by slide id; the slide id itself where nothing says otherwise.
+        patient: by slide id, of slides whose patient is known.
         source: where the drawings come from, for the log.
         paths: annotation file by slide id; only slides whose file could be read.
         mask_ids: class id by value, for mask files.
@@ -51,6 +60,7 @@ class SlideAnnotations:
         unlabelled: slides without an annotation file; they take no part.
         unknown: annotation files without a slide.
         site: by slide id, of slides whose site is known.
+        box: left, top, right and bottom of all that is drawn, by slide id, in the coordinates of the file.
     """
 
     classes: tuple[str, ...]
@@ -63,6 +73,7 @@ class SlideAnnotations:
     unlabelled: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     site: Mapping[str, str] = field(default_factory=dict)
+    box: Mapping[str, Box] = field(default_factory=dict)
     _cache: AnnotationCache = field(default_factory=AnnotationCache, repr=False, compare=False)
 
     def read_mask(
@@ -105,6 +116,40 @@ class SlideAnnotations:
             table[value] = class_of_value
         np.take(table, out, out=out, mode="clip")
 
+    def outside(self, slide_id: str, width: int, height: int, bounds: Bounds | None = None) -> str:
+        """Return what of a drawing lies outside of its slide, for the log; empty where next to nothing does.
+
+        Args:
+            slide_id: one of ``paths``.
+            width, height: of level 0 in px.
+            bounds: the scanned part of level 0; None: not known, all of level 0.
+
+        Raises:
+            SlideError: all of it lies outside.
+        """
+        box, path = self.box.get(slide_id), self.paths[slide_id]
+        if box is None:
+            return ""
+        with damaged_is_slide_error(path):
+            if box[0] >= 0 and box[1] >= 0 and box[2] <= width and box[3] <= height and bounds is None:
+                return ""
+            drawing = self._cache.get(path)
+            assert isinstance(drawing, Drawing)
+            x, y = (bounds.l0_x, bounds.l0_y) if bounds and drawing.origin is Origin.BOUNDS else (0, 0)
+            whole = areas_within(drawing, *box)
+            within = areas_within(drawing, -x, -y, width - x, height - y)
+        drawn, off = whole > 0, (whole > 0) & (within <= 0)
+        if drawn.any() and off.sum() == drawn.sum():
+            raise SlideError(
+                f"annotation {path} lies completely outside of its slide: it is drawn from x {box[0]:.0f}, y "
+                f"{box[1]:.0f} to x {box[2]:.0f}, y {box[3]:.0f}, the slide has {width} x {height} px. Is it of "
+                "another slide? Coordinates are px of level 0"
+            )
+        share = 1 - within.sum() / whole.sum() if drawn.any() else 0.0
+        if share <= MOST_OUTSIDE and not off.any():
+            return ""
+        return f"{share:.1%} of the annotated area lies outside of the slide, {off.sum()} of {drawn.sum()} areas wholly"
+
     def _segment_ids(self, mask: Mask) -> dict[int, int]:
         """Class ids by value of a mask that names its classes; those without a pixel may be none of ``classes``."""
         names = {value: self.class_map.learned(printable_name(name)) for value, name in mask.names.items()}
@@ -133,20 +178,27 @@ def read_annotations(
     failed: dict[str, str] = {}
     names: set[str] = set()
     values: dict[str, set[int]] = {}
+    boxes: dict[str, Box] = {}
+    hidden: dict[str, Counter[str]] = {}
+    visible: set[str] = set()
     without_area = 0
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for slide, content in zip(
-            slides, pool.map(lambda slide: _contents(cache, files.path[slide]), slides), strict=True
+            slides, pool.map(lambda slide: _contents(cache, files.path[slide], class_map), slides), strict=True
         ):
             if isinstance(content, SlideError):
                 failed[slide] = str(content)
                 continue
-            drawn_names, of_no_area, mask_values = content
-            names |= drawn_names
-            without_area += of_no_area
-            if mask_values is not None:
-                values[slide] = mask_values
+            names |= content.names
+            visible |= content.visible
+            without_area += content.without_area
+            if content.box is not None:
+                boxes[slide] = content.box
+            if content.hidden:
+                hidden[slide] = content.hidden
+            if content.values is not None:
+                values[slide] = content.values
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
     mask_names = mask_classes(values, files)
@@ -162,9 +214,11 @@ def read_annotations(
         )
     unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in files.path))
     _log(files, failed, unlabelled, without_area)
+    visible |= {mask_names[value] for of_slide in values.values() for value in of_slide if value in mask_names}
+    _log_hidden(files.source, hidden, [name for name in classes[1:] if name not in visible])
     return SlideAnnotations(
         classes,
-        {slide: patient[slide] for slide in slides if slide not in failed},
+        {slide: patient[slide] for slide in slides if slide in patient and slide not in failed},
         files.source,
         {slide: files.path[slide] for slide in slides if slide not in failed},
         {value: class_id(name, classes) for value, name in mask_names.items()},
@@ -173,28 +227,65 @@ def read_annotations(
         unlabelled,
         tuple(map(str, files.unknown)),
         {slide: name for slide, name in (site or {}).items() if slide in files.path and slide not in failed},
+        boxes,
         cache,
     )
 
 
-def _contents(cache: AnnotationCache, path: Path) -> tuple[set[str], int, set[int] | None] | SlideError:
-    """Return names that are drawn, how much without area, and the values of a mask that does not name them; or what is
-    wrong with the file."""
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a file holds.
+
+    Attributes:
+        names: of the classes, as drawn.
+        visible: names, as learned, of which something is not painted over.
+        without_area: number of objects that are not used.
+        values: of a mask that does not name them.
+        box: of a drawing.
+        hidden: number of areas completely painted over, by name as learned.
+    """
+
+    names: set[str]
+    visible: set[str]
+    without_area: int = 0
+    values: set[int] | None = None
+    box: Box | None = None
+    hidden: Counter[str] = field(default_factory=Counter)
+
+
+def _contents(cache: AnnotationCache, path: Path, class_map: ClassMap) -> _Content | SlideError:
+    """Return what a file holds, or what is wrong with it."""
     try:
         with damaged_is_slide_error(path):
             annotation = cache.get(path)
             if isinstance(annotation, Drawing):
                 if len(annotation.classes) >= IGNORE:
                     raise SlideError(f"annotation {path} draws {len(annotation.classes)} classes, above {IGNORE - 2}")
-                return set(annotation.classes), annotation.without_area, None
+                return _of_drawing(annotation, class_map)
             values = annotation.values()
             if annotation.names:
-                return {printable_name(annotation.names[value]) for value in values - {0}}, 0, None
+                names = {printable_name(annotation.names[value]) for value in values - {0}}
+                return _Content(names, set(map(class_map.learned, names)))
             if odd := [value for value in sorted(values) if not 0 <= value <= IGNORE]:
                 raise SlideError(f"mask {path} has the value {odd[0]}; class ids are 0 to {IGNORE}. Is it a mask?")
-            return set(), 0, values
+            return _Content(set(), set(), values=values)
     except SlideError as fault:
         return fault
+
+
+def _of_drawing(drawing: Drawing, class_map: ClassMap) -> _Content:
+    learned = list(map(class_map.learned, drawing.classes))
+    number = {name: k for k, name in enumerate(dict.fromkeys(learned))}
+    group = np.array([number[name] for name in learned], np.int32)[drawing.polygon_class]
+    if not len(group):
+        return _Content(set(), set(), drawing.without_area)
+    covered = painted_over(drawing, group)
+    box = (*drawing.box[:, :2].min(axis=0).tolist(), *drawing.box[:, 2:].max(axis=0).tolist())
+    seen = ~covered & (areas_within(drawing, *box) > 0)
+    names = list(number)
+    hidden = Counter(names[k] for k in group[covered].tolist() if is_learned(names[k]))
+    visible = {names[k] for k in np.unique(group[seen]).tolist()}
+    return _Content(set(drawing.classes), visible, drawing.without_area, box=box, hidden=hidden)
 
 
 def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
@@ -245,7 +336,7 @@ def named_ids(paths: Sequence[Path]) -> dict[int, str]:
                 raise ValueError(
                     f"{path} line {number}: expected an id of 0..{IGNORE} and a name, as `1 tumour`; got {line!r}"
                 )
-            value, name = int(match[1]), match[2]
+            value, name = int(match[1]), printable_name(match[2])
             if value not in (0, IGNORE) and named.setdefault(value, name) != name:
                 raise ValueError(
                     f"{path} line {number}: id {value} is {name!r} here and {named[value]!r} before; keep one"
@@ -253,15 +344,33 @@ def named_ids(paths: Sequence[Path]) -> dict[int, str]:
     return named
 
 
+def _log_hidden(source: str, hidden: Mapping[str, Counter[str]], unseen: Sequence[str]) -> None:
+    told = [
+        f"{slide} ({', '.join(f'{count} {name}' for name, count in sorted(of_slide.items()))})"
+        for slide, of_slide in sorted(hidden.items())
+    ]
+    for line in told:
+        logger.info("%s: completely painted over by later areas: %s", source, line)
+    if told:
+        total = sum(of_slide.total() for of_slide in hidden.values())
+        logger.warning("%s: %d areas are completely painted over by later ones: %s", source, total, listed(told))
+    if unseen:
+        logger.warning(
+            "%s: classes without a pixel on any slide: %s; they are never learned. Draw small areas after the large "
+            "ones that hold them, or take the class out",
+            *(source, listed(unseen)),
+        )
+
+
 def _log(files: AnnotationFiles, failed: Mapping[str, str], unlabelled: Sequence[str], without_area: int) -> None:
     for fault in failed.values():
         logger.warning("left out: %s", fault)
     if unlabelled:
-        logger.warning(
-            "%s: %d slides have no annotation and are left out: %s", files.source, len(unlabelled), listed(unlabelled)
-        )
+        number = counted(len(unlabelled), "slide")
+        logger.warning("%s: left out, without an annotation: %s: %s", files.source, number, listed(unlabelled))
     if files.unknown:
         names = [path.name for path in files.unknown]
-        logger.warning("%s: %d files are for slides that are not there: %s", files.source, len(names), listed(names))
+        number = counted(len(names), "file")
+        logger.warning("%s: for slides that are not there: %s: %s", files.source, number, listed(names))
     if without_area:
         logger.warning("%s: %d points, lines and empty features have no area: not used", files.source, without_area)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.labels.edge_index import EdgeIndex
+from pipelines.slides.printable import printable
 
 UNNAMED_CLASS = "foreground"
 """Class of an area that has neither a classification nor a name."""
@@ -140,6 +141,6 @@ def _numbers(rings: Sequence[Sequence[Any]], positions: int) -> NDArray[np.float
 
 
 def printable_name(text: str) -> str:
-    """Return a class name fit to be printed and written into files: no line breaks, no terminal's commands, no half of
-    a character; ``UNNAMED_CLASS`` where nothing is left."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split()) or UNNAMED_CLASS
+    """Return a class name fit to be printed and written into files: on one line, without terminal sequences;
+    ``UNNAMED_CLASS`` where nothing is left."""
+    return printable(" ".join(text.split())) or UNNAMED_CLASS

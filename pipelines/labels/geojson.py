@@ -24,6 +24,7 @@ NO_AREAS = frozenset({"Point", "MultiPoint", "LineString", "MultiLineString"})
 
 EMPTY = "empty feature"
 MISSING_CORE = "missing TMA core"
+TOO_FEW_POINTS = "polygon of fewer than 3 points"
 
 
 def read_geojson(path: Path) -> Drawing:
@@ -52,9 +53,10 @@ def read_geojson(path: Path) -> Drawing:
                 kind = EMPTY if geometry is None else geometry["type"]
                 left_out[MISSING_CORE if properties.get("isMissing") is True else kind] += 1
             for rings in areas:
-                if not rings or min(map(len, rings)) < 3:
-                    raise ValueError("a polygon has at least one ring, a ring at least three points")
-                polygons.append(rings)
+                if not rings or len(rings[0]) < 3:
+                    left_out[TOO_FEW_POINTS] += 1  # as a stray click leaves
+                    continue
+                polygons.append([ring for ring in rings if len(ring) >= 3])
                 names.append(class_name(properties))
             where = f"feature {number + 1}: "
         where = ""

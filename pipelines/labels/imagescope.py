@@ -16,6 +16,7 @@ from xml.sax.saxutils import quoteattr
 import shapely
 
 from pipelines.labels.drawing import Drawing, Origin, make_drawing, printable_name
+from pipelines.labels.winding import valid_area
 
 FREEHAND, RECTANGLE, ELLIPSE = "0", "1", "2"
 """Values of a region's ``Type`` that have an area; arrows, rulers and pins have others."""
@@ -124,8 +125,7 @@ def _without(drawn: Sequence[list[Point]], cut_out: Sequence[list[Point]]) -> li
 
 def _valid(ring: list[Point]) -> shapely.Geometry:
     """The area of a ring that may cross itself, by the even-odd rule."""
-    polygon = shapely.Polygon(ring)
-    return polygon if polygon.is_valid else shapely.make_valid(polygon)
+    return valid_area(shapely.Polygon(ring))
 
 
 def write_imagescope(drawing: Drawing, path: Path) -> None:

@@ -8,6 +8,7 @@ one does not, so neighbours with a common edge leave no gap and no overlap.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +23,12 @@ from pipelines.slides.tile_box import TileBox
 NARROW_PX = 100
 """Below this many pixels per span, as in a tile full of nuclei, writing pixel by pixel beats a slice per span."""
 
-CROSSINGS = 1 << 26
-"""Of edges and rows of one tile at most: no drawing of tissue has a hundredth of it."""
+CROSSINGS, CROSSINGS_PER_PX = 1 << 20, 4
+"""Crossings of edges with rows that one tile may have: so many, or so many for each of its pixels. Tiles full of nuclei
+have one for five pixels."""
+
+CROSSINGS_AT_ONCE = 1 << 22
+"""A tile with more is painted in two halves, which bounds the memory: about 50 bytes for each crossing."""
 
 SPANS_AT_ONCE = 1 << 16
 
@@ -110,8 +115,18 @@ def paint(
     t_end_y = (drawing.end[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
     row = np.ceil(np.clip(np.minimum(t_start_y, t_end_y), top, top + height)).astype(np.int64)
     rows = np.ceil(np.clip(np.maximum(t_start_y, t_end_y), top, top + height)).astype(np.int64) - row
-    if rows.sum() > CROSSINGS:
-        raise ValueError(f"{rows.sum()} crossings of edges with the rows of one tile, above {CROSSINGS}")
+    most = max(CROSSINGS, CROSSINGS_PER_PX * out.size)
+    if rows.sum() > most:
+        raise ValueError(
+            f"{rows.sum()} crossings of edges with the rows of one tile of {width} x {height} px, above {most}: a "
+            "polygon crosses itself thousands of times"
+        )
+    if rows.sum() > CROSSINGS_AT_ONCE and height > 1:
+        half = height // 2
+        paint(drawing, ids, dataclasses.replace(grid, height=half), l0_shift, out[:half])
+        lower = dataclasses.replace(grid, height=height - half, first_y=top + half)
+        paint(drawing, ids, lower, l0_shift, out[half:])
+        return
     crossing = np.flatnonzero(rows)
     edges, row, rows = edges[crossing], row[crossing], rows[crossing]
     t_start_y, t_end_y = t_start_y[crossing], t_end_y[crossing]

@@ -7,17 +7,22 @@ classification or ``SlideAnnotations`` for segmentation. The four ways are tried
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
-from pipelines.catalog.table import Table, listed, read_table, shown
+from pipelines.catalog.counted import counted
+from pipelines.catalog.table import MISSING, Table, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
-from pipelines.labels.class_names import ClassMap
+from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings
+from pipelines.labels.patients import known_patients
 from pipelines.labels.splits import split_folders
+from pipelines.slides.geometry import mpp_fault
+from pipelines.slides.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class SlideLabels:
     Attributes:
         classes: names in the order of their index: by number where all are numbers, else by name.
         label: index into ``classes``, by slide id; only slides that have one.
-        patient: by slide id; the slide id itself where nothing says otherwise.
+        patient: by slide id, of slides whose patient is known.
         source: where the labels come from, for the log.
         unlabelled: slides of the folder without a label; they take no part.
         unknown: names that have a label and no slide.
@@ -58,6 +63,7 @@ def find_labels(
     labels: Path | None = None,
     annotations: Path | None = None,
     class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
+    patient_pattern: str | None = None,
 ) -> SlideLabels | SlideAnnotations:
     """Return the labels of ``specs``, from the first of these that is there.
 
@@ -69,22 +75,36 @@ def find_labels(
        called like splits (``train``, ``val``, ``test``).
 
     With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
-    patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` is for annotations.
+    patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` renames the classes
+    of all of them. Patients that no table names are looked for in the slides' names by ``known_patients``.
 
     Raises:
-        ValueError: none of them, or all faults of the one that was found.
+        ValueError: none of them, all faults of the one that was found, or a class that is written in several ways.
     """
+    truth = _find_labels(root, specs, labels, annotations, class_map, patient_pattern)
+    check_spellings(truth.classes, truth.source)
+    return truth
+
+
+def _find_labels(
+    root: Path,
+    specs: Sequence[SlideSpec],
+    labels: Path | None,
+    annotations: Path | None,
+    class_map: ClassMap,
+    patient_pattern: str | None,
+) -> SlideLabels | SlideAnnotations:
     table_path = labels if labels is not None else root / LABELS_FILE
     table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
     if annotations is not None:
         return read_annotations(
-            annotations_in(annotations, specs), specs, *_patients_and_sites(table, specs), class_map
+            annotations_in(annotations, specs), specs, *_patients_and_sites(table, specs, patient_pattern), class_map
         )
     if table is not None and (labels is not None or "label" in table.roles):
-        return _labels_from_table(read_table(table_path, ("slide", "label")), specs)
+        return _labels_from_table(read_table(table_path, ("slide", "label")), specs, class_map, patient_pattern)
     if beside := annotations_beside(root, specs):
-        return read_annotations(beside, specs, *_patients_and_sites(table, specs), class_map)
-    if by_folder := _labels_from_folders(root, specs):
+        return read_annotations(beside, specs, *_patients_and_sites(table, specs, patient_pattern), class_map)
+    if by_folder := _labels_from_folders(root, specs, class_map, patient_pattern):
         return by_folder
     raise ValueError(
         f"the slides of {root} have no labels. Give them in one of four ways:\n"
@@ -103,30 +123,57 @@ def find_labels(
     )
 
 
-def read_mpp_column(path: Path) -> dict[str, float]:
+def read_mpp(slides: Path, table: Path | None, labels: Path | None = None) -> dict[str, float]:
+    """Return um/px of level 0 by slide name: of ``--mpp-table``, else of the column ``mpp`` of the labels, if any.
+
+    Args:
+        slides: folder, whose ``labels.csv`` holds the labels unless ``labels`` does.
+        table: CSV file with columns slide and mpp.
+        labels: CSV file of labels.
+
+    Raises:
+        ValueError: as ``read_mpp_column``, or ``table`` has no column mpp.
+    """
+    if table is not None:
+        return read_mpp_column(table, ("slide", "mpp"))
+    labels = labels or slides / LABELS_FILE
+    return read_mpp_column(labels) if labels.is_file() else {}
+
+
+def read_mpp_column(path: Path, required: tuple[str, ...] = ("slide",)) -> dict[str, float]:
     """um/px of level 0 by slide name, from the ``mpp`` column of a table; blanks and a missing column give nothing.
 
     Raises:
-        ValueError: the table cannot be read, or values that are no number, all at once.
+        ValueError: the table cannot be read; or values that are no um/px, or differ for one name, all at once.
     """
     mpp_by_slide: dict[str, float] = {}
     faults: list[str] = []
-    for row in read_table(path, ("slide",)).rows:
-        text = row["mpp"]
+    for row in read_table(path, required).rows:
+        text, slide = row["mpp"], row["slide"]
         try:
-            if text:
-                # A decimal comma is what a German Excel writes.
-                mpp_by_slide[row["slide"]] = float(text.replace(",", "."))
+            # A decimal comma is what a German Excel writes; 40x is a magnification.
+            mpp = float(re.sub(r"(?<=\d)\s*[xX×]$", "", text.replace(",", "."))) if text else None
         except ValueError:
-            faults.append(f"line {row.line} ({row['slide']}): {text!r}")
+            faults.append(f"line {row.line} ({slide}): {text!r}")
+            continue
+        if mpp is None:
+            continue
+        if fault := mpp_fault(mpp):
+            faults.append(f"line {row.line} ({slide}): {fault}")
+        elif text[-1] in "xX×":
+            faults.append(f"line {row.line} ({slide}): {text!r} is a magnification, not um/px")
+        elif mpp_by_slide.setdefault(slide, mpp) != mpp:
+            faults.append(f"line {row.line} ({slide}): {mpp:g} here and {mpp_by_slide[slide]:g} before; keep one")
     if faults:
         raise ValueError(f"{path}: column mpp is a number in um/px or empty; got {shown(faults)}")
     return mpp_by_slide
 
 
-def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
+def _labels_from_table(
+    table: Table, specs: Sequence[SlideSpec], class_map: ClassMap, pattern: str | None
+) -> SlideLabels:
     ids = {spec.slide_id for spec in specs}
-    names = SlideNames(ids)
+    names, learned = SlideNames(ids), class_map.learned
     faults: list[str] = []
     name_of: dict[str, str] = {}
     unknown: list[str] = []
@@ -134,9 +181,7 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
         slide = names.match(row["slide"])
         if slide is None:
             unknown.append(row["slide"] or f"(line {row.line}: no slide)")
-        elif not row["label"]:
-            faults.append(f"line {row.line}: slide {slide!r} has an empty label; fill it in or remove the line")
-        elif name_of.setdefault(slide, row["label"]) != row["label"]:
+        elif row["label"] and learned(name_of.setdefault(slide, row["label"])) != learned(row["label"]):
             faults.append(
                 f"line {row.line}: slide {slide!r} is {row['label']!r} here and {name_of[slide]!r} before; keep one"
             )
@@ -145,21 +190,41 @@ def _labels_from_table(table: Table, specs: Sequence[SlideSpec]) -> SlideLabels:
     faults += patient_faults + site_faults
     if not name_of and not faults:
         faults.append(
-            f"no line names a slide of the folder; the file has {listed(unknown)}, the folder {listed(sorted(ids))}. "
-            "A slide is named by its file name, with or without the extension"
-        )
-    elif not faults and len(set(name_of.values())) == 1:
-        faults.append(
-            f"at least two classes are needed; all {len(name_of)} labelled slides of the folder are "
-            f"{next(iter(name_of.values()))!r}"
+            f"no line gives a class to a slide; empty and {', '.join(sorted(MISSING))} are missing values"
+            if any(names.match(row["slide"]) for row in table.rows)
+            else f"no line names a slide of the folder; the file has {listed(unknown)}, the folder "
+            f"{listed(sorted(ids))}. A slide is named by its file name, with or without the extension"
         )
     if faults:
         raise ValueError(f"labels {table.path}: {shown(faults)}")
-    patients = {slide: slide for slide in ids} | patients
+    patients = known_patients(sorted(ids), patients, pattern)
+    class_map.check({row["label"] for row in table.rows})
+    name_of = _mapped(name_of, class_map, f"labels {table.path}")
     return _labels(name_of, patients, specs, str(table.path), unknown, sites)
 
 
-def _labels_from_folders(root: Path, specs: Sequence[SlideSpec]) -> SlideLabels | None:
+def _mapped(name_of: Mapping[str, str], class_map: ClassMap, source: str) -> dict[str, str]:
+    """Return the classes by slide as ``class_map`` names them, without the slides whose class it ignores.
+
+    Raises:
+        ValueError: fewer than two classes are left.
+    """
+    mapped = {slide: class_map.learned(name) for slide, name in name_of.items()}
+    ignored = sorted(s for s, name in mapped.items() if name != name_of[s] and IGNORED_CLASS.match(name))
+    if ignored:
+        logger.warning("%s: --class-map leaves out %d slides: %s", source, len(ignored), listed(ignored))
+        mapped = {slide: name for slide, name in mapped.items() if slide not in set(ignored)}
+    if len(set(mapped.values())) < 2:
+        raise ValueError(
+            f"{source}: at least two classes are needed; all {len(mapped)} labelled slides of the folder are "
+            f"{next(iter(mapped.values()), None)!r}"
+        )
+    return mapped
+
+
+def _labels_from_folders(
+    root: Path, specs: Sequence[SlideSpec], class_map: ClassMap, pattern: str | None
+) -> SlideLabels | None:
     """Labels from ``root/CLASS/...`` or ``root/SPLIT/CLASS/...``, or None where the folders are not classes.
 
     Folders are not classes when they are called like splits, when a slide lies outside of them, when there is one only,
@@ -171,11 +236,14 @@ def _labels_from_folders(root: Path, specs: Sequence[SlideSpec]) -> SlideLabels 
         parts = spec.path.relative_to(root).parts[below_root:]
         if len(parts) < 2 or parts[0] == spec.slide_id:
             return None
-        name_of[spec.slide_id] = parts[0]
+        name_of[spec.slide_id] = printable(parts[0])
     classes = len(set(name_of.values()))
     if classes < 2 or (classes == len(name_of) and classes > 2):
         return None
-    return _labels(name_of, {s: s for s in name_of}, specs, f"class sub-folders of {root}", [], {})
+    source = f"class sub-folders of {root}"
+    class_map.check(set(name_of.values()))
+    patients = known_patients(sorted(name_of), {}, pattern)
+    return _labels(_mapped(name_of, class_map, source), patients, specs, source, [], {})
 
 
 def _labels(
@@ -192,13 +260,18 @@ def _labels(
     index = {name: number for number, name in enumerate(classes)}
     unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in name_of))
     if unlabelled:
-        logger.warning("%s: %d slides have no label and are left out: %s", source, len(unlabelled), listed(unlabelled))
+        number = counted(len(unlabelled), "slide")
+        logger.warning(
+            "%s: left out, without a label (none, empty, or a missing value such as nan): %s: %s",
+            *(source, number, listed(unlabelled)),
+        )
     if unknown:
-        logger.warning("%s: %d labels are for slides that are not there: %s", source, len(unknown), listed(unknown))
+        number = counted(len(unknown), "label")
+        logger.warning("%s: for slides that are not there: %s: %s", source, number, listed(unknown))
     return SlideLabels(
         classes,
         {slide: index[name] for slide, name in sorted(name_of.items())},
-        {slide: patients[slide] for slide in sorted(name_of)},
+        {slide: patients[slide] for slide in sorted(name_of) if slide in patients},
         source,
         unlabelled,
         tuple(unknown),
@@ -206,17 +279,18 @@ def _labels(
     )
 
 
-def _patients_and_sites(table: Table | None, specs: Sequence[SlideSpec]) -> tuple[dict[str, str], dict[str, str]]:
-    """Patient of every slide (the slide itself where the table has none), and the sites that the table names."""
+def _patients_and_sites(
+    table: Table | None, specs: Sequence[SlideSpec], pattern: str | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The patients that are known, and the sites that the table names, by slide id."""
     ids = {spec.slide_id for spec in specs}
-    patients = {slide: slide for slide in ids}
     if table is None:
-        return patients, {}
+        return known_patients(sorted(ids), {}, pattern), {}
     named, faults = _named(table, ids, "patient")
     sites, site_faults = _named(table, ids, "site")
     if faults + site_faults:
         raise ValueError(f"labels {table.path}: {shown(faults + site_faults)}")
-    return patients | named, sites
+    return known_patients(sorted(ids), named, pattern), sites
 
 
 def _named(table: Table, ids: set[str], role: str) -> tuple[dict[str, str], list[str]]:

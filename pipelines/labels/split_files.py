@@ -12,8 +12,6 @@ those that are, is refused by name.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,8 +19,9 @@ from typing import Any
 
 from pipelines.catalog.catalog import SlideNames
 from pipelines.catalog.csv_cells import original
-from pipelines.catalog.table import listed, read_table, read_text, shown
+from pipelines.catalog.table import listed, read_cells, read_table, read_text, shown
 from pipelines.labels.splits import NAMES, SPELLINGS, Splits, side_faults
+from pipelines.slides.printable import printable
 
 TRUTHS = {"true": True, "1": True, "false": False, "0": False, "": False}
 """How pandas and spreadsheet programs write a boolean."""
@@ -72,8 +71,8 @@ def _of_folds(path: Path, fold: int | None) -> Iterator[tuple[str, str]]:
     """Slide and split of each entry of one fold of nnU-Net's list."""
     try:
         folds: Any = json.loads(read_text(path))
-    except json.JSONDecodeError as fault:
-        raise ValueError(f"--splits {path} is no JSON: {fault}") from fault
+    except (json.JSONDecodeError, RecursionError) as fault:
+        raise ValueError(f"--splits {path} is not JSON: {fault}") from fault
     if not isinstance(folds, list) or not folds or not all(_is_fold(each) for each in folds):
         raise ValueError(
             f'--splits {path}: a .json file is a list of folds, as nnU-Net writes it: [{{"train": [slides], "val": '
@@ -85,7 +84,7 @@ def _of_folds(path: Path, fold: int | None) -> Iterator[tuple[str, str]]:
         raise ValueError(f"--splits {path} has {len(folds)} folds, numbered from 0; got --fold {fold}")
     for part, slides in folds[fold or 0].items():
         for slide in slides:
-            yield slide, part
+            yield printable(slide), part
 
 
 def _is_fold(value: Any) -> bool:
@@ -100,24 +99,23 @@ def _of_table(path: Path, fold: int | None) -> Iterator[tuple[str, str]]:
     """Slide and split of each entry of a table of any of the three kinds."""
     if fold is not None:
         raise ValueError(f"--fold {fold} chooses one of the folds of a .json file; {path} has one split: leave it out")
-    text = read_text(path)
-    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if any(map(str.strip, row))]
-    header = [name.casefold() for name in rows[0]] if rows else []
+    rows = [(line, [printable(cell.strip()) for cell in cells]) for line, cells in read_cells(path)]
+    header = [name.casefold() for name in rows[0][1]]
     columns = {k: SPELLINGS[name] for k, name in enumerate(header) if name in SPELLINGS}
     if "train" not in columns.values() or "split" in header:
         yield from _of_lines(path)
         return
-    body = [(number, row + [""] * (len(header) - len(row))) for number, row in enumerate(rows[1:], 2)]
+    body = [(line, row + [""] * (len(header) - len(row))) for line, row in rows[1:] if any(row)]
     cells = {row[k].casefold() for _, row in body for k in columns}
     if cells <= TRUTHS.keys() and cells & {"true", "false"}:
         first = min(set(range(len(header))) - columns.keys(), default=None)
         if first is None:
             raise ValueError(f"--splits {path}: a table of booleans names the slide in another column; got {header}")
-        for number, row in body:
+        for line, row in body:
             parts = [part for k, part in columns.items() if TRUTHS[row[k].casefold()]]
             if len(parts) != 1:
                 raise ValueError(
-                    f"--splits {path}: row {number}, slide {row[first]!r}, is in {len(parts)} splits, not in one"
+                    f"--splits {path} line {line}: slide {row[first]!r} is in {len(parts)} splits, not in one"
                 )
             yield original(row[first]), parts[0]
         return

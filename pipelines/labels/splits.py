@@ -35,15 +35,17 @@ class Splits:
 
     Attributes:
         split: train, val or test, by slide id.
-        patient: by slide id.
+        patient: by slide id; of a slide whose patient is unknown, the slide id.
         label: class index by slide id; empty where slides have no label of their own (segmentation).
         site: by slide id, of slides whose site is known.
+        unknown: slides whose patient is unknown.
     """
 
     split: Mapping[str, str]
     patient: Mapping[str, str]
     label: Mapping[str, int] = field(default_factory=dict)
     site: Mapping[str, str] = field(default_factory=dict)
+    unknown: frozenset[str] = frozenset()
 
     def slides(self, name: str) -> tuple[str, ...]:
         """Ids of the slides of one split, sorted."""
@@ -54,14 +56,19 @@ class Splits:
         """Number of patients with slides in more than one split. 0, or scores are worth nothing."""
         return len(in_two(self.split, self.patient))
 
+    @property
+    def known_patient(self) -> dict[str, str]:
+        """Patient by slide id, of slides whose patient is known."""
+        return {slide: who for slide, who in self.patient.items() if slide not in self.unknown}
+
     def site_overlap(self) -> int:
         """Number of sites with slides in more than one split: scores are then also of how well sites are told apart."""
         return len(in_two({slide: self.split[slide] for slide in self.site}, self.site))
 
     def save(self, path: Path) -> None:
-        """Write columns slide, patient, label, split, and site where sites are known, one line per slide."""
+        """Write columns slide, patient (empty where unknown), label, split, and site where sites are known."""
         columns: list[tuple[str, Mapping[str, object]]] = [
-            ("patient", self.patient),
+            ("patient", self.known_patient),
             ("label", self.label),
             ("split", self.split),
             *([("site", self.site)] if self.site else []),
@@ -91,6 +98,7 @@ class Splits:
         labels: dict[str, int] = {}
         sites: dict[str, str] = {}
         foreign: list[str] = []
+        unknown: set[str] = set()
         names = SlideNames(patient or ())
         for row in table.rows:
             named = original(row["slide"])
@@ -104,6 +112,8 @@ class Splits:
             elif split.setdefault(slide, name) != name:
                 faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
             patients[slide] = (original(row["patient"]) or slide) if patient is None else patient[slide]
+            if not row["patient"]:
+                unknown.add(slide)
             if row["label"].lstrip("-").isdecimal():
                 labels[slide] = int(row["label"])
             if row["site"]:
@@ -120,7 +130,7 @@ class Splits:
             raise ValueError(f"split file {path}: {shown(faults)}")
         if foreign:
             logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
-        return cls(split, patients, labels, sites)
+        return cls(split, patients, labels, sites, frozenset(unknown))
 
 
 def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
@@ -267,8 +277,12 @@ def in_two(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
 
 def side_faults(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
     """Return a line for each patient with slides in two splits."""
-    faults = []
-    for who in in_two(split, patient):
-        where = ", ".join(f"{slide} in {split[slide]}" for slide in sorted(split) if patient[slide] == who)
+    faults, both = [], in_two(split, patient)
+    slides_of: dict[str, list[str]] = {who: [] for who in both}
+    for slide in sorted(split):
+        if patient[slide] in slides_of:
+            slides_of[patient[slide]].append(slide)
+    for who in both:
+        where = ", ".join(f"{slide} in {split[slide]}" for slide in slides_of[who])
         faults.append(f"patient {who!r} is on two sides ({where}); put all slides of a patient in one split")
     return faults

@@ -16,6 +16,10 @@ from pipelines.labels.drawing import FARTHEST_PX
 
 Point = tuple[float, float]
 
+MOST_CROSSINGS, NEAR_EDGES = 1 << 20, 16
+"""A polygon may have so many pairs of edges whose boxes meet, and as many more for each of its edges. Outlines drawn by
+hand have a few for each edge; area and time grow with the crossings, which may be the square of the edges."""
+
 
 def wound_areas(rings: Sequence[Sequence[Point]]) -> list[list[Any]]:
     """Return the polygons of each ring, as lists of rings, the outer one first: itself where it is simple, no polygon
@@ -35,14 +39,40 @@ def wound_areas(rings: Sequence[Sequence[Point]]) -> list[list[Any]]:
     areas: list[list[Any]] = [[[ring]] for ring in rings]
     for k in np.flatnonzero(~shapely.is_simple(lines)).tolist():
         ring = shapely.Polygon(closed[ends[k] - lengths[k] : ends[k]])
-        areas[k] = _polygons(shapely.make_valid(ring, method="structure", keep_collapsed=False))  # keeps all lobes
+        areas[k] = _polygons(valid_area(ring, method="structure", keep_collapsed=False))  # keeps all lobes
     return areas
+
+
+def valid_area(polygon: shapely.Polygon, **how: Any) -> shapely.Geometry:
+    """Return the area of a polygon that may cross itself, by the even-odd rule unless ``how``, the arguments of
+    ``shapely.make_valid``, says otherwise.
+
+    Raises:
+        ValueError: it crosses itself so often that the area would take gigabytes.
+    """
+    if polygon.is_valid:
+        return polygon
+    lines = shapely.get_coordinates(polygon)
+    corners = np.minimum(lines[:-1], lines[1:]), np.maximum(lines[:-1], lines[1:])
+    boxes = np.asarray(shapely.box(*corners[0].T, *corners[1].T))
+    tree, most = shapely.STRtree(boxes), MOST_CROSSINGS + NEAR_EDGES * len(boxes)
+    found = first = 0
+    while first < len(boxes):
+        some = max(1, most // len(boxes) // 8)  # as many as a few of them may cross at most
+        found += len(tree.query(boxes[first : first + some])[0])
+        first += some
+        if found > most:
+            raise ValueError(
+                f"a polygon of {len(lines)} points crosses itself more than {most} times; draw it again, or simplify it"
+            )
+    area: shapely.Geometry = shapely.make_valid(polygon, **how)
+    return area
 
 
 def even_odd_areas(rings: Sequence[Any]) -> list[list[Any]]:
     """Return the polygons of the rings of one polygon of a drawing; itself where no ring crosses itself or another."""
     polygon = shapely.Polygon(rings[0], rings[1:])
-    return [list(rings)] if polygon.is_valid else _polygons(shapely.make_valid(polygon))
+    return [list(rings)] if polygon.is_valid else _polygons(valid_area(polygon))
 
 
 def _polygons(area: shapely.Geometry) -> list[list[Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MPP_MIN, MPP_MAX = 0.05, 100.0
+MAGNIFICATIONS = frozenset({10.0, 20.0, 40.0, 60.0, 63.0, 80.0, 100.0})
 """Plausible um/px of a level 0. Anything outside is a scanner's placeholder, not a resolution."""
 
 NATIVE_TOLERANCE = 0.01
@@ -94,6 +95,18 @@ class ReadPlan:
     def is_native(self) -> bool:
         """True when the level's pixels are the result: nothing is resampled."""
         return self.block == 1 and (self.l_width, self.l_height) == (self.out.width, self.out.height)
+
+
+def mpp_fault(mpp: float) -> str:
+    """Return why a user's ``mpp`` cannot be the um/px of a slide's level 0; empty if it can."""
+    if not check_mpp(mpp):
+        return f"must be between {MPP_MIN:g} and {MPP_MAX:g} um/px; got {mpp:g}"
+    if mpp in MAGNIFICATIONS:
+        return (
+            f"is in um/px; got {mpp:g}, which is a magnification: {mpp:g}x is about {10 / mpp:.2g} um/px. "
+            f"For px of {mpp:g} um write {mpp + 0.01:g}"
+        )
+    return ""
 
 
 def check_mpp(mpp: float) -> bool:

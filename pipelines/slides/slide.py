@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.slides.geometry import Bounds, Level, Region
+from pipelines.slides.printable import printable
 from pipelines.slides.tile_box import TileBox
 
 Pixels = NDArray[np.uint8]
@@ -27,7 +28,13 @@ UNEXPECTED = "unexpected"
 
 
 class SlideError(Exception):
-    """A slide that cannot be used: says the file, what is wrong with it and what to do."""
+    """A slide that cannot be used: says the file, what is wrong with it and what to do.
+
+    Messages quote what files and slide libraries say, so they are made printable here.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n\t")
 
 
 class NotThisFormat(SlideError):

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import ProcessDied, each_in_process
 from pipelines.slides.slide import SlideError
@@ -37,8 +38,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-SAVE_EVERY_S = 60.0
-"""An index of many slides is written this often, so that an interrupted one is continued."""
+SAVE_EVERY_S, SAVE_SHARE = 60.0, 0.05
+"""An index of many slides is written this often, so that an interrupted one is continued; less often where that would
+take a larger part of the time."""
 
 LISTED_FAULTS = 20
 """As many slides are named in a message; all are in ``failed_slides.csv``."""
@@ -117,10 +119,10 @@ def build_index(
         del known[slide_id]
     todo = [spec for spec in specs if known.get(spec.slide_id) != wanted[spec.slide_id]]
     if len(todo) < len(specs):
-        progress(f"{len(specs) - len(todo)} slides are in {path} already")
+        progress(f"in {path} already: {counted(len(specs) - len(todo), 'slide')}")
     absent = set(table.slides) - {spec.slide_id for spec in specs}
     if absent:
-        log.info("%s also holds %d slides that are not asked for, e.g. %s", path, len(absent), min(absent))
+        log.info("%s also holds %s not asked for, e.g. %s", path, counted(len(absent), "slide"), min(absent))
     if todo:
         table = _index_slides(table, todo, path, workers or default_threads(1), progress, judged)
     asked = table.of_slides(spec.slide_id for spec in specs)
@@ -128,7 +130,7 @@ def build_index(
         lines = [f"{fault.slide_id}: {fault.step}: {_first_line(fault.error)}" for fault in asked.faults]
         if len(lines) > LISTED_FAULTS:
             lines[LISTED_FAULTS:] = [f"and {len(lines) - LISTED_FAULTS} more, in {out / 'failed_slides.csv'}"]
-        raise SlideError(f"none of the {len(specs)} slides can be used:\n  " + "\n  ".join(lines))
+        raise SlideError(f"none of {counted(len(specs), 'slide')} can be used:\n  " + "\n  ".join(lines))
     return asked
 
 
@@ -181,7 +183,7 @@ def _index_slides(
     threads = default_threads(workers)
     task = functools.partial(index_slide, settings=table.settings, threads=threads, judged=judged)
     tried: dict[str, SlideTiles | SlideFault] = {}
-    saved_s = time.monotonic()
+    save_at_s = time.monotonic() + SAVE_EVERY_S
     try:
         for done, (spec, result) in enumerate(each_in_process(task, specs, workers, slide_limits(threads)), 1):
             if isinstance(result, ProcessDied):
@@ -198,17 +200,17 @@ def _index_slides(
                 failed.add(spec.slide_id, "tissue", share)
             if not isinstance(result.found, SlideFault) and result.found.damaged[0]:
                 count, first = result.found.damaged
-                failed.add(
-                    spec.slide_id, "tiles", f"{count} tiles with tissue cannot be read and are left out: {first}"
-                )
+                unread = f"left out, as damaged: {counted(count, 'tile')} with tissue: {first}"
+                failed.add(spec.slide_id, "tiles", unread)
             is_fault = isinstance(result.found, SlideFault)
             what = _told(result.found, table.settings)
             told = SlideDone(done, len(specs), spec.slide_id, what, is_fault)
             log.info("%s", told)
             progress(told)
-            if time.monotonic() - saved_s > SAVE_EVERY_S:
+            if (begun_s := time.monotonic()) > save_at_s:
                 _merged(table, tried).save(path)
-                saved_s = time.monotonic()
+                took_s = time.monotonic() - begun_s
+                save_at_s = begun_s + took_s + max(SAVE_EVERY_S, took_s / SAVE_SHARE)
     finally:
         table = _merged(table, tried)
         table.save(path)
@@ -255,7 +257,7 @@ def _told(result: SlideTiles | SlideFault, settings: IndexSettings) -> str:
     if settings.whole_pictures:
         return f"a picture of {source.width} x {source.height} px, {result.seconds:.3f} s"
     width, height = result.size
-    tiles = f"{width} x {height} px of tissue" if settings.tile == "slide" else f"{len(result.l0_x)} tiles"
+    tiles = f"{width} x {height} px of tissue" if settings.tile == "slide" else counted(len(result.l0_x), "tile")
     return (
         f"{tiles}, {result.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
         f"{source.mpp:.4g} um/px, {source.backend}, {result.seconds:.1f} s"

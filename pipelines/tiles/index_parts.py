@@ -50,11 +50,12 @@ class IndexPart:
 def merge(settings: IndexSettings, tables: Sequence[TileTable]) -> TileTable:
     """One table of several; a slide of more than one is as the last of them has it. Slides are sorted by id, as if
     indexed in one go."""
+    last = {slide: k for k, table in enumerate(tables) for slide in slides_of(table)}
     kept: list[TileTable] = []
-    for table in tables:
-        ids = set(slides_of(table))
-        kept = [before.of_slides(s for s in slides_of(before) if s not in ids) for before in kept]
-        kept.append(table)
+    for k, table in enumerate(tables):
+        ids = slides_of(table)
+        own = [slide for slide in ids if last[slide] == k]
+        kept.append(table if len(own) == len(ids) else table.of_slides(own))
     joined = TileTable.joined(settings, kept)
     return joined.of_slides(sorted(slides_of(joined)))
 

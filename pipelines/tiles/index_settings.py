@@ -37,11 +37,6 @@ class IndexSettings:
     """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
 
     @property
-    def picture_mpp(self) -> float | None:
-        """um/px that a picture without any may be taken to have: ``mpp`` where nothing but the default is asked."""
-        return self.mpp if self.mpp == IndexSettings.mpp else None
-
-    @property
     def one_tile_each(self) -> bool:
         """Whether a slide is one tile."""
         return self.tile == "slide" or self.whole_pictures

@@ -6,6 +6,7 @@ why. Runs in a process of its own (``processes``) and writes nothing: what it fo
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import asdict, dataclass, replace
@@ -225,10 +226,10 @@ def _why_none(tissue: TissueMask, damage: TissueMask, most: float, settings: Ind
         return f"no tile is left: {damage.share:.1%} of the slide is damaged and {touched}"
     if not tissue.mask.any():
         return (
-            "no tissue: nothing on the slide is stained. If its picture in tissue/ shows tissue all the "
-            "same, --min-tissue 0 keeps every tile; a blank slide can stay where it is: it is left out"
+            f"no tissue found: {tissue.found}. If its picture in tissue/ shows tissue all the same, --min-tissue 0 "
+            "keeps every tile; a blank slide can stay where it is: it is left out"
         )
     return (
-        f"no tile has {settings.min_tissue:.0%} tissue: the fullest has {most:.1%}, the slide {tissue.share:.1%}; "
-        "lower --min-tissue, or ask for a smaller --tile"
+        f"no tile has {settings.min_tissue:.0%} tissue: the fullest has {most:.2%}, the slide {tissue.share:.2%} "
+        f"({tissue.found}); --min-tissue {math.floor(most * 1e4) / 1e4:g} keeps that tile, as may a smaller --tile"
     )

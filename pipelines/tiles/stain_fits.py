@@ -18,6 +18,7 @@ import cv2
 from tyro.conf import Suppress
 
 from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import each_in_process
 from pipelines.catalog.slide_state import SlideState
@@ -122,7 +123,7 @@ class StainFits:
             faults = {slide_id: slide["fault"] for slide_id, slide in slides.items() if slide["fault"]}
             digests = {slide_id: slide["digest"] for slide_id, slide in slides.items()}
             return cls(method, stored["tissue_mpp"], fits, faults, digests)
-        except (KeyError, TypeError, ValueError) as fault:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as fault:
             raise ValueError(f"{path} does not hold stains of slides ({fault}); delete it to fit anew") from fault
 
 
@@ -154,7 +155,7 @@ def fit_slides(
     todo = [spec for spec in specs if known.digests.get(spec.slide_id) != now[spec.slide_id]]
     if not todo:
         return known
-    progress(f"stains of {len(todo)} slides are looked at ({method})")
+    progress(f"stains of {counted(len(todo), 'slide')} are looked at ({method})")
     workers = min(workers or default_threads(1), len(todo))
     threads = default_threads(workers)
     task = functools.partial(stain_of, method=method, tissue_mpp=tissue_mpp, threads=threads)
@@ -170,7 +171,7 @@ def fit_slides(
     done.save(path)
     without = sum(spec.slide_id in faults for spec in todo)
     if without:
-        progress(f"{without} of {len(todo)} slides keep their colours, as {failed.path} says")
+        progress(f"{without} of {counted(len(todo), 'slide')} keep their colours, as {failed.path} says")
     return done
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,8 @@ FORMAT = 1
 """Of the Parquet file; raised when an older one can no longer be read as it is."""
 
 _METADATA_KEY = b"megatile"
+
+Row = TypeVar("Row", "IndexedSlide", "SlideFault")
 
 
 @dataclass(frozen=True)
@@ -218,15 +220,27 @@ class TileTable:
             try:
                 table = pq.read_table(file)
                 about: dict[str, Any] = json.loads(table.schema.metadata[_METADATA_KEY])
-            except (pa.ArrowInvalid, OSError, KeyError, TypeError, ValueError) as fault:
+                if about["format"] == FORMAT:
+                    return cls._from(table, about)
+            except Exception as fault:  # of a damaged file, libraries raise anything
+                what = f"{type(fault).__name__}: {fault}".splitlines()[0][:200]
                 raise ValueError(
-                    f"{path} is not a tile index of this program ({fault}); delete it to index anew"
+                    f"{path} is not a tile index of this program, or damaged ({what}); delete it to index anew"
                 ) from fault
-        if about["format"] != FORMAT:
-            raise ValueError(
-                f"{path} has format {about['format']}, this program reads {FORMAT}; delete it to index anew"
-            )
+        raise ValueError(
+            f"{path} has format {str(about['format'])[:40]}, this program reads {FORMAT}; delete it to index anew"
+        )
+
+    @classmethod
+    def _from(cls, table: pa.Table, about: dict[str, Any]) -> Self:
+        """The table of a file's columns and metadata; raises anything where they are damaged."""
         slides = tuple(about["slides"])
+        settings = IndexSettings(**about["settings"])
+        sources = tuple(_made(IndexedSlide, source) for source in about["sources"])
+        if faults := settings.validate():
+            raise ValueError("; ".join(faults))
+        if [source.slide_id for source in sources] not in ([], list(slides)) or len(set(slides)) < len(slides):
+            raise ValueError("its slides do not agree with each other")
         positions = {slide_id: k for k, slide_id in enumerate(slides)}
         column = table.column("slide").unify_dictionaries().combine_chunks()
         names = [positions[name] for name in column.dictionary.to_pylist()]
@@ -237,13 +251,25 @@ class TileTable:
             table.column("l0_x").to_numpy(),
             table.column("l0_y").to_numpy(),
             table.column("tissue").to_numpy(),
-            IndexSettings(**about["settings"]),
-            tuple(IndexedSlide(**source) for source in about["sources"]),
-            tuple(SlideFault(**fault) for fault in about["faults"]),
+            settings,
+            sources,
+            tuple(_made(SlideFault, fault) for fault in about["faults"]),
             np.stack([table.column(name).to_numpy() for name in ("width", "height")], 1)
             if "width" in table.column_names
             else None,
         )
+
+
+def _made(kind: type[Row], values: dict[str, Any]) -> Row:
+    """A ``kind`` of ``values``, each of the type that its field has."""
+    made = kind(**values)
+    for field in fields(made):
+        value, wanted = getattr(made, field.name), str(field.type).split(" | ")
+        if type(value).__name__.replace("NoneType", "None") not in wanted and not (
+            type(value) is int and "float" in wanted
+        ):
+            raise TypeError(f"{field.name} is {str(value)[:40]!r}")
+    return made
 
 
 def three_sizes(table: TileTable) -> list[tuple[int, int]]:

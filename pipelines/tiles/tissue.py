@@ -3,6 +3,8 @@
 Takes an open slide, reads it once, coarsely and in blocks, and gives a ``TissueMask``. Stained tissue on glass is what
 is more saturated than the glass (Otsu, IEEE Trans. SMC 9, 1979, on saturation, as HistoQC and CLAM do); fluorescence on
 black is what is brighter than the dark (Otsu on log intensity). Pen marks, black borders and specks are taken out.
+The saturation threshold is chosen for each slide. It may be low (pale H&E, IHC) only where what exceeds it has texture,
+which tinted glass does not have.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ MOST_LEVEL_PX = 40_000_000_000
 
 SATURATION_FLOOR, SATURATION_CEILING = 14, 40
 """Otsu's threshold (0-255) is kept in here. Glass with JPEG noise stays below the floor; a picture full of tissue
-would otherwise be split into pale and dark tissue."""
+would otherwise be split into pale and dark tissue. Pale tissue may have a threshold below the floor."""
+
+PALE_SEPARATION, PALE_STEP = 0.8, 8.0
+"""Least part of the variance that lies between glass and pale tissue (0.64 within one normal distribution, 0.75 on a
+ramp), and least difference of their mean saturations (0-255)."""
+
+TEXTURE_RATIO, TEXTURE_STEP, TEXTURE_PX = 1.5, 0.3, 5
+"""Pale tissue varies so many times as much as glass, and so many grey levels more; side of the windows compared."""
 
 DARK = 60
 """Brightest channel (0-255) below which a px of a stained slide shows no light: border, fold or black marker."""
@@ -53,6 +62,9 @@ PEN_SHARE = 0.5
 
 CLOSE_UM, PEN_MARGIN_UM, SPECK_UM2, HOLE_UM2, MARK_UM2 = 40.0, 40.0, 20_000.0, 60_000.0, 40_000.0
 """Gaps closed, soft edge of a pen stroke, and the areas below which tissue, a hole or a mark is too small to count."""
+
+DUST_UM2 = 4_000.0
+"""Area below which tissue is too small to count on a slide that has none of ``SPECK_UM2``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +89,17 @@ class Overview:
 
 @dataclass(frozen=True, eq=False)
 class TissueMask:
-    """Tissue per px of an overview: bool (h, w), level-0 px of its top left, level-0 px per px, um/px."""
+    """Tissue per px of an overview: bool (h, w), level-0 px of its top left, level-0 px per px, um/px.
+
+    ``found`` is a sentence about the threshold and the area that exceeds it, for messages about slides without tissue.
+    """
 
     mask: Mask
     l0_x: int
     l0_y: int
     downsample: float
     mpp: float
+    found: str = ""
 
     @property
     def share(self) -> float:
@@ -147,19 +163,42 @@ def read_overview(slide: Slide, mpp: float, threads: int) -> Overview:
 
 def find_tissue(overview: Overview) -> TissueMask:
     """Return the tissue of a slide's overview."""
-    mask = tissue_of(overview.pixels, overview.mpp) & ~overview.unreadable
-    return TissueMask(mask, overview.l0_x, overview.l0_y, overview.downsample, overview.mpp)
+    mask, found = _search(overview.pixels, overview.mpp)
+    mask &= ~overview.unreadable
+    return TissueMask(mask, overview.l0_x, overview.l0_y, overview.downsample, overview.mpp, found)
 
 
 def tissue_of(pixels: Pixels, mpp: float) -> Mask:
     """Tissue per px, bool (h, w), of a picture uint8 (h, w, 3) at ``mpp`` um/px."""
+    return _search(pixels, mpp)[0]
+
+
+def _search(pixels: Pixels, mpp: float) -> tuple[Mask, str]:
+    """Tissue per px, and a sentence about what was found."""
     smooth = cv2.medianBlur(pixels, 3)
     if is_fluorescence(smooth):
-        mask = _bright(smooth)
+        mask, threshold = _bright(smooth)
+        rule = f"fluorescence brighter than {threshold:.0f} of 255 was looked for (darkest px {int(smooth.min())})"
+        least = SPECK_UM2
     else:
         marks = _marks(smooth, mpp)
-        mask = _saturated(smooth, ~marks) & ~marks
-    return _tidied(mask, mpp)
+        mask, threshold, shown = _saturated(smooth, ~marks)
+        # Coloured areas are counted from the ceiling on: beside pale tissue a pen looks like the stain of the slide.
+        all_marks = _marks(smooth, mpp, is_pale=True)
+        if ink := int((all_marks & ~marks).sum()):
+            pale = _saturated(smooth, ~all_marks)
+            if pale[1] < SATURATION_CEILING and pale[0].sum() > ink:
+                mask, threshold, shown = pale
+        rule = f"stain with a saturation above {threshold} of 255 was looked for; px have {shown}"
+        least = DUST_UM2 if threshold >= SATURATION_FLOOR else SPECK_UM2
+    closed = _morph(cv2.MORPH_CLOSE, mask, CLOSE_UM, mpp)
+    largest = largest_area(closed, mpp)
+    found = f"{rule}; it covers {mask.sum() * mpp**2:,.0f} um2"
+    if largest:
+        least = SPECK_UM2 if largest >= SPECK_UM2 else least
+        found += f", the largest area {largest:,.0f} um2, of at least {least:,.0f}"
+    closed = without_small(closed, least, mpp)
+    return ~without_small(~closed, HOLE_UM2, mpp), found
 
 
 def is_fluorescence(pixels: Pixels) -> bool:
@@ -170,7 +209,7 @@ def is_fluorescence(pixels: Pixels) -> bool:
     return not lit.any() or float(np.percentile(pixels.min(axis=2)[lit], 90)) < 150
 
 
-def _bright(pixels: Pixels) -> Mask:
+def _bright(pixels: Pixels) -> tuple[Mask, float]:
     """Fluorescence: brighter than the dark between the tissue, on a log scale, since stain is ten times as bright."""
     brightest = cv2.GaussianBlur(pixels.max(axis=2), (0, 0), 2)
     log_scale = 255 / np.log2(256)
@@ -179,50 +218,94 @@ def _bright(pixels: Pixels) -> Mask:
     glow = FLUORESCENCE_CONTRAST * float(np.percentile(brightest, 1))
     threshold = max(min(2 ** (otsu / log_scale) - 1, glow), FLUORESCENCE_FLOOR)
     mask: Mask = brightest > threshold
-    return mask
+    return mask, threshold
 
 
-def _saturated(pixels: Pixels, where: Mask) -> Mask:
-    """Stain: more saturated than the glass, whose own tint is divided out first."""
+def _saturated(pixels: Pixels, where: Mask) -> tuple[Mask, int, str]:
+    """Stain within ``where``, its threshold of saturation, and a few words about the saturation of all px.
+
+    The tint of the glass is divided out first.
+    """
+    if not where.any():
+        return where, SATURATION_FLOOR, "none"
     hsv = cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV)
+    texture = _texture(pixels)
     glass = (pixels.min(axis=2) >= 200) & (hsv[..., 1] < 26)
     if glass.mean() > 0.05:  # less may be the palest tissue of a slide without glass
+        # Pale tissue is as light as glass, but not as smooth.
+        glass &= texture <= TEXTURE_RATIO * np.percentile(texture[glass], 20) + TEXTURE_STEP
         tint = np.median(pixels[glass], axis=0)
         scaled = np.arange(256)[:, None] * (tint.max() / tint)
         hsv = cv2.cvtColor(cv2.LUT(pixels, np.minimum(scaled, 255).astype(np.uint8)[None]), cv2.COLOR_RGB2HSV)
-    saturation = hsv[..., 1]
-    if not where.any():
-        return where
-    otsu, _ = cv2.threshold(saturation[where], 0, 255, cv2.THRESH_BINARY + cv2.THRESH_OTSU)
-    mask: Mask = saturation > min(max(otsu, SATURATION_FLOOR), SATURATION_CEILING)
-    return mask
+    saturation = np.ascontiguousarray(hsv[..., 1])
+    otsu = _otsu(saturation[where])
+    threshold = min(max(otsu, SATURATION_FLOOR), SATURATION_CEILING)
+    # A strongly stained control beside pale tissue would otherwise hide it: look again at what is below the threshold.
+    rest = where if otsu < SATURATION_FLOOR else where & (saturation <= threshold)
+    if rest.any():
+        pale = _otsu(saturation[rest])
+        enough = where.sum() - rest.sum()
+        if _is_pale_tissue(saturation, texture, rest, pale) and (rest & (saturation > pale)).sum() > enough:
+            threshold = pale
+    mask: Mask = (saturation > threshold) & where
+    median, high = np.percentile(saturation[where], (50, 99))
+    return mask, threshold, f"{median:.0f} (median) and {high:.0f} (99th percentile)"
 
 
-def _marks(pixels: Pixels, mpp: float) -> Mask:
-    """Black borders and pen strokes with their soft edges: large areas that are near black, or green or blue as ink."""
+def _otsu(values: NDArray[np.uint8]) -> int:
+    """Otsu's threshold of ``values``."""
+    return int(cv2.threshold(values, 0, 255, cv2.THRESH_BINARY + cv2.THRESH_OTSU)[0])
+
+
+def _texture(pixels: Pixels) -> NDArray[np.float32]:
+    """Standard deviation of the grey levels around each px."""
+    grey, window = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (TEXTURE_PX, TEXTURE_PX)
+    mean = cv2.boxFilter(grey, cv2.CV_32F, window)
+    texture: NDArray[np.float32] = cv2.sqrBoxFilter(grey, cv2.CV_32F, window).astype(np.float32, copy=False)
+    texture -= cv2.multiply(mean, mean, dst=mean)
+    np.sqrt(np.maximum(texture, 0, out=texture), out=texture)
+    return texture
+
+
+def _is_pale_tissue(saturation: NDArray[np.uint8], texture: NDArray[np.float32], where: Mask, threshold: int) -> bool:
+    """Return whether what is more saturated than ``threshold`` within ``where`` is pale tissue, not tinted glass."""
+    above, below = where & (saturation > threshold), where & (saturation <= threshold)
+    stain = (saturation > threshold).view(np.uint8)
+    inside = above & cv2.erode(stain, np.ones((3, 3), np.uint8)).astype(np.bool_)  # an edge has texture anyway
+    if not inside.any() or not below.any():
+        return False
+    part = above.sum() / where.sum()
+    saturated = float(saturation[above].mean())
+    step = saturated - float(saturation[below].mean())
+    separation = part * (1 - part) * step**2 / max(float(saturation[where].var(dtype=np.float64)), 1e-6)
+    smooth, rough = (float(np.median(texture[px])) for px in (below, inside))
+    has_texture = rough > TEXTURE_RATIO * smooth + TEXTURE_STEP
+    return saturated < SATURATION_CEILING and step >= PALE_STEP and separation >= PALE_SEPARATION and has_texture
+
+
+def _marks(pixels: Pixels, mpp: float, is_pale: bool = False) -> Mask:
+    """Black borders and pen strokes with their soft edges: large areas that are near black, or green or blue as ink.
+
+    Ink is taken for a stain if most of the coloured area has its colour, except on slides that ``is_pale``.
+    """
     hue, saturation, value = (
         np.ascontiguousarray(plane) for plane in np.moveaxis(cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV), 2, 0)
     )
     black = (value < DARK) | ((value < 1.6 * DARK) & (saturation < 60))
-    ink = ink_of(hue, saturation, black)
+    ink = ink_of(hue, saturation, black, most=1e9 if is_pale else PEN_SHARE)
     marks = without_small(black, MARK_UM2, mpp) | without_small(ink, MARK_UM2, mpp)
     return _morph(cv2.MORPH_DILATE, marks, PEN_MARGIN_UM, mpp)
 
 
-def ink_of(hue: NDArray[np.uint8], saturation: NDArray[np.uint8], black: Mask) -> Mask:
-    """Return where hue and saturation (0-180, 0-255) are those of green or blue ink; nowhere if most is: a stain."""
+def ink_of(hue: NDArray[np.uint8], saturation: NDArray[np.uint8], black: Mask, most: float = PEN_SHARE) -> Mask:
+    """Return where hue and saturation (0-180, 0-255) are those of green or blue ink; nowhere if more than the part
+    ``most`` of the coloured area is: a stain."""
     green = (hue > 35) & (hue <= 92) & (saturation > 60)
     blue = (hue > 92) & (hue < 124) & (saturation > 90)  # haematoxylin begins at about 125 (OpenCV counts to 180)
     ink: Mask = green | blue
-    if ink.sum() > PEN_SHARE * ((saturation > SATURATION_CEILING) & ~black).sum():
+    if ink.sum() > most * ((saturation > SATURATION_CEILING) & ~black).sum():
         ink[:] = False
     return ink
-
-
-def _tidied(mask: Mask, mpp: float) -> Mask:
-    """``mask`` with small gaps closed, specks removed and small holes filled."""
-    closed = without_small(_morph(cv2.MORPH_CLOSE, mask, CLOSE_UM, mpp), SPECK_UM2, mpp)
-    return ~without_small(~closed, HOLE_UM2, mpp)
 
 
 def _morph(operation: int, mask: Mask, diameter_um: float, mpp: float) -> Mask:
@@ -231,6 +314,12 @@ def _morph(operation: int, mask: Mask, diameter_um: float, mpp: float) -> Mask:
     disc = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (side, side))
     done: Mask = cv2.morphologyEx(mask.view(np.uint8), operation, disc).astype(np.bool_)
     return done
+
+
+def largest_area(mask: Mask, mpp: float) -> float:
+    """Return the um2 of the largest 8-connected part of ``mask``; 0 if it is empty."""
+    _, _, stats, _ = cv2.connectedComponentsWithStats(mask.view(np.uint8), connectivity=8, ltype=cv2.CV_32S)
+    return float(stats[1:, cv2.CC_STAT_AREA].max(initial=0)) * mpp**2
 
 
 def without_small(mask: Mask, area_um2: float, mpp: float) -> Mask:

@@ -164,8 +164,9 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
         row, column = np.nonzero(fractions >= settings.least_tissue)
         if not len(row):
             raise SlideError(
-                f"{spec.path}: no window has tissue ({tissue.share:.1%} of the slide has): a blank slide, or one whose "
-                "tissue was not found; the checkpoint's run says which (--min-tissue)"
+                f"{spec.path}: no window has {settings.least_tissue:.0%} tissue ({tissue.share:.2%} of the slide is "
+                f"tissue; {tissue.found}): a blank slide, or one whose tissue was not found. --min-tissue of the run "
+                "that made the checkpoint decides which windows count"
             )
         tiles = (grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
         bad, fault = damaged_tiles(slide, *tiles, spec.scene)

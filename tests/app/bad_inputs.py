@@ -113,11 +113,13 @@ def held(folder: Path) -> None:
 def full_disk(folder: Path) -> None:
     """A run with a checkpoint, to be resumed where no file may grow beyond 3 MB."""
     slides(folder)
-    run(RESNET.replace("--steps 3 --resume", "--steps 1").format(d=folder, out=folder.parent / "out"))
+    run(RESNET.replace("--steps 3 --resume --extend", "--steps 1").format(d=folder, out=folder.parent / "out"))
 
 
 HTML = b"<!DOCTYPE html><html><body>404 not found</body></html>"
-RESNET = TRAIN.replace("tests.helpers.tiny_models:classifier", "resnet18").replace("--steps 2", "--steps 3 --resume")
+RESNET = TRAIN.replace("tests.helpers.tiny_models:classifier", "resnet18").replace(
+    "--steps 2", "--steps 3 --resume --extend"
+)
 
 CASES = [
     Case("empty folder", nothing, TRAIN, 2, "no slide"),
@@ -146,10 +148,10 @@ CASES = [
         "cut: failed at open",
         also=("the file is empty", "this is a text file, not a slide", "photo: failed at open"),
     ),
-    Case("every slide bad", only(HTML), TRAIN, 1, "none of the 2 slides can be used"),
+    Case("every slide bad", only(HTML), TRAIN, 1, "none of 2 slides can be used"),
     Case("tile larger than the slides", slides, TRAIN.replace("--tile 256", "--tile 4096"), 1, "4096"),
     Case("mpp that no level can give", slides, TRAIN + " --mpp 0.1", 1, "0.1"),
-    Case("absurd mpp", slides, TRAIN + " --slide-mpp 1000", 2, "--slide-mpp must be within 0.05-100.0 um/px; got 1000"),
+    Case("absurd mpp", slides, TRAIN + " --slide-mpp 1000", 2, "must be between 0.05 and 100 um/px; got 1000"),
     Case("run folder that cannot be written", unwritable, TRAIN, 1, "cannot be written"),
     Case("run folder that holds a run", held, TRAIN, 2, "already holds a run"),
     Case("disk full while saving", full_disk, RESNET, 1, "the previous one is kept", "ulimit -f 3000;"),
@@ -158,7 +160,6 @@ CASES = [
     Case("unknown option", slides, TRAIN + " --bacth 3", 2, "--bacth"),
     Case("value of the wrong kind", slides, TRAIN + " --lr fast", 2, "--lr"),
     Case("more ranks than tiles", slides, TRAIN + " --ranks 8 --parallel ddp", 2, "every rank needs a microbatch"),
-    Case("resume without a run", slides, TRAIN + " --resume", 1, "no checkpoint at"),
     Case("weights file that is none", slides, TRAIN + " --weights {d}/labels.csv", 2, "--weights"),
 ]
 

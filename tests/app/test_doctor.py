@@ -165,3 +165,21 @@ def test_command_without_slides(tmp_path, capsys):
 def test_empty_folder_of_slides_is_wrong_usage(tmp_path: Path, capsys):
     assert main(["--slides", str(tmp_path)]) == 2
     assert "holds no slide" in capsys.readouterr().err
+
+
+def test_a_slide_without_mpp_has_its_size_and_levels(tmp_path, capsys):
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    (slides / "bare.svs").write_bytes(SVS.read_bytes().replace(b"|MPP = 0.4990", b"|XXX = 0.4990"))
+    arguments = ["--slides", str(slides), "--out", str(tmp_path / "run")]
+
+    def row():
+        return next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["bare"])
+
+    assert main(arguments) == 1
+    found = row()
+    assert found.split()[1:7] == ["tiled", "–", "2220", "x", "2967", "1"]
+    assert "does not record its um/px" in found
+    (tmp_path / "mpp.csv").write_text("slide,mpp\nbare,0.5\n")
+    main([*arguments, "--mpp-table", str(tmp_path / "mpp.csv")])
+    assert row().split()[1:] == ["tiled", "0.5", "2220", "x", "2967", "1", "none"]

@@ -6,6 +6,7 @@ import sys
 import cv2
 import numpy as np
 import pytest
+import tifffile
 
 from app.index import main
 from pipelines.catalog.failures import FailedSlides
@@ -35,14 +36,14 @@ def test_a_folder_is_indexed(slides, tmp_path, capsys):
     logged = (out / "run.log").read_text()
     assert "/2  a: " in logged
     assert "/2  text: failed at open: " in logged
-    assert f"{len(table)} tiles of 512 px at 0.5 um/px on 1 slides" in printed
+    assert f"{len(table)} tiles of 512 px at 0.5 um/px on 1 slide" in printed
     assert f"index     {out / 'tiles.parquet'}\npictures  {out / 'tissue'}/\n" in printed
-    assert f"failed    {out / 'failed_slides.csv'} (1 slides)" in printed
+    assert f"failed    {out / 'failed_slides.csv'} (1 slide)" in printed
     page = out / "slides.html"
     assert f"page      {page} (with faults: 1, out of focus: 0, pen marks: 0, " in printed
     assert 'src="tissue/small/a.jpg"' in page.read_text()
     assert main(arguments) == 0
-    assert f"1 slides are in {out / 'tiles.parquet'} already" in capsys.readouterr().out
+    assert f"in {out / 'tiles.parquet'} already: 1 slide" in capsys.readouterr().out
     assert main([*arguments, "--min-tissue", "0.5"]) == 2
     assert "min_tissue is 0.25 there, 0.5 was asked for" in capsys.readouterr().err
 
@@ -76,7 +77,11 @@ def test_an_empty_folder_is_a_wrong_call(tmp_path, capsys):
 def test_a_folder_of_bad_slides_fails(slides, tmp_path, capsys):
     (slides / "a.svs").unlink()
     assert main(["--slides", str(slides), "--out", str(tmp_path / "out")]) == 1
-    assert "none of the 1 slides can be used:\n  text: open: " in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "none of 1 slide can be used:\n  text: open: " in printed.err
+    page = tmp_path / "out" / "slides.html"
+    assert f"page      {page} (with faults: 1, " in printed.out
+    assert "text" in page.read_text()
 
 
 def test_a_folder_that_cannot_be_written_fails(slides, tmp_path, capsys):
@@ -97,7 +102,7 @@ def test_a_part_is_indexed_and_one_too_many_is_not_wrong(slides, tmp_path, capsy
     arguments = ["--slides", str(slides), "--out", str(tmp_path / "out"), "--tile", "512", "--workers", "1"]
     assert main([*arguments, "--part", "1/2"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"2 slides in {slides}, 1 of them in part 1/2\nindexed 1 slides in ")
+    assert printed.startswith(f"2 slides in {slides}, 1 of them in part 1/2\nindexed 1 slide in ")
     assert "1/1  a: " in (tmp_path / "out" / "tiles.part-1-of-2.log").read_text()
     assert f"index     {tmp_path / 'out' / 'tiles.part-1-of-2.parquet'}\n" in printed
     assert main([*arguments, "--part", "3/3"]) == 0
@@ -128,3 +133,35 @@ def test_what_is_drawn_on_slides_is_outlined(slides, tmp_path, capsys):
     assert changed.max(0) == pytest.approx([2400 * scale, 1800 * scale], abs=4)
     assert main([*arguments, "--annotations", str(tmp_path / "nowhere")]) == 2
     assert "must be a folder of annotation files" in capsys.readouterr().err
+
+
+def test_slides_without_mpp_are_indexed_by_a_table(tmp_path, capsys):
+    """Two TIFFs of different um/px and a picture, none of which records any."""
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    for name in ("a", "b"):
+        write_tissue(folder / f"{name}.tif")
+    cv2.imwrite(str(folder / "c.png"), np.full((600, 600, 3), (180, 90, 200), np.uint8))
+    arguments = ["--slides", str(folder), "--tile", "256", "--workers", "1", "--out"]
+    assert main([*arguments, str(tmp_path / "none")]) == 1
+    said = capsys.readouterr().err
+    assert all(f"{name}: open: {folder}/{name}" in said for name in "abc"), "a picture, too, is never taken at --mpp"
+    assert "does not record its um/px (mpp); give it with --slide-mpp" in said
+
+    table = tmp_path / "mpp.csv"
+    table.write_text("slide,mpp\na,0.5\nb.tif,0.25\n")
+    assert main([*arguments, str(tmp_path / "out"), "--mpp-table", str(table)]) == 0
+    sources = {source.slide_id: source for source in TileTable.load(tmp_path / "out" / "tiles.parquet").sources}
+    assert {name: source.mpp for name, source in sources.items()} == {"a": 0.5, "b": 0.25}
+    (folder / "labels.csv").write_text("slide,mpp\na,0.5\nb.tif,0.25\nc,0.5\n")
+    capsys.readouterr()
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    assert "on 3 slides" in capsys.readouterr().out
+    table.write_text("slide,mpp\na,40\n")
+    assert main([*arguments, str(tmp_path / "out"), "--mpp-table", str(table)]) == 2
+    assert "magnification" in capsys.readouterr().err
+
+
+def write_tissue(path):
+    pixels = np.random.default_rng(0).integers((150, 60, 160), (220, 120, 220), (600, 600, 3), np.uint8)
+    tifffile.imwrite(path, pixels, tile=(256, 256), photometric="rgb", metadata=None)

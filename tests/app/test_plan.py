@@ -9,13 +9,18 @@ import pytest
 
 from app.launch.machine import usable_cores
 from app.plan import main
-from app.planning.machine import this_machine
+from app.planning.machine import named_machine, this_machine
+from app.planning.table import print_largest, print_rows
 from parallel.cost.calibrated import CostModel, Curve
-from parallel.plan.plan import Plan
+from parallel.plan.largest_tile import LIMIT, LargestTile
+from parallel.plan.plan import Plan, PlanRow
+from parallel.plan.savings import BOXES, PLAIN
 from parallel.profile.copy_speed import CopySpeed
 from parallel.profile.link_speed import LinkSpeed
+from parallel.strategy import Strategy
 
 V100 = ("--device-spec", "v100-16gb")
+GIB = 1 << 30
 
 
 def test_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +81,9 @@ def test_the_largest_tile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert plain["limit_of_double"].startswith("activations kept")
     assert moved["limit_of_double"].startswith("working set of ")
     printed = capsys.readouterr().out
-    assert "largest tile within 1 GiB" in printed
+    assert "largest tile within 1 GiB and 128 GiB of host memory a rank" in printed
+    assert all(row["row"]["host_bytes"] <= 128 * GIB for row in rows)
+    assert max(row["row"]["host_bytes"] for row in rows) > 0.9 * 128 * GIB
     assert moved["limit_of_double"] in printed
 
 
@@ -144,3 +151,56 @@ def test_links_and_sums_of_this_machine_are_those_measured_on_it(capsys: pytest.
 def test_one_rank_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("app.planning.machine.load_or_measure_links")
     assert this_machine(1, device="cpu").cluster.sums is None
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"), [("v100-16gb", "fp32"), ("a100-80gb", "bf16"), ("a100-80gb:1,v100-16gb:1", "fp32")]
+)
+def test_the_precision_of_a_plan_is_that_of_training(device: str, precision: str) -> None:
+    machine = named_machine(device, 1 + device.count(","))
+    assert machine.precision == precision
+    assert (machine.autocast is not None) == (precision == "bf16")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "host_gib"), [(1, None, 256), (4, None, 64), (1024, None, 32), (8, 2, 128)]
+)
+def test_nodes_of_a_data_sheet_share_256_gib(ranks: int, per_node: int | None, host_gib: int) -> None:
+    assert named_machine("v100-16gb", ranks, per_node=per_node).cluster.host_bytes == host_gib * GIB
+    assert named_machine("v100-16gb", ranks, host_memory=5 * GIB).cluster.host_bytes == 5 * GIB
+
+
+def test_rows_of_largest_tiles(capsys: pytest.CaptureFixture[str]) -> None:
+    def found(name: str, tile: int, step_s: float, host_gib: int, next_row: PlanRow | None = None) -> LargestTile:
+        strategy = Strategy(name, 1, 1, 8)
+        row = PlanRow(strategy, 8 / step_s, step_s, 0.0, (2 * GIB,), host_bytes=host_gib * GIB)
+        return LargestTile(name, BOXES, tile, row, next_row)
+
+    on_device = PlanRow(Strategy("ddp", 1, 1, 8), peak_bytes=(20 * GIB,), over_bytes=5 * GIB)
+    on_host = PlanRow(Strategy("ddp", 1, 1, 8), peak_bytes=(2 * GIB,), over_bytes=3 * GIB, host_bytes=67 * GIB)
+    tiles = [
+        found("fsdp", 1024, 2.0, 0, on_device),
+        found("single", LIMIT, 7200.0, 60),
+        found("ddp", 4096, 3599.0, 63, on_host),
+        LargestTile("gpipe", PLAIN, 0, None, on_device),
+    ]
+    print_largest(tiles, ["a limit"] * 4, named_machine("v100-16gb", 4).cluster)
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in printed.splitlines()[3:] if line}
+    assert list(rows)[:4] == ["ddp", "fsdp", "gpipe", "single"]  # the one that takes hours is last
+    assert "7200 !" in rows["single"]
+    assert "an hour" in printed
+    assert str(LIMIT) in rows["single"].partition("search")[2]
+    assert "!" not in rows["ddp"]
+    assert "63 GiB" in rows["ddp"]
+    assert "3 GiB over on the host" in rows["ddp"]
+    assert "on the host" not in rows["fsdp"]
+    print_largest(tiles[:1], [""], named_machine("v100-16gb", 4).cluster)
+    assert "hour" not in capsys.readouterr().out
+
+
+def test_the_plan_stands_before_what_is_hardly_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    slower, faster = (PlanRow(Strategy(name, 2, 1, 2), speed) for name, speed in (("ddp", 10.0), ("fsdp", 10.05)))
+    print_rows([slower, faster], slower)
+    printed = capsys.readouterr().out
+    assert printed.index("ddp") < printed.index("fsdp")

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from app.pages import run_files
 from app.pages.run_page import write_report
 from app.report import main
 from tests.helpers.run_folder import write_csv, write_run, write_summary
@@ -214,3 +217,21 @@ def test_bytes_have_units(run):
     told = text(run)
     assert "Memory that a rank may take 60 MiB" in told
     assert "Tensors on the device at most, by rank 3 MiB, 5 MiB" in told
+
+
+def test_metrics_of_a_long_run_are_read_as_numbers(tmp_path):
+    """8 bytes a number, and not a dictionary of texts for each step; a torn row is left out, a cut one has gaps."""
+    write_run(tmp_path / "run")
+    names = [f"column{k}" for k in range(7)]
+    rows, table = 20_000, tmp_path / "run" / "metrics.csv"
+    table.write_text(",".join(["step", *names]) + "\n" + "".join(f"{k}{',1.5' * 7}\n" for k in range(rows)) + "7,2\nx")
+    tracemalloc.start()
+    try:
+        metrics = run_files.read_run(tmp_path / "run").metrics
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(metrics["step"]) == rows + 1
+    assert metrics["column0"][-1] == 2.0
+    assert math.isnan(metrics["column6"][-1])
+    assert peak < 300 * rows

@@ -15,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+from app.checkpoint.file import load_checkpoint, save_checkpoint
+from pipelines.tiles.tile_table import TileTable
 from tests.app.conftest import QUICK, ROOT, Train, summary_of, train_command, train_environment
 
 SUMMARY_FIELDS = {
@@ -280,6 +282,23 @@ def test_killed_between_last_checkpoint_and_summary(
         assert summary_of(out)[key] == whole[key]
 
 
+@pytest.mark.parametrize("key", ["random", "optimizer", "model", "step", "stream"])
+def test_resume_names_a_checkpoint_that_lacks_something(
+    key: str, reference: Path, classify_slides: Path, train: Train, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(reference, out)
+    state = load_checkpoint(out / "checkpoints" / "last.pt")
+    del state[key]
+    save_checkpoint(out / "checkpoints" / "last.pt", state)
+    (out / "summary.json").unlink()
+    done = train("--slides", classify_slides, *QUICK, "--steps", "12", "--out", out, "--resume")
+    assert done.returncode == 1
+    assert "last.pt" in done.stderr
+    assert key in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_resume_refuses_other_settings(reference: Path, classify_slides: Path, train: Train) -> None:
     done = train("--slides", classify_slides, *QUICK, "--steps", "12", "--out", reference, "--resume", "--seed", "5")
     assert done.returncode == 2
@@ -307,3 +326,21 @@ def test_killed_rank_ends_the_run_within_a_minute(classify_slides: Path, tmp_pat
     assert time.monotonic() - started < 60
     assert b"a rank ended with exit code 137" in output
     assert torch.load(out / "checkpoints" / "last.pt", weights_only=True)["step"] > 0
+
+
+@pytest.mark.process
+def test_mpp_of_single_slides_is_used_and_kept_in_the_checkpoint(
+    classify_slides: Path, train: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "mpp.csv").write_text("slide,mpp\nslide_0000,0.4\nslide_0001.tif,0.45\nelsewhere,0.3\n")
+    arguments = ("--slides", classify_slides, *QUICK, "--steps", "1", "--out", tmp_path / "run", "--mpp-table")
+    done = train(*arguments, tmp_path / "mpp.csv")
+    assert done.returncode == 0, done.stderr
+    slides = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)["slides"]
+    assert slides["mpp"] == {"slide_0000": 0.4, "slide_0001": 0.45}
+    sources = {source.slide_id: source.mpp for source in TileTable.load(tmp_path / "run" / "tiles.parquet").sources}
+    assert (sources["slide_0000"], sources["slide_0001"], sources["slide_0002"]) == (0.4, 0.45, 0.5)
+    (tmp_path / "other.csv").write_text("slide,mpp\nslide_0000,0.3\n")
+    again = train(*arguments, tmp_path / "other.csv", "--resume")
+    assert again.returncode == 2
+    assert "slide-mpp of slide_0000 is 0.4 there, 0.3 was asked for" in again.stderr

@@ -157,7 +157,7 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert written.keys() >= FIELDS
     assert (written["strategy"], written["ranks"], written["stages"], written["passed"]) == ("gpipe", 4, 2, True)
     said = capsys.readouterr().out
-    assert said.splitlines()[0].split() == ["module", "gradients", "parameters", "statistics"]
+    assert said.splitlines()[0].split() == ["module", "gradients", "parameters", "statistics", "optimizer"]
     assert "passed: tests.helpers.tiny_models:classifier under gpipe on 4 ranks" in said
 
 
@@ -167,15 +167,16 @@ def test_a_wrong_gradient_is_found(
     def biased(loss: exactness.ProjectedError, sums: Tensor, pixels: int) -> Tensor:
         return 1.001 * right(loss, sums, pixels)
 
-    right, run_engine = exactness.ProjectedError.value, exactness.run_engine
+    right, plain = exactness.ProjectedError.value, exactness.PlainTraining.step
 
-    def run_wrong(*arguments: Any) -> Any:
+    def step_right(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exactness.ProjectedError, "value", biased)
-            return run_engine(*arguments)
+            patch.setattr(exactness.ProjectedError, "value", right)
+            return plain(*arguments)
 
-    monkeypatch.setattr(exactness, "run_engine", run_wrong)
-    assert main([*TINY, "--parallel", "single", "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(exactness.ProjectedError, "value", biased)
+    monkeypatch.setattr(exactness.PlainTraining, "step", step_right)
+    assert main([*TINY, "--parallel", "single", "--steps", "1", "--out", str(tmp_path)]) == 1
     assert "FAILED: " in capsys.readouterr().out
     written = json.loads((tmp_path / "verify.json").read_text())
     assert not written["passed"]

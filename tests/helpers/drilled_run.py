@@ -38,7 +38,7 @@ def train(path: Path) -> dict[str, Any]:
     """The state after ``STEPS`` steps, from the last checkpoint in ``path`` if there is one."""
     torch.manual_seed(3)
     net: nn.Module = classifier(2)
-    rule = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    rule = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
     engine = DataParallelEngine(net, F.cross_entropy, rule, LocalCommunicator(), batch=4, m=2)
     folder, first = RunFolder(path), 0
     if folder.last.exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,11 +18,21 @@ CLASSIFIER = "tests.helpers.tiny_models:classifier"
 
 
 def write_checkpoint(
-    path: Path, model: str, *, tile: int | Literal["slide"], mpp: float, min_tissue: float = 0.25, seed: int = 0
+    path: Path,
+    model: str,
+    *,
+    tile: int | Literal["slide"],
+    mpp: float,
+    min_tissue: float = 0.25,
+    seed: int = 0,
+    classes: tuple[str, ...] = ("background", "dark"),
+    slides: dict[str, dict[str, Any]] | None = None,
+    **settings: Any,
 ) -> Path:
-    """The segmenter says class 1 where a px is dark; the classifier has random weights."""
+    """The segmenter says class 1 where a px is dark; the classifier has random weights. ``slides``: what the run knows
+    of its slides; ``settings``: others of the run, by name."""
     torch.manual_seed(seed)
-    net = getattr(tiny_models, model.partition(":")[2])(2)
+    net = getattr(tiny_models, model.partition(":")[2])(len(classes))
     if model == SEGMENTER:
         with torch.no_grad():
             net[0].weight.zero_()
@@ -35,6 +45,8 @@ def write_checkpoint(
         index=IndexSettings(tile=tile, mpp=mpp, min_tissue=min_tissue),
         net=ModelSettings(model=model),
     )
-    state = {"model": net.state_dict(), "classes": ["background", "dark"], "settings": flat(config), "step": 7}
+    state = {"model": net.state_dict(), "classes": [*classes], "settings": flat(config) | settings, "step": 7}
+    if slides is not None:
+        state["slides"] = slides
     save_checkpoint(path, {**state, "task": "segment" if model == SEGMENTER else "classify"})
     return path

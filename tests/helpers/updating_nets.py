@@ -81,6 +81,113 @@ class Caching(Averaging):
         return self.conv(x) * self.ema
 
 
+class Subtracting(Averaging):
+    """Subtracts the running mean from maps, as some models normalise their input."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.conv(x - self.ema.view(1, -1, 1, 1)) * 2
+
+
+class Counting(Averaging):
+    """Corrects the running mean by a counter of microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps.add_(1)
+            torch.mul(self.ema, 0.9, out=self.ema)
+            torch._foreach_add_([self.ema], [x.detach().mean((0, 2, 3))], alpha=0.1)
+        return self.scaled(x / (1 - 0.9 ** self.steps.clamp(min=1)))
+
+
+class SettingData(Averaging):
+    """Another tensor takes the memory of the buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.ema.data = 0.9 * self.ema.data + 0.1 * x.detach().mean((0, 2, 3))
+        return self.scaled(x)
+
+
+class PlainTensor(nn.Module):
+    """Its running mean is an attribute, and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema = torch.ones(4)
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.ema = 0.9 * self.ema.to(x) + 0.1 * x.detach().mean((0, 2, 3))
+        return self.conv(x) * self.ema.to(x).view(1, -1, 1, 1)
+
+
+class PlainCounter(nn.Module):
+    """Counts microbatches in Python, and computes with the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return self.conv(x) * (1 + 0.5**self.steps)
+
+
+class FromData(Averaging):
+    """Takes its scale from the first microbatch, as activation norms and codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_set", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.is_set:
+            self.ema.copy_(x.detach().mean((0, 2, 3)))
+            self.is_set.fill_(1)
+        return self.scaled(x)
+
+
+class VectorQuantizer(nn.Module):
+    """A codebook that follows the mean of what chooses each of its rows (van den Oord et al. 2017, appendix A.1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1, 1, 12).view(3, 4))
+        self.register_buffer("sizes", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.permute(0, 2, 3, 1).reshape(-1, 4)
+        chosen = torch.cdist(rows.detach(), self.codes).argmin(1)
+        if self.training:
+            with torch.no_grad():
+                hot = nn.functional.one_hot(chosen, 3).to(x.dtype)
+                self.sizes.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+                self.codes.mul_(0.9).add_((hot.t() @ rows) / self.sizes[:, None], alpha=0.1)
+        nearest = self.codes[chosen].view(x.shape[0], *x.shape[2:], 4).permute(0, 3, 1, 2)
+        return x + (nearest - x).detach()
+
+
+class Remembering(nn.Module):
+    """Keeps what it gave for whoever asks after the pass; the next pass does not look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.last: Tensor | None = None
+        self.sides: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last, self.sides = self.conv(x), tuple(x.shape[2:])
+        return self.last
+
+
 class AtTheRoot(nn.Module):
     def __init__(self, assigns: bool) -> None:
         super().__init__()
@@ -142,6 +249,38 @@ def spectral(classes: int) -> nn.Module:
 
 def old_spectral(classes: int) -> nn.Module:
     return around(nn.utils.spectral_norm(nn.Conv2d(4, 4, 3, padding=1)))
+
+
+def subtracting(classes: int) -> nn.Module:
+    return around(Subtracting())
+
+
+def counting(classes: int) -> nn.Module:
+    return around(Counting())
+
+
+def setting_data(classes: int) -> nn.Module:
+    return around(SettingData())
+
+
+def plain_tensor(classes: int) -> nn.Module:
+    return around(PlainTensor())
+
+
+def plain_counter(classes: int) -> nn.Module:
+    return around(PlainCounter())
+
+
+def from_data(classes: int) -> nn.Module:
+    return around(FromData())
+
+
+def quantizer(classes: int) -> nn.Module:
+    return around(VectorQuantizer())
+
+
+def remembering(classes: int) -> nn.Module:
+    return around(Remembering())
 
 
 def at_the_root(classes: int) -> nn.Module:

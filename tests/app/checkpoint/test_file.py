@@ -133,3 +133,23 @@ def test_weights_of_others_need_no_checksum(tmp_path: Path) -> None:
     (tmp_path / "empty.pt").write_bytes(b"")
     for name in ("new.pt", "old.pt", "empty.pt", "missing.pt"):
         check_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [[1, 2], "words", torch.zeros(3), None])
+def test_a_checkpoint_that_holds_no_state_is_named(content: object, tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    write_file(path, lambda file: torch.save(content, file))
+    with pytest.raises(RunError, match="no checkpoint") as fault:
+        load_checkpoint(path)
+    assert str(path) in str(fault.value)
+    with pytest.raises(RunError, match="start anew"):
+        resume_state(path, tmp_path / "best.pt")
+
+
+def test_settings_and_classes_are_printable(tmp_path: Path) -> None:
+    """Terminal sequences in a checkpoint once reached the terminal through the names of its classes."""
+    evil = {"settings": {"model": "m\x1b[2J", "tile": 64}, "classes": ["a\x07", "b"], "w": torch.ones(1)}
+    save_checkpoint(tmp_path / "c.pt", evil)
+    state = load_checkpoint(tmp_path / "c.pt")
+    assert state["settings"] == {"model": "m\\x1b[2J", "tile": 64}
+    assert state["classes"] == ["a\\x07", "b"]

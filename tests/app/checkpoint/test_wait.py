@@ -37,7 +37,7 @@ def whole(on_host: bool = False, resident: bool = False) -> Callable[[Communicat
     def make(communicator: Communicator) -> TrainingEngine:
         model = net("skips", torch.float32)
         host = HostOptimizer(ADAMW, dict(model.named_parameters()), Copies(), resident=resident) if on_host else None
-        rule = host.optimizer if host else ADAMW(model.parameters())
+        rule = host.optimizer if host else ADAMW(model.named_parameters())
         return DataParallelEngine(model, NETS["skips"][1], rule, communicator, batch=2 * M, m=M, host=host)
 
     return make

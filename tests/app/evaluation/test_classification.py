@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
@@ -17,6 +19,7 @@ from app.evaluation.classification import (
     confusion,
     with_interval,
 )
+from tests.helpers.counted import visited
 
 
 def cases_of(positive, label, patient=None):
@@ -45,10 +48,39 @@ def test_a_hand_made_case():
     assert balanced_accuracy(cases_of([0.1, 0.6], [1, 1])) == 0.5
 
 
-def test_patients_have_their_highest_slide():
-    patients = by_patient(cases_of([0.1, 0.9, 0.3], [0, 1, 0], [0, 0, 1]))
-    np.testing.assert_allclose(patients.score, [[0.1, 0.9], [0.7, 0.3]])
-    assert patients.label.tolist() == [1, 0]
+@pytest.mark.parametrize("positive", [0, 1])
+def test_a_patient_has_the_positive_class_where_one_slide_has_it(positive):
+    column = [0.1, 0.9, 0.3]
+    cases = cases_of(column if positive else [1 - p for p in column], [0, 1, 0] if positive else [1, 0, 1], [0, 0, 1])
+    patients, mixed = by_patient(replace(cases, positive=positive))
+    np.testing.assert_allclose(patients.score[:, positive], [0.9, 0.3])
+    np.testing.assert_allclose(patients.score.sum(1), 1)
+    assert (patients.label == positive).tolist() == [True, False]
+    assert not len(mixed)
+    assert auc(patients) == 1
+
+
+def test_patients_of_more_classes_have_the_mean():
+    score = np.array([[0.8, 0.1, 0.1], [0.4, 0.3, 0.3], [0, 0, 1], [0, 1, 0]])
+    patients, mixed = by_patient(Cases(score, np.array([0, 0, 2, 1]), np.array([0, 0, 1, 1])))
+    np.testing.assert_allclose(patients.score, [[0.6, 0.2, 0.2]])
+    assert (patients.label.tolist(), mixed.tolist()) == ([0], [1])  # slides of patient 1 differ in class
+
+
+def test_average_precision_is_of_the_positive_class():
+    cases = cases_of([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 0])
+    for positive in (0, 1):
+        expected = average_precision_score(cases.label == positive, cases.score[:, positive])
+        assert auprc(replace(cases, positive=positive)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_patients_are_looked_at_once():
+    def per_case(count):
+        score = np.random.default_rng(0).random((count, 2))
+        label, patient = np.arange(count) % 2, np.arange(count) // 2
+        return visited(lambda *arrays: by_patient(Cases(*arrays, 1)), score, label, patient) / count
+
+    assert per_case(800) < 1.3 * per_case(200)
 
 
 def test_the_interval_is_over_patients(monkeypatch):

@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
     checkpoint = write_checkpoint(root / "best.pt", SEGMENTER, tile=64, mpp=0.5, min_tissue=0)
     done = call(
         "app.predict", "--slides", root / "slides", "--checkpoint", checkpoint, "--out", root / "out",
-        "--model", SEGMENTER, env={"OMP_NUM_THREADS": "1"},
+        "--model", SEGMENTER, "--slide-mpp", "0.5", env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (root / "labels.csv").write_text(
@@ -57,6 +57,8 @@ def test_scores_and_the_page(folders, monkeypatch):
     low, high = figures["dice_interval"]["dark"]
     assert 2 / 3 <= low < figures["dice"]["dark"] < high == pytest.approx(1)  # of the resamples, some are without s1
     assert "slide AUC 0.7500" in done.stdout
+    assert "FROC 1.0000" not in done.stdout
+    assert figures["detections"] == {"dark": 4}
     page = ElementTree.parse(folders / "out" / "report.html")
     sources = [image.get("alt") for image in page.iter("img")]
     shown = [alt for alt in sources if alt.startswith("areas of")]

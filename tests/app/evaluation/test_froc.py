@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.evaluation.froc import SlideHits, froc, hits
+from app.evaluation.froc import SlideHits, _major_axes, froc, hits
+from tests.helpers.counted import visited
 
 MPP = 10.0
 
@@ -20,7 +21,7 @@ def lesions(*boxes):
 def test_hits_misses_and_false_alarms():
     mask = lesions((10, 10, 50, 50), (100, 100, 150, 150))
     result = hits(mask, MPP, [(20, 20, 0.9), (30, 30, 0.7), (80, 80, 0.6), (300, 20, 0.2)])
-    assert result == SlideHits(2, (0.9,), (0.6, 0.2))
+    assert result == SlideHits(2, (0.9,), (0.6, 0.2), objects=2, detections=4)
 
 
 def test_lesions_near_each_other_are_one():
@@ -30,12 +31,12 @@ def test_lesions_near_each_other_are_one():
 
 def test_isolated_cells_are_neither_found_nor_false():
     mask = lesions((10, 10, 50, 50), (120, 120, 125, 125))
-    assert hits(mask, MPP, [(122, 122, 0.8)]) == SlideHits(1, (), ())
+    assert hits(mask, MPP, [(122, 122, 0.8)]) == SlideHits(1, (), (), isolated=1, objects=2, detections=1)
 
 
 def test_holes_belong_to_their_lesion():
     ring = lesions((10, 10, 60, 60)) & ~lesions((25, 25, 45, 45))
-    assert hits(ring, MPP, [(35, 35, 0.5)]) == SlideHits(1, (0.5,), ())
+    assert hits(ring, MPP, [(35, 35, 0.5)]) == SlideHits(1, (0.5,), (), objects=1, detections=1)
 
 
 def test_the_curve_by_hand():
@@ -49,6 +50,45 @@ def test_the_curve_by_hand():
 
 def test_no_lesion_has_no_score():
     assert froc([SlideHits(0, (), (0.5,))]).score is None
+
+
+def test_objects_that_merge_have_no_curve():
+    nuclei = lesions(*((x, y, x + 2, y + 2) for x in range(0, 60, 4) for y in range(0, 60, 4)))
+    curve = froc([hits(nuclei, MPP, [(5, 5, 0.9), (150, 150, 0.8)])])
+    assert (curve.score, curve.lesions, curve.detections) == (None, 1, 2)
+    assert "225 annotated objects merge into 1" in curve.reason
+    assert "no lesion" in froc([hits(lesions((9, 9, 12, 12)), MPP, [])]).reason
+
+
+def test_major_axes_are_those_of_each_component():
+    def axis(mask):
+        rows, columns = np.nonzero(mask)
+        spread = np.cov(np.stack([columns, rows]), bias=True) + np.eye(2) / 12
+        return 4 * np.sqrt(np.linalg.eigvalsh(spread)[-1])
+
+    labels = np.zeros((90, 90), np.int32)
+    labels[5:40, 7:12], labels[50, 60] = 1, 3
+    labels[np.arange(50, 80), np.arange(10, 40)] = 2
+    np.testing.assert_allclose(_major_axes(labels), [axis(labels == n) for n in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("objects", [4, 64])
+def test_each_px_is_visited_as_often_whatever_the_number_of_objects(objects):
+    side = round(objects**0.5)
+    labels = np.zeros((128, 128), np.int32)
+    for k in range(objects):
+        y, x = (128 // side * place for place in divmod(k, side))
+        labels[y : y + 64 // side, x : x + 64 // side] = k + 1
+    visits = visited(lambda counted: _major_axes(counted), labels)
+    assert visits <= 60 * labels.size
+
+
+def test_the_curve_looks_at_each_detection_as_often_whatever_their_number():
+    def of(count):
+        false = visited(lambda counted: froc([SlideHits(1, (0.5,), counted)]), np.linspace(0, 1, count))
+        return false / count
+
+    assert of(2000) < 1.2 * of(500)
 
 
 def test_the_curve_is_that_of_another_implementation():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from app.launch import place as module
-from app.launch.place import device_of, place, rank_cores
+from app.launch.place import choose_autocast, device_of, place, rank_cores
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.kinds import RankKind
@@ -102,3 +102,13 @@ def test_sums_go_the_way_that_is_asked_for(asked: str | None) -> None:
         return communicator.way, tensor.item()
 
     assert run_on_threads(2, summed) == [(asked or "device", 3.0)] * 2
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_bf16_that_a_gpu_only_emulates_is_not_chosen(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V100 and T4 say that they support it, at a fraction of the speed of float32."""
+    supported = lambda including_emulation=True: including_emulation or not emulated  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert choose_autocast("auto", torch.device("cuda")) == (None if emulated else torch.bfloat16)
+    assert choose_autocast("auto", torch.device("cpu")) is None
+    assert choose_autocast("bf16", torch.device("cuda")) == torch.bfloat16

@@ -130,10 +130,11 @@ def test_an_attempt_without_a_checkpoint_keeps_the_microbatches(tmp_path: Path) 
     ddp = StrategySettings(parallel="ddp", ranks=4, batch=12)
     config = RunConfig(DataSettings(Path("slides")), strategy=ddp, out=tmp_path)
     folder = RunFolder(tmp_path)
-    folder.open(train_module._with_microbatches(config, folder, 0))
+    folder.open(train_module._with_microbatches(config, None))
     fewer = replace(config, strategy=replace(ddp, ranks=3))
-    assert train_module._with_microbatches(fewer, folder, 1).strategy.microbatches == 4
-    assert train_module._with_microbatches(fewer, folder, 0).strategy.microbatches == 3
+    for before, microbatches in ((1, 4), (0, 3)):
+        begun = train_module._begun(fewer, folder, before)
+        assert train_module._with_microbatches(fewer, begun).strategy.microbatches == microbatches
 
 
 STEPS, EVERY = 30, 4

@@ -103,7 +103,7 @@ def test_tasks_of_an_array_index_parts_which_the_run_takes_over(
         assert f"3 of them in part {task}/2\n" in text
         assert "indexed 3 slides in " in text
         assert (out / f"tiles.part-{task}-of-2.parquet").exists()
-    assert f"6 slides are in {out / 'tiles.parquet'} already" in trained[1]
+    assert f"in {out / 'tiles.parquet'} already: 6 slides" in trained[1]
     assert "indexed " not in trained[1]
 
 

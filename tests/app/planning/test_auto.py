@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.planning.auto import decided, follow, plan_run, savings_of
+from app.planning.auto import decided, follow, plan_run, plan_text, savings_of
 from app.planning.machine import Machine
 from app.settings.cli import RunError
 from app.settings.run import DataSettings, ModelSettings, RunConfig
@@ -51,7 +51,7 @@ def run(config: RunConfig, folder: Path) -> list[str]:
 
 
 def chosen(config: RunConfig, folder: Path) -> Strategy:
-    return decided(config.strategy, folder, "cpu")
+    return decided(config.strategy, folder, "cpu", plan_text(folder))
 
 
 def test_one_rank_is_planned_without_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

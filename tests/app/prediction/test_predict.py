@@ -17,6 +17,7 @@ from app.prediction import share, whole_slide
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import load_model
 from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Bounds, levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import TileReadError
@@ -50,7 +51,7 @@ def slides(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "best.pt"
-    return write_checkpoint(path, SEGMENTER, tile=96, mpp=0.5, min_tissue=0)
+    return write_checkpoint(path, SEGMENTER, tile=96, mpp=0.5, min_tissue=0, slide_mpp=0.5)
 
 
 def predict(slides, checkpoint, out, *more, model=SEGMENTER):
@@ -77,7 +78,7 @@ def predicted(slides, checkpoint, tmp_path_factory):
     first = (out / "overlays" / "a.png").stat().st_mtime_ns
     done = predict(slides, checkpoint, out)
     assert done.returncode == 0, done.stderr
-    assert "1 slides are done" in done.stdout
+    assert "already: 1 slide" in done.stdout
     assert (out / "overlays" / "a.png").stat().st_mtime_ns == first
     return out
 
@@ -153,7 +154,7 @@ def test_a_damaged_checkpoint_is_refused(slides, checkpoint, tmp_path):
 class InBounds:
     """A spec of a slide whose scanned part does not begin at the corner of level 0."""
 
-    slide_id, mpp = "a", None
+    slide_id, mpp, backend = "a", None, "auto"
 
     def __init__(self, path, damaged_from=10_000):
         """Windows that reach below level-0 row ``damaged_from`` cannot be read."""
@@ -214,7 +215,7 @@ def test_windows_that_cannot_be_read_are_left_out_and_counted(slides, checkpoint
 
 
 def test_a_classifier_has_a_coarse_map(slides, tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=96, mpp=0.5, min_tissue=0)
+    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=96, mpp=0.5, min_tissue=0, slide_mpp=0.5)
     out = tmp_path / "out"
     done = predict(slides, checkpoint, out, "--overlap", "0.5", model=CLASSIFIER)
     assert done.returncode == 0, done.stderr
@@ -245,7 +246,7 @@ def test_ranks_share_the_slides_out(slides, checkpoint, tmp_path):
 
 
 def test_a_model_of_whole_slides_gives_a_score_for_each(slides, tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile="slide", mpp=0.5, min_tissue=0)
+    checkpoint = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile="slide", mpp=0.5, min_tissue=0, slide_mpp=0.5)
     out = tmp_path / "out"
     done = predict(slides, checkpoint, out, model=CLASSIFIER)
     assert done.returncode == 0, done.stderr
@@ -297,3 +298,63 @@ def assert_same_maps(expected, out):
     for slide_id in DARK:
         ours, theirs = (tifffile.imread(folder / "heat_maps" / f"{slide_id}.dark.tif") for folder in (out, expected))
         assert np.abs(ours.astype(int) - theirs).max() <= 1  # of 255: rounding of the last bit of a float
+
+
+def recorded(slides):
+    """What a run knows of its slides, of which one has the name of a slide here and other content."""
+    digests = {name: SlideState.of(slides / f"{name}.png").digest for name in DARK}
+    return {
+        "split": {"a": "train", "other": "val", "p1_x": "test"},
+        "patient": {"p1_x": "p1"},
+        "digest": {"a": digests["a"], "other": digests["b"], "b": "0", "p1_x": "1"},
+        "mpp": {"a": 1.0, "b": 2.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "mpp"),
+    [
+        ((), {"a": 1.0, "b": 0.25}),  # what the run read this slide at, and its --slide-mpp
+        (("--slide-mpp", "0.5"), {"a": 0.5, "b": 0.5}),
+    ],
+)
+def test_slides_are_opened_as_in_the_run(slides, tmp_path, words, mpp):
+    more = {"slides": recorded(slides), "slide_mpp": 0.25, "labels": "gone.csv"}
+    checkpoint = write_checkpoint(tmp_path / "best.pt", SEGMENTER, tile=96, mpp=1.0, min_tissue=0, **more)
+    done = predict(slides, checkpoint, tmp_path / "out", *words)
+    assert done.returncode == 0, done.stderr
+    records = PredictionFolder(tmp_path / "out").records()
+    assert {r["row"]["slide"]: r["canvas"]["mpp"] for r in records} == mpp
+    assert {r["row"]["slide"]: r["opening"]["mpp"] for r in records} == mpp
+    with (tmp_path / "out" / "slides.csv").open(newline="") as file:
+        assert {row["slide"]: row["split"] for row in csv.DictReader(file)} == {"a": "train", "b": "val"}
+
+
+def test_each_slide_has_its_split_and_patient(slides, checkpoint, tmp_path):
+    cpu, new = torch.device("cpu"), SlideState(0, 0, "new")
+    of_run = {"slides": recorded(slides), "patient_pattern": "^(p.)_"}
+    model = load_model(write_checkpoint(tmp_path / "a.pt", SEGMENTER, tile=96, mpp=0.5, **of_run), SEGMENTER, cpu)
+    for name, state, origin in (
+        ("renamed", SlideState(0, 0, "1"), ("test", "p1")),
+        ("a", SlideState.of(slides / "a.png"), ("train", None)),
+        ("a", new, ("external", None)),  # the name of a slide of the run, and other content
+        ("p1_new", new, ("test", "p1")),  # another slide of a patient of the run
+        ("p2_new", new, ("external", "p2")),
+    ):
+        assert tuple(model.origin(name, state).values()) == origin
+    assert load_model(checkpoint, SEGMENTER, cpu).origin("a", new) == {"split": "unknown", "patient": None}
+
+
+@pytest.mark.parametrize(
+    ("classes", "named", "shown"),
+    [
+        (("cancer", "normal"), None, ["cancer"]),
+        (("Normal", "cancer"), None, ["cancer"]),
+        (("luad", "lusc"), None, ["luad", "lusc"]),
+        (("luad", "lusc"), "luad", ["luad"]),
+        (("a", "b", "normal"), None, ["a", "b", "normal"]),
+    ],
+)
+def test_the_heat_map_is_that_of_the_positive_class(tmp_path, classes, named, shown):
+    path = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=96, mpp=0.5, classes=classes, positive_class=named)
+    assert list(load_model(path, CLASSIFIER, torch.device("cpu")).shown.values()) == shown

@@ -73,7 +73,7 @@ def test_every_flag_has_its_own_name_and_help() -> None:
         (replace(CONFIG, score=ScoreSettings(top_k=0)), ["--developer top-k must be at least 1; got 0"]),
         (
             replace(CONFIG, data=DataSettings(Path("s"), slide_mpp=1000), split=SplitSettings(0.6, 0.6)),
-            ["--slide-mpp must be within 0.05-100.0 um/px; got 1000", "leave no slide to train on"],
+            ["--slide-mpp must be between 0.05 and 100 um/px; got 1000", "leave no slide to train on"],
         ),
     ],
 )

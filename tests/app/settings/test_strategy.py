@@ -132,7 +132,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ({"recompute": "0"}, ["--recompute takes none, stage, block, optimal or a number of layers from 1; got '0'"]),
         ({"stream": "0"}, ["--stream takes none, auto or the side of boxes in px, such as 512; got '0'"]),
         (
-            {"stream": "512", "recompute": "block"},
+            {"stream": "512", "recompute": "block", "ranks": 2},
             [
                 "--stream 512 computes a tile again box by box, and goes without --recompute block: leave that out",
                 "--stream 512 is not for --parallel auto, which does not plan boxes yet: name another strategy",

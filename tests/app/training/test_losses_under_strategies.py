@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.training.engines import build_engine
-from app.training.exactness import ExactnessTrial, compare, run_engine, run_plain
+from app.training.exactness import ExactnessTrial, verify_engine
 from models.losses import PixelClassLoss
 from models.unet import UNet
 from parallel.comm.thread_comm import run_on_threads
@@ -35,7 +35,12 @@ STRATEGIES = {
 
 @pytest.mark.parametrize(
     ("loss", "strategies"),
-    [("dice", (*STRATEGIES,)), ("cross entropy", ("ddp", "1f1b in boxes")), ("focal", ("1f1b", "ddp in boxes"))],
+    [
+        ("dice", ("ddp", "1f1b")),
+        ("dice", ("ddp in boxes", "1f1b in boxes")),
+        ("cross entropy", ("ddp", "1f1b in boxes")),
+        ("focal", ("1f1b", "ddp in boxes")),
+    ],
 )
 def test_a_loss_is_that_of_the_plain_step(loss: str, strategies: tuple[str, ...]) -> None:
     torch.manual_seed(0)
@@ -49,10 +54,8 @@ def test_a_loss_is_that_of_the_plain_step(loss: str, strategies: tuple[str, ...]
         loss=LOSSES[loss],
         classes=3,
     )
-    plain = run_plain(trial)
-    names = [name for name, _ in trial.module.named_parameters()]
     for name in strategies:
         make = functools.partial(build_engine, STRATEGIES[name], batch=sum(SIZES), tile=40, seed=trial.seed, device=CPU)
-        ranks = run_on_threads(2, lambda c, _, make=make: run_engine(trial, make, c), timeout_s=60)[0]
-        assert ranks is not None
-        assert compare(plain, ranks, names).largest <= 1e-10, name
+        errors = run_on_threads(2, lambda c, _, make=make: verify_engine(trial, make, c), timeout_s=60)[0]
+        assert errors is not None
+        assert errors.largest <= 1e-10, name

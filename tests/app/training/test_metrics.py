@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, slide_scores
+from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, rows_by, slide_scores
+from app.training.validation import _segmentation, _slide_rows, spread
+from tests.helpers.counted import visited
 
 PROBABILITY = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7], [0.5, 0.5]])
 SLIDE = np.array([4, 4, 2, 2, 2])
@@ -56,3 +61,39 @@ def test_dice_is_undefined_only_where_a_class_is_neither_true_nor_predicted() ->
     dice = dice_by_slide(np.array([[5.0, 0.0, 0.0]]), np.array([[20.0, 4.0, 0.0]]))
     assert dice[0, :2].tolist() == [0.5, 0.0]
     assert np.isnan(dice[0, 2])
+
+
+def test_rows_by_number() -> None:
+    numbers, rows = rows_by(np.array([4, 2, 4, 2]))
+    assert numbers.tolist() == [2, 4]
+    assert [own.tolist() for own in rows] == [[1, 3], [0, 2]]
+    assert rows_by(np.empty(0, np.int64))[1] == []
+
+
+def _dataset(slides: int) -> SimpleNamespace:
+    ids = [str(k) for k in range(slides)]
+    splits = SimpleNamespace(split=dict.fromkeys(ids, "val"))
+    return SimpleNamespace(classes=("a", "b"), tiles=SimpleNamespace(slides=ids, slide=None), splits=splits)
+
+
+@pytest.mark.parametrize("what", ["slide_scores", "spread", "slide_rows", "segmentation"])
+def test_each_tile_is_visited_as_often_whatever_the_number_of_slides(what: str) -> None:
+    def per_tile(slides: int) -> float:
+        slide, data = np.repeat(np.arange(slides), 10), _dataset(slides)
+        values = np.random.default_rng(0).random((len(slide), 4))
+        readable = np.ones(len(slide), bool)
+
+        def work(slide: Any, values: Any, readable: Any) -> None:
+            data.tiles.slide = slide
+            if what == "slide_scores":
+                slide_scores(values, slide, "top-k", 5)
+            elif what == "spread":
+                spread(data, np.arange(len(slide)), 5)
+            elif what == "slide_rows":
+                list(_slide_rows(data, slide, readable))
+            else:
+                _segmentation(data, slide, readable, values, None)
+
+        return visited(work, slide, values, readable) / len(slide)
+
+    assert per_tile(400) < 1.3 * per_tile(100)

@@ -6,6 +6,7 @@ The GPUs are stand-ins: ranks on the CPU that the table of devices calls otherwi
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.training.engines import build_engine
-from app.training.exactness import TOLERANCE, ExactnessTrial, StepsResult, compare, run_engine, run_plain
+from app.training.exactness import TOLERANCE, Errors, ExactnessTrial, MeasuredEngine, verify_engine
 from app.training.random_draws import refuse_draws
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
@@ -39,15 +40,19 @@ def test_shares_of_unequal_devices_are_the_plain_step(way: Way, dtype: torch.dty
     trial = ExactnessTrial(model, sizes, 32, dtype, CPU, 3 if dtype == torch.float64 else 1)
     make_engine = functools.partial(build_engine, strategy, batch=BATCH, tile=32, seed=0, device=CPU)
 
-    def run(inner: Communicator, _: object) -> list[StepsResult] | None:
-        return run_engine(trial, make_engine, MixedCommunicator(inner, KINDS, way))
+    engines: dict[int, MeasuredEngine] = {}
 
-    ranks = run_on_threads(2, run)[0]
-    assert ranks is not None
-    errors = compare(run_plain(trial), ranks, [name for name, _ in model.named_parameters()])
+    def run(inner: Communicator, _: object) -> Errors | None:
+        def make(*given: Any) -> MeasuredEngine:
+            return engines.setdefault(inner.rank, make_engine(*given))
+
+        return verify_engine(trial, make, MixedCommunicator(inner, KINDS, way))
+
+    errors = run_on_threads(2, run)[0]
+    assert errors is not None
     assert errors.largest <= TOLERANCE[dtype]
-    for name, gradient in ranks[0].gradients.items():
-        assert torch.equal(gradient, ranks[1].gradients[name]), name
+    for name, gradient in engines[0].gradients().items():
+        assert torch.equal(gradient, engines[1].gradients()[name]), name
 
 
 class Attending(nn.Module):

@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_run_and_its_resumed_rest_are_one(server: Path, classify_slides: Path,
     server.mkdir()
     out = tmp_path / "run"
     arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--developer", "mlflow=study")
-    for more in (("--steps", "2"), ("--steps", "3", "--resume")):
+    for more in (("--steps", "2"), ("--steps", "3", "--resume", "--extend")):
         done = train(*arguments, *more)
         assert done.returncode == 0, done.stderr
     told = calls(server)
@@ -98,3 +99,27 @@ def test_without_mlflow_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     assert fault.startswith(
         "--developer mlflow=study needs the package mlflow or mlflow-skinny, which is not installed"
     )
+
+
+def test_every_scalar_is_sent_or_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scalars that come while a message is under way push others out of a full queue."""
+    monkeypatch.setattr(mlflow_log, "MOST_WAITING", 10)
+    monkeypatch.setattr(mlflow_log, "MOST_METRICS", 4)
+    monkeypatch.setattr(MlflowLog, "_start", lambda self: None)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *scalar: scalar, Param=None))
+    told = MlflowLog(tmp_path, "study", {})
+    sent: list[Any] = []
+
+    class Client:
+        def log_batch(self, run: str, metrics: list[Any]) -> None:
+            told.scalars(len(sent) + 100, {"more": 1.0, "again": 2.0})
+            sent.extend(metrics)
+
+    given = 14
+    for step in range(given):
+        told.scalars(step, {"loss": 0.5})
+    for _ in range(3):
+        told._send(Client(), "run")
+        given += 2
+    assert len(sent) == len(set(sent)) == 12
+    assert len(sent) + len(told._waiting) + told._dropped == given

@@ -22,7 +22,7 @@ def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_pr
     assert (summary["strategy"], summary["ranks"], summary["stages"], summary["microbatches"]) == ("master", 2, 2, 4)
     assert 0 < summary["bubble"] < 1
     assert (summary["images"], len(summary["peak_memory_bytes"])) == (12, 2)
-    done = train_process(*common, "--parallel", "fsdp", "--steps", "5", "--resume")
+    done = train_process(*common, "--parallel", "fsdp", "--steps", "5", "--resume", "--extend")
     assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(out)
     assert (summary["strategy"], summary["stages"], summary["microbatches"], summary["images"]) == ("fsdp", 1, 4, 20)

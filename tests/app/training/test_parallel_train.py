@@ -85,7 +85,10 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
         watchdog = Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
         session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)
-        outcome = TrainingLoop(session, folder, Interrupt()).run()
+        loop = TrainingLoop(session, folder, Interrupt())
+        outcome = loop.run()
+        if loop.measures_twin:
+            assert (loop.measure_twin() or 0) > 0
         opened = session.pool.open_ids
         session.close()
         return outcome.loss, outcome.metrics, opened

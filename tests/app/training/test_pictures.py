@@ -105,7 +105,7 @@ def test_predictions_are_those_of_validation_and_are_evaluated(
         for score in ("score_ants", "score_bees"):
             assert float(predicted[slide][score]) == pytest.approx(float(row[score]), abs=1e-6)
     again = call("app.predict", "--slides", pictures, "--checkpoint", best, "--model", CLASSIFIER, "--out", out)
-    assert "18 slides are done" in again.stdout
+    assert "already: 18 slides" in again.stdout
     done = call("app.evaluate", "--predictions", out, "--labels", run / "predictions.csv", "--slides", pictures)
     assert done.returncode == 0, done.stderr
     right = [row["label"] == "bees" for row in held_out.values()]
@@ -113,6 +113,13 @@ def test_predictions_are_those_of_validation_and_are_evaluated(
     value = json.loads((out / "evaluation.json").read_text())["slide_auc"]["value"]
     assert value == pytest.approx(roc_auc_score(right, scores))
     assert "whole pictures, resized to 32 px" in (out / "report.html").read_text()
+    assert "picture AUC" in done.stdout
+    assert "slide AUC" not in done.stdout
+    log, page = (run / "run.log").read_text(), (run / "report.html").read_text()
+    assert "picture_auc" in log
+    assert "slide_auc" not in log
+    assert "Picture AUC" in page
+    assert "Slide AUC" not in page
 
 
 def table(path: Path) -> dict[str, dict[str, str]]:

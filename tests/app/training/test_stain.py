@@ -51,11 +51,11 @@ def test_a_resumed_run_uses_what_was_found_and_other_stains_are_refused(
     run: Path, classify_slides: Path, train: Train
 ) -> None:
     stored = (run / "stains.json").read_bytes()
-    resumed = train("--slides", classify_slides, *RUN, "--steps", "3", "--resume", "--out", run)
+    resumed = train("--slides", classify_slides, *RUN, "--steps", "3", "--resume", "--extend", "--out", run)
     assert resumed.returncode == 0, resumed.stderr
     assert "are looked at" not in resumed.stdout
     assert (run / "stains.json").read_bytes() == stored
-    other = train("--slides", classify_slides, *RUN, "--stain", "reinhard", "--resume", "--out", run)
+    other = train("--slides", classify_slides, *RUN, "--steps", "3", "--stain", "reinhard", "--resume", "--out", run)
     assert other.returncode == 2
     assert "stain: the run has 'macenko', asked is 'reinhard'" in other.stderr
     (run.parent / "new").mkdir()

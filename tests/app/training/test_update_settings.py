@@ -1,14 +1,16 @@
-"""Layer-wise learning rates, frozen parts and averaged weights: those of one process with torch's own means, whatever
-the strategy."""
+"""Layer-wise learning rates, weight decay, frozen parts and averaged weights: those of one process with torch's own
+means, whatever the strategy."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
 import pytest
 import torch
+from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -17,6 +19,7 @@ from app.training.engines import build_engine, build_optimizer
 from models.frozen import freeze
 from models.layer_depth import layer_scales
 from models.losses import PixelClassLoss
+from models.registry import build_model
 from models.unet import UNet
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
@@ -27,7 +30,8 @@ from parallel.strategy import Strategy
 
 CPU = torch.device("cpu")
 SIZES, PX, STEPS, LR, DECAY, EMA = (2, 1, 1), 16, 3, 0.05, 0.7, 0.6
-SETTINGS = OptimizerSettings(optimizer="sgd", lr=LR, momentum=0.9, weight_decay=1e-3, ema=EMA)
+WEIGHT_DECAY = 0.1
+SETTINGS = OptimizerSettings(optimizer="sgd", lr=LR, momentum=0.9, weight_decay=WEIGHT_DECAY, ema=EMA)
 LOSS = PixelClassLoss()
 
 
@@ -58,8 +62,11 @@ def plain() -> dict[str, Any]:
     """The steps written out: groups by hand, torch's own average."""
     net = copy.deepcopy(model()).train()
     scales = layer_scales(net, DECAY)
-    groups = [{"params": [p], "scale": scales[name]} for name, p in net.named_parameters()]
-    optimizer = torch.optim.SGD(groups, lr=LR, momentum=0.9, weight_decay=1e-3)
+    groups = [
+        {"params": [p], "scale": scales[name], "weight_decay": WEIGHT_DECAY * (p.ndim > 1)}
+        for name, p in net.named_parameters()
+    ]
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=0.9)
     average = AveragedModel(
         net, avg_fn=lambda mean, new, n: torch.lerp(new, mean, min(EMA, (1 + int(n)) / (10 + int(n))))
     )
@@ -163,3 +170,60 @@ def test_updates_and_averages_are_those_of_one_process(strategy: Strategy) -> No
     assert all(torch.allclose(output.double(), expected["predicted"], rtol=1e-4, atol=1e-5) for output in outputs)
     before = model().state_dict()
     assert all(torch.equal(state["model"][name], before[name]) for name in before if name.startswith("encoder.0."))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "timm:convnext_atto", "unet"])
+def test_weights_decay_as_in_timm(name: str) -> None:
+    net = build_model(name, classes=2, norm="batch", head="average")
+    without, decaying = param_groups_weight_decay(net, WEIGHT_DECAY)
+    for settings, expected in (
+        (SETTINGS, {WEIGHT_DECAY: decaying["params"], 0.0: without["params"]}),
+        (dataclasses.replace(SETTINGS, decay_all=True), {WEIGHT_DECAY: list(net.parameters())}),
+        (dataclasses.replace(SETTINGS, weight_decay=0.0), {0.0: list(net.parameters())}),
+    ):
+        groups = build_optimizer(settings, net.named_parameters()).param_groups
+        assert {group["weight_decay"]: set(map(id, group["params"])) for group in groups} == {
+            decay: set(map(id, parameters)) for decay, parameters in expected.items()
+        }
+
+
+@pytest.mark.parametrize("kind", ["ddp", "1f1b"])
+def test_optimizer_state_is_never_loaded_into_other_groups(kind: str) -> None:
+    """Of a checkpoint from before biases and norms had no decay: as it was with ``decay_all``, else one message."""
+
+    def state_after_a_step(communicator: Communicator, settings: OptimizerSettings) -> tuple[Any, dict[str, Any]]:
+        strategy = Strategy(kind, 2, 2 if kind == "1f1b" else 1, 3)
+        make = functools.partial(build_optimizer, settings)
+        engine: Any = build_engine(
+            strategy, copy.deepcopy(model()), LOSS, make, communicator, batch=sum(SIZES), tile=PX, seed=0, device=CPU
+        )
+        given = [(microbatch(0, i), engine.wants(i)) for i in engine.share]
+        parts = [Microbatch(x if w.images else None, y if w.targets else None, x.shape) for (x, y), w in given]
+        engine.step(parts, 0, LR)
+        return engine, shared(communicator, copy.deepcopy(engine.state_dict()))
+
+    def rank(communicator: Communicator, _: None) -> None:
+        everything = dataclasses.replace(SETTINGS, decay_all=True)
+        engine, old = state_after_a_step(communicator, everything)
+        engine.load_state_dict(old)
+        assert_same_state(shared(communicator, engine.state_dict()), old)
+        assert {group["weight_decay"] for group in old["optimizer"]["param_groups"]} == {WEIGHT_DECAY}
+        engine, new = state_after_a_step(communicator, SETTINGS)
+        engine.load_state_dict(new)
+        assert_same_state(shared(communicator, engine.state_dict()), new)
+        assert [n for group in new["optimizer"]["param_groups"] for n in group["params"]] == [*range(len(NAMES))]
+        with pytest.raises(ValueError, match=rf"weight_decay {WEIGHT_DECAY} for .*, this one has 0.0"):
+            engine.load_state_dict(old)
+
+    run_on_threads(2, rank, timeout_s=60)
+
+
+NAMES = [name for name, _ in model().named_parameters()]
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    for number, state in expected["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(found["optimizer"]["state"][number][key]), torch.as_tensor(value))

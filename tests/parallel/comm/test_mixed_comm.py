@@ -142,7 +142,7 @@ def trained(communicator: Communicator, argument: Any) -> dict[str, dict[str, Te
     found = {}
     for dtype in TOLERANCE:
         model = net(dtype)
-        rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        rule = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
         own = shares[mixed.world]
         m = sum(map(len, own))
         engine = DataParallelEngine(

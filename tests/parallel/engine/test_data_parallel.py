@@ -50,7 +50,7 @@ def data(dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]:
 def plain_run(dtype: torch.dtype, momentum: float | None) -> dict[str, Any]:
     """The step written out: forward, backward, gradients accumulated per microbatch; nothing of ours but the seeds."""
     model = small_model(momentum).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
         images, labels = data(dtype, step)
@@ -83,7 +83,7 @@ def parts_of(engine: DataParallelEngine, images: Tensor, labels: Tensor, step: i
 def engine_run(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
     dtype, momentum = getattr(torch, argument["dtype"]), argument["momentum"]
     model = small_model(momentum).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     engine = DataParallelEngine(
         model, F.cross_entropy, optimizer, communicator, batch=BATCH, m=M, seed=SEED, bucket_bytes=argument["buckets"]
     )
@@ -127,7 +127,13 @@ def nan_step(communicator: Communicator) -> dict[str, Any]:
     model = small_model()
     before = [p.clone() for p in model.parameters()]
     engine = DataParallelEngine(
-        model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), communicator, batch=BATCH, m=M, seed=SEED
+        model,
+        F.cross_entropy,
+        torch.optim.SGD(model.named_parameters(), lr=0.1),
+        communicator,
+        batch=BATCH,
+        m=M,
+        seed=SEED,
     )
     images, labels = data(torch.float32, 0)
     images[cut(0)[2][0], 0, 0, 0] = float("nan")
@@ -210,5 +216,5 @@ def test_more_ranks_than_microbatches_is_refused() -> None:
     model = small_model()
     with pytest.raises(ValueError, match="9 microbatches need a batch of at least 9 tiles, got 7"):
         DataParallelEngine(
-            model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), LocalCommunicator(), batch=7, m=9
+            model, F.cross_entropy, torch.optim.SGD(model.named_parameters(), lr=0.1), LocalCommunicator(), batch=7, m=9
         )

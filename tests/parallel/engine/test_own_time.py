@@ -37,7 +37,7 @@ def step_beside_a_late_rank(communicator: Communicator, _: Any) -> dict[str, Any
     """The second of two steps, of four microbatches; the last rank takes ``LATE_S`` for each of its own."""
     torch.manual_seed(0)
     model = Sleeping(LATE_S * (communicator.rank == communicator.world - 1))
-    rule = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = torch.optim.SGD(model.named_parameters(), lr=0.1)
     engine = DataParallelEngine(model, F.cross_entropy, rule, communicator, batch=4, m=4)
     for number in range(2):
         one = Microbatch(torch.zeros(1, 3, 4, 4), torch.zeros(1, dtype=torch.int64), (1, 3, 4, 4))

@@ -61,7 +61,7 @@ class Drawn:
 
 def drawn_run(communicator: Communicator, dtype: str) -> dict[str, Any]:
     model = net(dtype)
-    rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rule = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     engine = TicketEngine(model, F.cross_entropy, rule, communicator, batch=BATCH, m=M, seed=SEED)
     losses, taken = [], []
     for step in range(STEPS):
@@ -87,7 +87,7 @@ def both_types(communicator: Communicator, _: Any) -> dict[str, Any]:
 
 def plain_run(dtype: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     model = net(dtype)
-    rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rule = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
         images, labels = tiles(dtype, step)
@@ -146,7 +146,7 @@ class Late(nn.Module):
 def beside_a_late_rank(communicator: Communicator, _: Any) -> list[int]:
     """Which microbatches this rank draws where rank 0 is so late that it is at its first when all others are done."""
     model = Late(1.5 if communicator.rank == 0 else 0.0)
-    rule = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = torch.optim.SGD(model.named_parameters(), lr=0.1)
     engine = TicketEngine(model, F.cross_entropy, rule, communicator, batch=BATCH, m=M, seed=SEED)
     drawn = Drawn("float32", 0)
     engine.step(DrawnMicrobatches(engine.share, drawn.take), 0, 0.1)

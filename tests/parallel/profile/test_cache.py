@@ -14,7 +14,7 @@ import torch
 
 from parallel.profile import cache, copy_speed
 from parallel.profile import calibrate as calibration
-from parallel.profile.cache import keep, kept_at
+from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import load_or_calibrate
 from parallel.profile.copy_speed import CopySpeed, load_or_measure_copies
 
@@ -86,7 +86,7 @@ def test_what_is_kept_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch, tmp
     assert path is not None
     assert path.parent == tmp_path / "megatile"
     keep(path, "text")
-    assert path.read_text() == "text"
+    assert kept_text(path) == "text"
 
 
 COMPILES = """
@@ -124,3 +124,31 @@ def test_torch_compiles_where_nobody_else_writes(home: str, tmp_path: Path) -> N
     expected = tmp_path / "cache" / "megatile" / "torchinductor" if home == "cache" else tmp_path / "tmp"
     assert Path(folder).is_relative_to(expected)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda data: b"",
+        lambda data: data[:-1],
+        lambda data: data[:40],
+        lambda data: data.replace(b"4.5", b"9.5"),
+        lambda data: data.partition(b"\n")[0],
+        lambda data: b"[" * 100_000,
+        lambda data: b"\xff\x00" * 50,
+        lambda data: b'{"key": {}, "others": "many"}',
+    ],
+)
+def test_what_is_damaged_is_named_and_measured_anew(
+    harm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = kept_at({"device": "abacus"})
+    assert kept_text(path) is None
+    keep(path, '{"seconds": 4.5}')
+    assert kept_text(path) == '{"seconds": 4.5}'
+    assert not caplog.records
+    path.write_bytes(harm(path.read_bytes()))
+    assert kept_text(path) is None
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()

@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel.cost.calibrated import CostModel, Curve, load
+from parallel.cost.calibrated import CostModel, Curve
 from parallel.cost.product import work_of, work_of_shape
 from parallel.cost.regression import Polynomial, fit
 from parallel.cost.shapes import ROUND, Product, products
 from parallel.graph.layers import LayerGraph
 from parallel.graph.op import Convolution
 from parallel.profile import calibrate as calibration
-from parallel.profile.cache import kept_at
+from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import calibrate, calibration_key, fit_model, load_or_calibrate
 from parallel.profile.core_use import CoreUse, others_now
 from parallel.profile.op_timing import MOVING
@@ -103,13 +103,11 @@ def test_tiles_beyond_the_calibration_cost_in_proportion(made_up: CostModel) -> 
 
 def test_what_is_kept_gives_the_same(made_up: CostModel, tmp_path: Path) -> None:
     path = tmp_path / "model.json"
-    path.write_text(made_up.to_json())
-    assert load(path) == made_up
+    keep(path, made_up.to_json())
+    kept = CostModel.from_json(kept_text(path))
+    assert kept == made_up
     graph = graph_of(plain(), 64)
-    assert load(path).estimate(graph) == made_up.estimate(graph)
-    path.write_text(made_up.to_json()[:-20])
-    assert load(path) is None
-    assert load(tmp_path / "none.json") is None
+    assert kept.estimate(graph) == made_up.estimate(graph)
 
 
 def test_operations_without_a_curve_take_that_of_a_usual_one(made_up: CostModel) -> None:

@@ -16,6 +16,7 @@ from parallel.plan.side_by_side import sum_in_team_s, with_talk
 from parallel.plan.step_time import forecast_whole
 from parallel.plan.talk import Halo, Sum, Talk
 from parallel.profile import link_speed
+from parallel.profile.cache import keep, kept_text
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
 from parallel.strategy import Strategy
 
@@ -93,14 +94,14 @@ def test_one_of_another_version_is_measured_anew_and_told(
 ) -> None:
     speed = load_or_measure_links(2)
     (file,) = (tmp_path / "megatile").iterdir()
-    kept = json.loads(file.read_text())
+    kept = json.loads(kept_text(file))
     assert kept["format"] == FORMAT
-    file.write_text(json.dumps(kept | {"format": FORMAT - 1}))
+    keep(file, json.dumps(kept | {"format": FORMAT - 1}))
     assert load_or_measure_links(2) == speed
     assert len(asked) == 2
     (record,) = caplog.records
     assert f"by another version (format {FORMAT - 1}, now {FORMAT}): measured anew" in record.getMessage()
-    assert json.loads(file.read_text()) == kept
+    assert json.loads(kept_text(file)) == kept
     assert load_or_measure_links(2) == speed
     assert len(asked) == 2
 

@@ -7,7 +7,7 @@ import pytest
 from app.planning.workload import Workload
 from parallel.streaming import step_record
 from parallel.streaming.step_record import record
-from parallel.trace.trace import left_as_it_was
+from parallel.trace.left_as_it_was import left_as_it_was
 
 
 @pytest.mark.parametrize("name", ["resnet18", "torchvision:efficientnet_b0"])

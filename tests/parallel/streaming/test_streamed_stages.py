@@ -109,7 +109,9 @@ def engine_of(module: nn.Module, communicator: Communicator, strategy: Strategy,
 @pytest.fixture(scope="module")
 def plain() -> Result:
     module = gated()
-    engine = DataParallelEngine(module, PixelClassLoss(), sgd(module.parameters()), LocalCommunicator(), batch=M, m=M)
+    engine = DataParallelEngine(
+        module, PixelClassLoss(), sgd(module.named_parameters()), LocalCommunicator(), batch=M, m=M
+    )
     return steps(engine, lambda tensor: tensor)
 
 

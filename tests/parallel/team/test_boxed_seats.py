@@ -125,7 +125,9 @@ def planned(engine: Engine) -> dict[int, list[PlannedRegion | None]]:
 def test_gates_images_and_sums_of_the_loss_pass_between_teams(strategy: Strategy, given: str) -> None:
     module = gated()
     state = {name: value.clone() for name, value in module.state_dict().items()}
-    alone = DataParallelEngine(module, PixelClassLoss(), sgd(module.parameters()), LocalCommunicator(), batch=M, m=M)
+    alone = DataParallelEngine(
+        module, PixelClassLoss(), sgd(module.named_parameters()), LocalCommunicator(), batch=M, m=M
+    )
     loss, gradients, _, predicted = steps(alone, lambda tensor: tensor)
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     found: dict[str, Tensor] = {}

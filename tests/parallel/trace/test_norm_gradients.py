@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -103,14 +103,11 @@ def test_gradients_are_those_of_contiguous_tiles(strategy: dict[str, Any], monke
     """The plain step of ``verify`` is helped, too: here it computes in the layout that torch gets right."""
     from app.training import exactness
 
-    plain = exactness.run_plain
+    class OnContiguous(exactness.PlainTraining):
+        def __init__(self, trial: exactness.ExactnessTrial) -> None:
+            super().__init__(dataclasses.replace(trial, channels_last=False))
 
-    def on_contiguous(trial: exactness.ExactnessTrial) -> exactness.StepsResult:
-        trial = copy.copy(trial)
-        object.__setattr__(trial, "channels_last", False)
-        return plain(trial)
-
-    monkeypatch.setattr(exactness, "run_plain", on_contiguous)
+    monkeypatch.setattr(exactness, "PlainTraining", OnContiguous)
     asked = StrategySettings(batch=2, microbatches=2, **strategy)
     result = verify(VerifyCommand(asked, model=f"{__name__}:normed", tile=16, steps=2))
     assert result is not None

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import zarr
 from pipelines.backends.registry import open_slide
 from pipelines.cache import tile_cache
 from pipelines.cache.cached_slide import CachedSlide, CachedSpec
-from pipelines.cache.shard_folder import ABANDONED_S, ShardFolder
+from pipelines.cache.shard_folder import ABANDONED_S, LEDGER, ShardFolder
 from pipelines.cache.tile_cache import CacheCounts, TileCache
 from pipelines.cache.tile_kind import Place, TileKind
 from pipelines.catalog.catalog import SlideSpec
@@ -36,6 +37,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tiles in a shard, and no wait before the folder is looked at again."""
     monkeypatch.setattr("pipelines.cache.tile_kind.MOST_SLOTS", 8)
     monkeypatch.setattr(tile_cache, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(tile_cache, "LOOK_SHARE", 1e9)
 
 
 def place(number: int) -> Place:
@@ -252,6 +254,64 @@ def test_a_full_cache_serves_on_and_takes_no_more(tmp_path: Path) -> None:
             cache.add(place(number), pixels(number))
         assert cache.counts.stored == 0
     assert bytes_in(tmp_path / "cache" / KIND.name / "tiles") <= 2 * shard
+
+
+def test_shards_are_written_and_bounded_without_listing_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shard once listed all shards before it, to count bytes and to find its number."""
+    listed: list[str] = []
+    for name in ("listdir", "scandir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *path, real=real: (listed.append(str(path)), real(*path))[1])
+    counts = []
+    for shards in (4, 32):
+        listed.clear()
+        with TileCache(tmp_path / str(shards), BOUND, KIND) as cache:
+            for number in range(8 * shards):
+                cache.add(place(number), pixels(number))
+        assert cache.counts.stored == 8 * shards
+        counts.append(len(listed))
+    assert counts[0] == counts[1] < 12
+    assert int((tmp_path / "32" / LEDGER).read_bytes()) == bytes_in(tmp_path / "32" / KIND.name) - sum(
+        file.stat().st_size for file in (tmp_path / "32").rglob("zarr.json") if file.parent.name == KIND.name
+    ), "what is written down is what is there"
+
+
+@pytest.mark.parametrize("text", [b"", b"many", b"9" * 20, b"\xff" * 30])
+def test_a_rotten_ledger_is_counted_anew(text: bytes, tmp_path: Path) -> None:
+    with TileCache(tmp_path, BOUND, KIND) as cache:
+        (tmp_path / LEDGER).write_bytes(text)
+        for number in range(8):
+            cache.add(place(number), pixels(number))
+        assert (cache.counts.stored, cache.full) == (8, "")
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "tiles/zarr.json", "places/zarr.json"])
+def test_rotten_metadata_is_written_anew(name: str, tmp_path: Path) -> None:
+    file = filled(tmp_path, 8).path / name
+    expected = file.read_bytes()
+    for text in (b"", b"{", b"\xff\x00"):
+        file.write_bytes(text)
+        assert holds(TileCache(tmp_path, BOUND, KIND), 3)
+        assert file.read_bytes() == expected
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ValueError, match=rf"--cache .*{name}"):
+        TileCache(tmp_path, BOUND, KIND)
+
+
+def test_other_threads_read_while_the_folder_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path, 8)
+    cache, listing, go_on = TileCache(tmp_path, BOUND, KIND), threading.Event(), threading.Event()
+    monkeypatch.setattr(cache._shards, "shards", lambda: (listing.set(), go_on.wait(10), [])[2])
+    missing = threading.Thread(target=holds, args=(cache, 99))
+    missing.start()
+    assert listing.wait(10)
+    assert holds(cache, 3)
+    assert not holds(cache, 98), "a second one does not list it as well"
+    go_on.set()
+    missing.join()
 
 
 def test_a_disk_that_is_full_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from pipelines.catalog.catalog import SlideNames, find_slides, slide_stem
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index_settings import IndexSettings
 
 REAL = Path(__file__).parents[3] / "data" / "real"
 
@@ -57,19 +56,37 @@ def test_what_is_no_slide(tmp_path: Path) -> None:
     assert ids(tmp_path) == ["a", "f", "g"]
 
 
-def test_pictures_without_any_mpp_take_the_one_given_for_pictures(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_outputs_and_qupath_projects_among_slides_are_skipped(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        *["a.tif", "pred/predict.json", "pred/overlays/a.png", "pred/heat_maps/a.Tumor.tif", "pred/masks/a.png"],
+        *["predict.json", "overlays/a.png", "heat_maps/a.b.tif", "masks/a.png", "run/tissue/a.png"],
+        *["project.qpproj", "data/1/thumbnail.jpg", "data/2/thumbnail.jpg", "data/b.svs"],
+        *["q/P.QPPROJ", "q/data/1/thumbnail.jpg", "other/overlays/c.png", "other/data/1/d.png"],
+    )
+    assert ids(tmp_path) == ["a", "b", "c", "d"]
+
+
+def test_pictures_of_other_types_fail_by_name(tmp_path: Path) -> None:
+    """A GIF in a class folder was once left out without a word."""
+    touch(tmp_path, "x/a.png", "x/b.GIF", "x/a.bmp", "x/.c.gif", "x/notes.txt", "slides/s.svs", "slides/s.gif")
+    found = {spec.slide_id: spec for spec in find_slides(tmp_path)}
+    assert sorted(found) == ["a", "a.bmp", "b.GIF", "s"]
+    found["b.GIF"].path.write_bytes(b"GIF89a\x01\0\x01\0\x80\0\0" + bytes(30))
+    with pytest.raises(SlideError, match=r"pictures of type \.GIF are not read; save it as PNG"):
+        found["b.GIF"].open()
+
+
+def test_pictures_take_no_mpp_but_a_given_one(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "b.JPG", "c.tif", "d.png")
 
     def mpps(**given: Any) -> list[float | None]:
         return [spec.mpp for spec in find_slides(tmp_path, **given)]
 
     assert mpps() == [None] * 4
-    assert mpps(picture_mpp=0.5, mpp_by_slide={"d": 0.3}) == [0.5, 0.5, None, 0.3]
-    assert "2 pictures record no um/px, as 'a'" in caplog.text
-    assert mpps(picture_mpp=0.5, mpp=0.25) == [0.25] * 4
-    assert (IndexSettings().picture_mpp, IndexSettings(mpp=1.0).picture_mpp) == (0.5, None)
+    assert mpps(mpp_by_slide={"d": 0.3}) == [None, None, None, 0.3]
+    assert mpps(mpp=0.25) == [0.25] * 4
+    assert mpps(whole_pictures=True) == [0.5, 0.5, None, 0.5]  # which changes nothing of them
 
 
 def test_the_pictures_of_a_vms_slide_are_its_own(tmp_path: Path) -> None:
@@ -111,6 +128,8 @@ def test_mpp_for_all_and_for_one(tmp_path: Path) -> None:
     for arguments, complaint in [({"mpp": 0.0}, "--slide-mpp"), ({"mpp_by_slide": {"a": 1e9}}, "mpp of slide 'a'")]:
         with pytest.raises(ValueError, match=rf"{complaint} must be between 0.05 and 100 um/px"):
             find_slides(tmp_path, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--slide-mpp is in um/px; got 40, which is a magnification"):
+        find_slides(tmp_path, mpp=40)
 
 
 def test_two_slides_of_one_name(tmp_path: Path) -> None:

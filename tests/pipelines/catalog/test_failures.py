@@ -2,6 +2,7 @@ import csv
 import fcntl
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +11,7 @@ from pipelines.catalog.failures import FailedSlides
 
 MANY = """
 import sys
+import threading
 from pathlib import Path
 from pipelines.catalog.failures import FailedSlides
 failed = FailedSlides(Path(sys.argv[1]))
@@ -72,3 +74,19 @@ def test_a_row_is_not_written_to_a_file_that_was_taken_away_meanwhile(tmp_path):
         fcntl.flock(file, fcntl.LOCK_UN)
         waiting.result(20)
     assert [slide for slide, _, _ in failed.rows()] == ["b"]
+
+
+def test_threads_that_meet_the_same_failure_write_it_once(tmp_path):
+    """Training and a validation beside it read the same slides."""
+    failed, other = FailedSlides(tmp_path / "failed_slides.csv"), threading.Event()
+    add = failed.add
+
+    def slow(*row):
+        other.wait(0.2)
+        add(*row)
+
+    failed.add = slow
+    with ThreadPoolExecutor(2) as pool:
+        new = list(pool.map(lambda _: failed.add_once("a", "read", "damaged"), range(2)))
+    assert sorted(new) == [False, True]
+    assert failed.rows() == [("a", "read", "damaged")]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.catalog import handles
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import Region
@@ -56,8 +57,10 @@ class Spec:
     failures: int = 0
 
     changed: bool = False
+    checks: int = 0
 
     def check_unchanged(self) -> None:
+        self.checks += 1
         if self.changed:
             raise SlideError(f"{self.slide_id}: this is not the slide that was indexed")
 
@@ -73,15 +76,36 @@ class Spec:
         return CountedSlide(self.counter)
 
 
-def test_a_slide_that_changed_is_not_lent_even_when_it_is_open() -> None:
+def test_a_slide_that_changed_is_not_lent_even_when_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, counter, specs = make(1, 1)
     with pool.lease("s0"):
         pass
     specs[0].changed = True
+    monkeypatch.setattr(handles, "CHECK_EVERY_S", 0.0)
     with pytest.raises(SlideError, match="not the slide that was indexed"), pool.lease("s0"):
         pass
     pool.close()
     assert counter.open == 0
+
+
+def test_an_open_slide_is_compared_at_most_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, _, (spec,) = make(1, 1)
+    now = [100.0]
+    monkeypatch.setattr(handles.time, "monotonic", lambda: now[0])
+    for _ in range(50):
+        with pool.lease("s0"):
+            pass
+    assert spec.checks == 1, "when it was opened"
+    now[0] += handles.CHECK_EVERY_S
+    for _ in range(50):
+        with pool.lease("s0"):
+            pass
+    assert spec.checks == 2
+    pool.discard("s0")  # a read failed
+    spec.changed = True
+    with pytest.raises(SlideError, match="not the slide that was indexed"), pool.lease("s0"):
+        pass
+    pool.close()
 
 
 def make(n: int, capacity: int, delay_s: float = 0.0) -> tuple[SlidePool, Counter, Sequence[Spec]]:

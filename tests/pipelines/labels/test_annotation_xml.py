@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipelines.catalog.catalog import SlideSpec
+from pipelines.labels import annotation_xml
 from pipelines.labels.annotation_xml import read_xml
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.drawing import Origin
@@ -233,3 +234,33 @@ def test_what_is_refused_says_why(tmp_path: Path, text: str, complaint: str) -> 
     with pytest.raises(SlideError, match=r"a\.xml") as caught:
         read_xml(tmp_path / "a.xml")
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ['<Annotation Name="{}"', "<!--{}", "<{}", "<?p {}"])
+def test_a_long_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+    """The parser reads an unfinished token again and again: 100 MB of it took hours."""
+    monkeypatch.setattr(annotation_xml, "TOKEN_BYTES", 1 << 10)
+    monkeypatch.setattr(annotation_xml, "CHUNK_BYTES", 1 << 8)
+    path = tmp_path / "a.xml"
+    path.write_text("<ASAP_Annotations>" + token.format("a" * 10_000))
+    with pytest.raises(SlideError, match="a tag, comment or value of more than"):
+        read_xml(path)
+
+
+def test_long_text_and_many_elements_are_no_long_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotation_xml, "TOKEN_BYTES", 1 << 10)
+    monkeypatch.setattr(annotation_xml, "CHUNK_BYTES", 1 << 8)
+    path = asap(tmp_path / "a.xml", *[("x", "Polygon", square(k, 0, 5)) for k in range(50)])
+    path.write_text(path.read_text().replace("<Annotations>", "<Annotations>" + "text \n" * 5000))
+    assert len(read_xml(path).polygon_class) == 50
+
+
+def test_rings_that_cross_themselves_very_often_are_refused(tmp_path: Path) -> None:
+    """The areas of a ring with 25 million crossings would take gigabytes."""
+    star = [(1000.0 * (k % 2) + k / 100, float(k)) for k in range(10_000)]
+    star += [(float(k), 1000.0 * (k % 2) + k / 100) for k in range(10_000)]
+    with pytest.raises(SlideError, match="crosses itself more than"):
+        read_xml(asap(tmp_path / "a.xml", ("x", "Polygon", star)))
+    cut = imagescope(tmp_path / "b.xml", layer("x", region(square(0, 0, 900)), region(star, negative=1)))
+    with pytest.raises(SlideError, match="crosses itself more than"):
+        read_xml(cut)

@@ -10,7 +10,7 @@ import pytest
 
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotations import SlideAnnotations
-from pipelines.labels.class_names import ClassMap
+from pipelines.labels.class_names import ClassMap, positive_class
 from pipelines.labels.slide_labels import find_labels
 from pipelines.labels.tile_label import TileLabel
 from pipelines.slides.geometry import Region
@@ -59,7 +59,7 @@ def test_the_star_stands_for_what_is_not_listed(folder: Path) -> None:
 
 
 def test_a_name_that_nothing_has_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"--class-map names tumor, which no annotation has; drawn are .*Tumor"):
+    with pytest.raises(ValueError, match=r"--class-map names tumor, which no label or annotation has.*Tumor"):
         mapped(folder, "tumor=tumour")
 
 
@@ -90,3 +90,26 @@ def test_tile_labels(rule: str, classes: list[int]) -> None:
 def test_rules_that_are_none(rule: str) -> None:
     with pytest.raises(ValueError, match="--tile-label is majority, any, or a fraction"):
         TileLabel.parse(rule)
+
+
+@pytest.mark.parametrize(
+    ("classes", "named", "positive"),
+    [
+        (("cancer", "normal"), None, 0),
+        (("Benign", "malignant"), None, 1),
+        (("0", "1"), None, 1),
+        (("NEGATIVE", "background"), None, None),
+        (("a", "b"), None, None),
+        (("a", "b"), "b", 1),
+        (("cancer", "normal"), "normal", 1),
+        (("a", "b", "normal"), None, None),
+    ],
+)
+def test_the_positive_class(classes: tuple[str, ...], named: str | None, positive: int | None) -> None:
+    assert positive_class(classes, named) == positive
+
+
+@pytest.mark.parametrize(("classes", "named"), [(("a", "b"), "c"), (("a", "b", "c"), "a")])
+def test_a_positive_class_that_is_none_of_two(classes: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ValueError, match="--positive-class is one of two classes"):
+        positive_class(classes, named)

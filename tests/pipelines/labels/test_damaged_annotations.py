@@ -150,9 +150,9 @@ def test_flipped_bits_raise_nothing_else(kind: str, tmp_path: Path) -> None:
 
 
 def test_names_are_fit_to_be_printed(tmp_path: Path) -> None:
-    write_geojson(tmp_path / "a.geojson", box(0, 0, 5, 5, "Tu\x1b[31mmor\n\ud800\0 x"), box(0, 0, 5, 5, "\x07"))
+    write_geojson(tmp_path / "a.geojson", box(0, 0, 5, 5, "Tu\x1b[31mmor\n\ud800\0 x"), box(0, 0, 5, 5, "\n "))
     classes = annotations_of(tmp_path).classes
-    assert classes == ("background", "Tu [31mmor x", "foreground")
+    assert classes == ("background", "Tu\\x1b[31mmor \\ud800\\x00 x", "foreground")
     "".join(classes).encode()
 
 

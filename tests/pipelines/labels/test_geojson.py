@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.labels.geojson import read_geojson
 from pipelines.slides.slide import SlideError
-from tests.helpers.drawings import area, box
+from tests.helpers.drawings import area, box, write_geojson
 
 SAMPLES = Path(__file__).parents[2] / "data" / "annotations"
 
@@ -99,6 +99,18 @@ def test_heights_and_open_rings_are_accepted(tmp_path: Path) -> None:
     np.testing.assert_array_equal(drawing.end, [[4, 0], [4, 4], [0, 0]])
 
 
+def test_polygons_of_too_few_points_cost_themselves(tmp_path: Path) -> None:
+    """A stray click once cost the annotations of its whole slide."""
+    path = tmp_path / "a.geojson"
+    stray = [area([]), area([[]]), area([[(1, 1), (2, 2)]]), area([[(0, 0), (9, 0), (9, 9)], [(1, 1)]], "b")]
+    parts = {"type": "MultiPolygon", "coordinates": [[[(0, 0), (5, 0), (5, 5)]], [], [[(1, 1)]]]}
+    write_geojson(path, box(0, 0, 5, 5, "a"), *stray, {"type": "Feature", "geometry": parts})
+    drawing = read_geojson(path)
+    assert drawing.classes == ("a", "b", "foreground")
+    assert len(drawing.polygon_class) == 3
+    assert drawing.left_out == {"polygon of fewer than 3 points": 5}
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -112,8 +124,6 @@ def test_heights_and_open_rings_are_accepted(tmp_path: Path) -> None:
         (b'{"type": "FeatureCollection"}', "features"),
         (b'[{"type": "Feature"}]', "feature 1: KeyError: 'geometry'"),
         (json.dumps([box(0, 0, 1, 1), {"type": "Feature", "geometry": {"type": "Circle"}}]).encode(), "feature 2"),
-        (json.dumps(area([])).encode(), "at least one ring"),
-        (json.dumps(area([[(0, 0), (1, 1)]])).encode(), "at least three points"),
         (json.dumps(area([[(0, 0), (1, 1), (float("nan"), 2)]])).encode(), "a coordinate is not a finite number"),
         (json.dumps(area([["ab", "cd", "ef"]])).encode(), "ValueError"),  # type: ignore[list-item]
         (json.dumps(area([[1, 2, 3]])).encode(), "TypeError"),  # type: ignore[list-item]

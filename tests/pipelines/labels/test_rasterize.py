@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shapely.geometry import shape
 
 from pipelines.backends.memory import memory_slide
-from pipelines.labels import edge_index
+from pipelines.labels import edge_index, rasterize
 from pipelines.labels.drawing import Drawing
 from pipelines.labels.geojson import read_geojson
 from pipelines.labels.rasterize import PixelGrid, paint
@@ -142,3 +142,30 @@ def test_large_coordinates_keep_their_precision(tmp_path: Path) -> None:
     grid = PixelGrid.of(blank_slide(100_000, 100_000), Region(98_990, 97_990, 64, 64, 0.5))
     got = painted(drawing_of(tmp_path, rings), grid)
     np.testing.assert_array_equal(got > 0, inside(rings, grid.centres_x(), grid.centres_y()))
+
+
+def test_halves_of_a_tile_are_the_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile with many crossings is painted in parts, which bounds the memory, and not a pixel differs."""
+    rng = np.random.default_rng(1)
+    rings = [[tuple(p) for p in rng.uniform(0, 100, (6, 2)).tolist()] for _ in range(40)]
+    drawing = read_geojson(
+        write_geojson(tmp_path / "a.geojson", *(area([r], "ab"[k % 2]) for k, r in enumerate(rings)))
+    )
+    grid = PixelGrid.of(blank_slide(100, 100), Region(3, 5, 64, 77, 0.6))
+    whole, parts = np.zeros((2, 77, 64), np.uint8)
+    paint(drawing, np.array([1, 2], np.uint8), grid, (0, 0), whole)
+    monkeypatch.setattr(rasterize, "CROSSINGS_AT_ONCE", 50)
+    paint(drawing, np.array([1, 2], np.uint8), grid, (0, 0), parts)
+    np.testing.assert_array_equal(whole, parts)
+    assert len(np.unique(whole)) == 3
+
+
+def test_a_polygon_that_crosses_itself_very_often_is_refused(tmp_path: Path) -> None:
+    """Of 100,000 points it took 3 GB and seconds for each tile."""
+    zigzag = [(k % 100, 1000 * (k % 2)) for k in range(30_000)]
+    drawing = read_geojson(write_geojson(tmp_path / "a.geojson", area([zigzag])))
+    with pytest.raises(ValueError, match="crossings of edges with the rows of one tile of 512 x 512 px"):
+        paint(
+            drawing, np.ones(1, np.uint8), PixelGrid.of(blank_slide(512, 512), Region(0, 0, 512, 512, 0.5)), (0, 0),
+            np.zeros((512, 512), np.uint8),
+        )  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.labels.annotations import SlideAnnotations
-from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp_column
+from pipelines.labels.class_names import ClassMap
+from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp, read_mpp_column
 from pipelines.labels.splits import split_folders
 from tests.helpers.drawings import box, write_geojson
 
@@ -21,10 +23,12 @@ def slides(root: Path, *names: str) -> tuple[SlideSpec, ...]:
     return find_slides(root)
 
 
-def from_table(tmp_path: Path, text: str, *names: str) -> SlideLabels:
+def from_table(tmp_path: Path, text: str, *names: str, class_map: Sequence[str] = ()) -> SlideLabels:
     specs = slides(tmp_path / "slides", *(names or ("a.svs", "b.svs", "c.svs")))
     (tmp_path / "t.csv").write_text(text)
-    found = find_labels(tmp_path / "slides", specs, labels=tmp_path / "t.csv")
+    found = find_labels(
+        tmp_path / "slides", specs, labels=tmp_path / "t.csv", class_map=ClassMap.parse(tuple(class_map))
+    )
     assert isinstance(found, SlideLabels)
     return found
 
@@ -33,7 +37,7 @@ def test_a_table(tmp_path: Path) -> None:
     found = from_table(tmp_path, "filename,class,case_id\na.svs,tumour,p1\nslides/b.svs,normal,\nC,tumour,p1\n")
     assert found.classes == ("normal", "tumour")
     assert found.label == {"a": 1, "b": 0, "c": 1}
-    assert found.patient == {"a": "p1", "b": "b", "c": "p1"}
+    assert found.patient == {"a": "p1", "c": "p1"}
     assert found.source == str(tmp_path / "t.csv")
     assert found.unlabelled == found.unknown == ()
 
@@ -48,20 +52,105 @@ def test_the_same_line_twice_is_one(tmp_path: Path) -> None:
 
 def test_what_does_not_match_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = from_table(tmp_path, "slide,label\na,x\nb,y\nnobody,y\n,y\n")
-    assert set(found.label) == set(found.patient) == {"a", "b"}
+    assert set(found.label) == {"a", "b"}
     assert found.unlabelled == ("c",)
     assert found.unknown == ("nobody", "(line 5: no slide)")
-    assert "1 slides have no label and are left out: c" in caplog.text
-    assert "2 labels are for slides that are not there: nobody" in caplog.text
+    assert "1 slide: c" in caplog.text
+    assert "for slides that are not there: 2 labels: nobody" in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["", "nan", "NaN", "NA", "n/a", "None", "null", "-", "<NA>", " NA "])
+def test_missing_values_are_no_class_no_patient_and_no_mpp(
+    tmp_path: Path, missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table written by pandas or R once made the classes nan and NA of its gaps, and one patient of all of them."""
+    text = f"slide,label,patient,mpp\na,x,{missing},{missing}\nb,y,{missing},0.5\nc,{missing},p,\n"
+    found = from_table(tmp_path, text)
+    assert found.classes == ("x", "y")
+    assert not found.patient
+    assert found.unlabelled == ("c",)
+    assert "missing value" in caplog.text
+    assert read_mpp_column(tmp_path / "t.csv") == {"b": 0.5}
+
+
+def test_a_table_of_missing_labels_only(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no line gives a class to a slide; .*nan"):
+        from_table(tmp_path, "slide,label\na,nan\nb,\n")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("0", "0.0"),
+        ("1", "01"),
+        ("0,5", "0.50"),
+        ("Tumor", "tumor"),
+        ("grade 1", "Grade  1"),
+        ("caf\u00e9", "cafe\u0301"),
+        ("Stra\u00dfe", "STRASSE"),
+    ],
+)
+def test_a_class_written_in_two_ways_is_refused_until_it_is_joined(tmp_path: Path, one: str, other: str) -> None:
+    text = f"slide;label\na;{one}\nb;{other}\nc;x\n"
+    with pytest.raises(ValueError, match="written in several ways") as fault:
+        from_table(tmp_path, text)
+    first, second = sorted([one, other])
+    assert repr(one) in str(fault.value)
+    assert repr(other) in str(fault.value)
+    assert f'--class-map "{second}={first}"' in str(fault.value)
+    found = from_table(tmp_path, text, class_map=[f"{second}={first}"])
+    assert found.classes == (first, "x")
+    assert found.label == {"a": 0, "b": 0, "c": 1}
+
+
+def test_other_names_are_other_classes(tmp_path: Path) -> None:
+    text = "slide,label\na,<1%\nb,>1%\nc,grade 1\nd,grade_1\ne,1e1\nf,10\n"
+    assert len(from_table(tmp_path, text, *(f"{slide}.svs" for slide in "abcdef")).classes) == 6
+
+
+def test_class_folders_are_mapped_and_checked_like_labels(tmp_path: Path) -> None:
+    specs = slides(tmp_path, "Tumor/a.svs", "tumor/b.svs", "normal/c.svs", "normal/d.svs", "blur/e.svs")
+    with pytest.raises(ValueError, match=r"several ways: 'Tumor' and 'tumor'"):
+        find_labels(tmp_path, specs)
+    found = find_labels(tmp_path, specs, class_map=ClassMap.parse(("tumor=Tumor", "blur=ignore")))
+    assert isinstance(found, SlideLabels)
+    assert found.classes == ("Tumor", "normal")
+    assert found.label == {"a": 0, "b": 0, "c": 1, "d": 1}
+    assert found.unlabelled == ("e",)
+
+
+def test_annotations_of_two_spellings_are_refused(tmp_path: Path) -> None:
+    specs = slides(tmp_path / "slides", "a.svs", "b.svs")
+    write_geojson(tmp_path / "drawn" / "a.geojson", box(0, 0, 5, 5, "Tumor"))
+    write_geojson(tmp_path / "drawn" / "b.geojson", box(0, 0, 5, 5, "tumor"))
+    with pytest.raises(ValueError, match=r'--class-map "tumor=Tumor"'):
+        find_labels(tmp_path / "slides", specs, annotations=tmp_path / "drawn")
+    joined = ClassMap.parse(("tumor=Tumor",))
+    found = find_labels(tmp_path / "slides", specs, annotations=tmp_path / "drawn", class_map=joined)
+    assert found.classes == ("background", "Tumor")
+
+
+def test_a_class_map_of_labels_names_classes_that_are_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--class-map names z, which no label"):
+        from_table(tmp_path, "slide,label\na,x\nb,y\n", class_map=["z=x"])
+    with pytest.raises(ValueError, match="at least two classes are needed"):
+        from_table(tmp_path, "slide,label\na,x\nb,y\n", class_map=["y=x"])
+
+
+def test_terminal_sequences_in_a_table_are_escaped(tmp_path: Path) -> None:
+    text = "slide,label,patient\na,x\x1b[2J,p\x07\nb,y\u202e,q\nc,y\u202e,\x9b31m\nz\x1b]0;t\x07,y,r\n"
+    found = from_table(tmp_path, text)
+    assert found.classes == ("x\\x1b[2J", "y\\u202e")
+    assert found.patient == {"a": "p\\x07", "b": "q", "c": "\\x9b31m"}
+    assert found.unknown == ("z\\x1b]0;t\\x07",)
 
 
 def test_all_faults_at_once(tmp_path: Path) -> None:
-    text = "slide,label,patient\na,x,p\na,y,p\nb,,q\nc,y,r\nc,y,s\n"
+    text = "slide,label,patient\na,x,p\na,y,p\nb,y,q\nc,y,r\nc,y,s\n"
     with pytest.raises(ValueError, match=r"t\.csv: line") as caught:
         from_table(tmp_path, text)
     message = str(caught.value)
     assert "line 3: slide 'a' is 'y' here and 'x' before" in message
-    assert "line 4: slide 'b' has an empty label" in message
     assert "slide 'c' has two patients: r, s" in message
 
 
@@ -90,7 +179,7 @@ def test_the_order_of_the_four_ways(tmp_path: Path) -> None:
     assert isinstance(by_folder, SlideLabels)
     assert by_folder.classes == ("x", "y")
     assert by_folder.label == {"a": 0, "b": 1}
-    assert by_folder.patient == {"a": "a", "b": "b"}
+    assert by_folder.patient == {}
 
     write_geojson(root / "annotations" / "a.geojson", box(0, 0, 5, 5, "beside"))
     beside = find_labels(root, specs)
@@ -150,6 +239,48 @@ def test_mpp_column(tmp_path: Path) -> None:
     path.write_text("slide,mpp\na,fine\nb,0.5\nc,x\n")
     with pytest.raises(ValueError, match=r"line 2 \(a\): 'fine'\n  line 4 \(c\): 'x'"):
         read_mpp_column(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (("40", "0.5"), r"line 2 \(a\): is in um/px; got 40, which is a magnification: 40x is about 0.25"),
+        (("0.5", "20x"), r"line 3 \(b\): .*got 20, which is a magnification"),
+        (("0.25x", ""), "'0.25x' is a magnification"),
+        (("264.58", ""), "must be between 0.05 and 100 um/px; got 264.58"),
+    ],
+)
+def test_what_is_no_um_per_px_is_named(tmp_path: Path, values: tuple[str, str], said: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("slide,mpp\n" + "".join(f"{name},{value}\n" for name, value in zip("ab", values, strict=True)))
+    with pytest.raises(ValueError, match=said):
+        read_mpp_column(path)
+
+
+def test_a_slide_has_one_mpp(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("slide,mpp\na,0.5\na,0.25\n")
+    with pytest.raises(ValueError, match=r"line 3 \(a\): 0.25 here and 0.5 before"):
+        read_mpp_column(path)
+    slides(tmp_path / "slides", "a.svs")
+    path.write_text("slide,mpp\na,0.5\na.svs,0.25\n")
+    with pytest.raises(ValueError, match=r"slide 'a' has two mpp, 0.5 and 0.25"):
+        find_slides(tmp_path / "slides", mpp_by_slide=read_mpp_column(path))
+
+
+def test_mpp_is_taken_from_the_table_else_from_the_labels(tmp_path: Path) -> None:
+    slides(tmp_path, "a.svs", "b.svs")
+    table, labels = tmp_path / "mpp.csv", tmp_path / "truth.csv"
+    assert read_mpp(tmp_path, None) == {}
+    (tmp_path / "labels.csv").write_text("slide,label,mpp\na,x,0.3\nb,y,\n")
+    labels.write_text("slide,label,mpp\na,x,0.4\n")
+    table.write_text("slide,mpp\nb,0.5\n")
+    assert read_mpp(tmp_path, None) == {"a": 0.3}
+    assert read_mpp(tmp_path, None, labels) == {"a": 0.4}
+    assert read_mpp(tmp_path, table, labels) == {"b": 0.5}
+    table.write_text("slide,um\nb,0.5\n")
+    with pytest.raises(ValueError, match=r"lacks a column \(mpp: mpp\)"):
+        read_mpp(tmp_path, table)
 
 
 def test_a_hundred_thousand_rows_are_read_in_seconds(tmp_path: Path) -> None:

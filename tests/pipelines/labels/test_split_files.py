@@ -39,6 +39,30 @@ def test_each_kind_says_the_same(tmp_path: Path, name: str, text: str) -> None:
     assert read_split_file(written(tmp_path, name, text), PATIENT) == Splits(SPLIT, PATIENT)
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("text", [CLAM, CLAM_BOOL, "slide,split\n1,train\n2,val\nc,train\nd,train\ne,test\n"])
+def test_line_ends_and_separators_of_other_programs(tmp_path: Path, newline: str, delimiter: str, text: str) -> None:
+    """Line ends of a classic Mac were once a traceback, and a semicolon the name of a column."""
+    path = tmp_path / "splits.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace(",", delimiter).replace("\n", newline).encode())
+    assert read_split_file(path, PATIENT).split == SPLIT
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("f.csv", b"", "is empty"),
+        ("f.csv", b'train,val\n"a,b\n', "a double quote"),
+        ("f.json", b"[" * 100_000, "is not JSON"),
+    ],
+)
+def test_a_damaged_split_file_is_named(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} .*{complaint}"):
+        read_split_file(tmp_path / name, PATIENT)
+
+
 def test_the_file_of_a_run_is_one(tmp_path: Path) -> None:
     splits = Splits(SPLIT, PATIENT, site=dict.fromkeys(SPLIT, "x"))
     splits.save(tmp_path / "splits.csv")
@@ -71,11 +95,11 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("f.json", "{", "is no JSON"),
+        ("f.json", "{", "is not JSON"),
         ("f.json", '{"train": []}', "a list of folds"),
         ("f.json", '[{"train": ["1"]}]', "a list of folds"),
         ("f.csv", "slide,split\n1,trian\n", "line 2: a split is train, val or test; got 'trian'"),
-        ("f.csv", ",train,val,test\n1,True,True,False\n", "row 2, slide '1', is in 2 splits"),
+        ("f.csv", ",train,val,test\n1,True,True,False\n", "line 2: slide '1' is in 2 splits"),
         ("f.csv", "train,val\nTrue,False\n", "names the slide in another column"),
         ("f.csv", "image,label\n1,2\n", "lacks a column"),
         ("f.csv", ",val,train\n0,1,\n1,2,\n2,c,\n3,d,\n4,e,\n", "no slide is in train"),

@@ -93,7 +93,7 @@ def test_shards_and_threads_give_the_same_pictures(tmp_path: Path) -> None:
     for k, (width, height) in enumerate(SIZES[:4]):
         (tmp_path / f"class{k % 2}").mkdir(exist_ok=True)
         Image.fromarray(picture(width, height)).save(tmp_path / f"class{k % 2}" / f"{'ab'[k // 2]}.png")
-    specs = find_slides(tmp_path, picture_mpp=0.5, whole_pictures=True)
+    specs = find_slides(tmp_path, whole_pictures=True)
     ids = [spec.slide_id for spec in specs]
     assert ids == ["class0/a", "class0/b", "class1/a", "class1/b"]
     names = SlideNames(ids)

@@ -153,7 +153,7 @@ def test_all_bad_is_an_error_that_lists_them(tmp_path):
     specs = [*specs_of(text=tmp_path / "text.svs"), blank(tmp_path / "blank.png")]
     for _ in range(2):  # from the index that remembers it as well
         with pytest.raises(
-            SlideError, match=r"none of the 2 slides can be used:\n  text: open: .* a text file.*\n  blank: tiles"
+            SlideError, match=r"none of 2 slides can be used:\n  text: open: .* a text file.*\n  blank: tiles"
         ):
             build_index(specs, SETTINGS, tmp_path / "out", workers=1)
 
@@ -173,7 +173,7 @@ def test_an_index_is_reused_and_other_settings_are_refused(tmp_path):
     again = build_index(specs, SETTINGS, tmp_path, progress=lambda told: lines.append(str(told)))
     assert contents(again) == contents(first)
     assert (tmp_path / "tiles.parquet").stat().st_mtime_ns == written
-    assert lines == [f"1 slides are in {tmp_path / 'tiles.parquet'} already"]
+    assert lines == [f"in {tmp_path / 'tiles.parquet'} already: 1 slide"]
     with pytest.raises(ValueError, match=r"tiles.parquet .* tile is 512 there, 1024 was asked for"):
         build_index(specs, IndexSettings(), tmp_path)
     with pytest.raises(ValueError, match=r"slide-mpp of svs is that of the file there, 0.25 was asked for"):
@@ -197,7 +197,7 @@ def test_a_slide_that_is_not_asked_for_stays_in_the_file_only(tmp_path, caplog):
     build_index(specs, SETTINGS, tmp_path, workers=1)
     with caplog.at_level(logging.INFO):
         assert build_index(specs[1:], SETTINGS, tmp_path).slides == ("b",)
-    assert "also holds 1 slides that are not asked for, e.g. a" in caplog.text
+    assert "also holds 1 slide not asked for, e.g. a" in caplog.text
     assert TileTable.load(tmp_path / "tiles.parquet").slides == ("a", "b")
 
 
@@ -241,7 +241,7 @@ def test_a_slide_replaced_by_one_of_the_same_size_is_indexed_anew_or_refused(tmp
         spec.check_unchanged()
     build_index(specs, SETTINGS, tmp_path / "out", workers=1, progress=lambda told: lines.append(str(told)))
     assert [line.split(":")[0] for line in lines] == [
-        f"1 slides are in {tmp_path / 'out/tiles.parquet'} already",
+        f"in {tmp_path / 'out/tiles.parquet'} already",
         "1/1  s",
     ]
 
@@ -272,7 +272,7 @@ def test_damage_of_the_level_that_is_read_is_seen_though_the_overview_is_whole(t
     assert (0, 0) not in zip(table.l0_x.tolist(), table.l0_y.tolist(), strict=True)
     ((slide, step, error),) = FailedSlides(tmp_path / "out" / "failed_slides.csv").rows()
     assert (slide, step) == ("s", "tiles")
-    assert error.startswith("1 tiles with tissue cannot be read and are left out: ")
+    assert error.startswith("left out, as damaged: 1 tile with tissue: ")
 
 
 def test_failed_slides_are_remembered_until_a_retry_or_a_change(tmp_path):
@@ -318,7 +318,7 @@ def test_no_minimum_keeps_every_tile_of_a_blank_slide(tmp_path):
 
 
 def test_too_little_tissue_says_how_much_there_is(tmp_path):
-    with pytest.raises(SlideError, match=r"no tile has 100% tissue: the fullest has \d\d.\d%, the slide 37.\d%"):
+    with pytest.raises(SlideError, match=r"no tile has 100% tissue: the fullest has \d\d.\d+%, the slide 37.\d+%"):
         build_index(specs_of(svs=SVS), IndexSettings(tile=2048, min_tissue=1.0), tmp_path, workers=1)
 
 
@@ -363,7 +363,7 @@ def test_parts_are_taken_over_by_the_whole(tmp_path, monkeypatch):
     assert contents(whole) == expected
     assert contents(TileTable.load(out / "tiles.parquet")) == expected
     assert [fault.slide_id for fault in whole.faults] == ["text"]
-    assert lines == [f"4 slides are in {out / 'tiles.parquet'} already"]
+    assert lines == [f"in {out / 'tiles.parquet'} already: 4 slides"]
     assert contents(build_index(specs, settings, out, part=IndexPart(1, 3))) == expected[:9], "other parts, the same"
     for name in ("tiles.parquet", "tiles.part-1-of-3.parquet"):
         (out / name).unlink()

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_a_file_that_is_no_index_is_refused(tmp_path: Path, content):
         pq.write_table(pa.table({"slide": ["a"]}), path)
     else:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tiles.parquet is not a tile index of this program .*delete it"):
+    with pytest.raises(ValueError, match=r"tiles.parquet is not a tile index of this program.*delete it"):
         TileTable.load(path)
 
 
@@ -102,6 +103,48 @@ def test_a_truncated_index_is_refused(tmp_path: Path):
     table().save(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="not a tile index"):
+        TileTable.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", "absent"),
+        ("settings", "absent"),
+        ("settings", {"tile": "x"}),
+        ("settings", {"tile": 512, "depth": 3}),
+        ("settings", {"tile": 512, "mpp": "fine"}),
+        ("slides", ["a", "a", "c"]),
+        ("slides", ["a", "b"]),
+        ("slides", 3),
+        ("sources", []),
+        ("sources", [{"slide_id": "a"}]),
+        ("sources", "abc"),
+        ("faults", 5),
+        ("faults", [{"slide_id": "z", "file_bytes": "3", "asked_mpp": None, "step": "open", "error": "e"}]),
+        ("faults", [{"slide_id": "z", "file_bytes": 3, "asked_mpp": None, "step": "open", "error": 7}]),
+    ],
+)
+def test_rotten_metadata_ends_in_one_message_that_names_the_file(tmp_path: Path, key, value):
+    path = tmp_path / "tiles.parquet"
+    table().save(path)
+    read = pq.read_table(path)
+    about = json.loads(read.schema.metadata[b"megatile"]) | {key: value}
+    if value == "absent":
+        del about[key]
+    pq.write_table(read.replace_schema_metadata({b"megatile": json.dumps(about).encode()}), path)
+    if (key, value) == ("sources", []):  # as of a table that was not made from files
+        assert TileTable.load(path).sources == ()
+        return
+    with pytest.raises(ValueError, match=r"tiles\.parquet is not a tile index of this program, or damaged .*delete it"):
+        TileTable.load(path)
+
+
+@pytest.mark.parametrize("metadata", [b"[1, 2]", b"null", b"[" * 100_000, b"\xff", b"7"])
+def test_metadata_that_are_no_object(tmp_path: Path, metadata):
+    path = tmp_path / "tiles.parquet"
+    pq.write_table(pa.table({"slide": ["a"]}).replace_schema_metadata({b"megatile": metadata}), path)
+    with pytest.raises(ValueError, match=r"tiles\.parquet is not a tile index"):
         TileTable.load(path)
 
 

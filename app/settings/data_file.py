@@ -1,0 +1,32 @@
+"""YAML and JSON files of names and values, read as data, or refused in one message with the name of the file.
+
+Takes a path; gives a dict. Nothing in a file runs code (``yaml.safe_load``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def read_data(path: Path) -> dict[str, Any]:
+    """Return the names and values in a file, JSON by its suffix, else YAML; of an empty YAML file, none.
+
+    Raises:
+        ValueError: the file cannot be read or understood, or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except RecursionError as fault:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply; expected names and values") from fault
+    except (OSError, ValueError, yaml.YAMLError) as fault:  # ValueError: no UTF-8, no JSON, or a date that is none
+        raise ValueError(f"{path} cannot be read: {fault}") from fault
+    if loaded is None and path.suffix != ".json":
+        return {}
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path}: expected `key: value` lines, found a {type(loaded).__name__}")
+    return loaded

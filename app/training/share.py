@@ -1,0 +1,56 @@
+"""Give every rank what the first rank has found.
+
+Takes a value on the first rank; gives it on all. Ranks that look for themselves may find different things: a file that
+one of them cannot read, or that a file server shows it late, would leave it with other slides, classes or weights than
+the others, in silence. The bytes are read back without calling anything but the classes of this project and of numpy.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.objects import broadcast_object
+
+ROOMS = ("app.", "pipelines.", "parallel.")
+"""Packages whose classes may be sent."""
+
+OTHERS = {
+    *(("pathlib", "PosixPath"), ("numpy", "dtype"), ("numpy", "ndarray")),
+    *(("numpy._core.numeric", "_frombuffer"), ("numpy._core.multiarray", "scalar")),
+    ("numpy._core.multiarray", "_reconstruct"),
+}
+
+Value = TypeVar("Value")
+
+
+def share(communicator: Communicator, find: Callable[[], Value]) -> Value:
+    """Return what ``find`` gives on the first rank; the others do not call it.
+
+    Raises:
+        Exception: on the first rank, as ``find`` raised it; the others then wait until the first ends the run.
+    """
+    if communicator.world == 1:
+        return find()
+    if communicator.rank == 0:
+        found = find()
+        broadcast_object(communicator, torch.frombuffer(bytearray(pickle.dumps(found, 5)), dtype=torch.uint8))
+        return found
+    received: Value = _Unpickler(io.BytesIO(broadcast_object(communicator, None).numpy().data)).load()
+    return received
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads only what ``share`` sends."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith(ROOMS) or (module, name) in OTHERS:
+            found = super().find_class(module, name)
+            if isinstance(found, type) or (module, name) in OTHERS:
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is not among what ranks send each other")

@@ -1,0 +1,173 @@
+"""Which slides ``app.evaluate`` scores, and whose they are, on predictions that are written by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
+
+from app.evaluation import intervals
+from app.evaluation.certain_tiles import SHOWN, extreme_tiles
+from app.evaluation.scored_split import choose_split
+from app.prediction.prediction_folder import PredictionFolder
+from pipelines.catalog.slide_state import SlideState
+from tests.helpers.in_process import call
+
+CLASSES = ("cancer", "normal")
+SPLITS = {"train": 12, "val": 8, "test": 10, "external": 6}
+
+
+def write_predictions(path, splits=SPLITS, classes=CLASSES, name="{split}{k}", patient=None, positive="cancer"):
+    """Scores drawn at random, half of the slides of each class; two slides are of one patient where ``patient`` is a
+    format."""
+    random = np.random.default_rng(3)
+    folder = PredictionFolder(path)
+    made_with = {"model": "m", "task": "classify", "tile": 64, "mpp": 0.5, "classes": list(classes)}
+    folder.open({**made_with, "shown": [], "whole_pictures": False, "positive_class": positive, "slide_mpp": None})
+    rows = []
+    for split, count in splits.items():
+        for k in range(count):
+            label = k % len(classes)
+            score = random.dirichlet(np.ones(len(classes)) + np.eye(len(classes))[label])
+            row = {
+                "slide": name.format(split=split, k=k, half=k // 2),
+                "split": split,
+                "patient": patient and patient.format(split=split, half=k // 2),
+                **{f"score_{c}": float(s) for c, s in zip(classes, score, strict=True)},
+            }
+            folder.finish(row, SlideState.of(folder.path / "predict.json"), {}, {})
+            rows.append({**row, "label": classes[label]})
+    with (path / "labels.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["slide", "label"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return rows
+
+
+def evaluate(path, *words, labels="labels.csv"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intervals, "RESAMPLES", 20)
+        done = call("app.evaluate", "--predictions", path, "--labels", path / labels, *words)
+    figures = json.loads((path / "evaluation.json").read_text()) if done.returncode == 0 else {}
+    return done, figures
+
+
+@pytest.fixture(scope="module")
+def predictions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("predictions")
+    return path, write_predictions(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "scored"),
+    [
+        ((), ["test"]),
+        (("--split", "val"), ["val"]),
+        (("--split", "train"), ["train"]),
+        (("--split", "external"), ["external"]),
+        (("--split", "all"), list(SPLITS)),
+    ],
+)
+def test_scores_are_of_one_split_and_those_of_scikit_learn(predictions, words, scored):
+    path, rows = predictions
+    done, figures = evaluate(path, *words)
+    assert done.returncode == 0, done.stderr
+    own = [row for row in rows if row["split"] in scored]
+    label = np.array([row["label"] == "cancer" for row in own])
+    score = np.array([row["score_cancer"] for row in own])
+    assert figures["split"] == (scored[0] if len(scored) == 1 else "all")
+    assert figures["slides"] == len(own)
+    expected = {
+        "slide_auc": roc_auc_score(label, score),
+        "slide_auprc": average_precision_score(label, score),
+        "slide_balanced_accuracy": balanced_accuracy_score(label, score > 0.5),
+    }
+    assert {name: figures[name]["value"] for name in expected} == pytest.approx(expected, abs=1e-12)
+    assert f"scored split: {figures['split']}, {len(own)} slides" in done.stdout
+    trained = sorted(row["slide"] for row in own if row["split"] == "train")
+    assert figures["training_slides"] == trained
+    assert ("training slides: train0" in done.stdout) == bool(trained)
+    assert ("training slides: train0" in (path / "report.html").read_text()) == bool(trained)
+    assert "patients unknown: slides are resampled one by one" in done.stdout
+    assert "patient_auc" not in figures
+
+
+@pytest.mark.parametrize(
+    ("counts", "scored"),
+    [
+        ({"train": 1, "val": 1, "external": 1}, "val"),
+        ({"train": 1, "external": 1}, "external"),
+        ({"unknown": 1}, "unknown"),
+        ({"train": 1}, None),
+    ],
+)
+def test_the_default_split(counts, scored):
+    rows = [{"slide": f"{split}{k}", "split": split} for split, count in counts.items() for k in range(count)]
+    if scored is None:
+        with pytest.raises(ValueError, match=r"all predicted slides are training slides.*--split train"):
+            choose_split(rows, None)
+    else:
+        split = choose_split(rows, None)
+        assert (split.name, [row["split"] for row in split.rows]) == (scored, [scored])
+        assert any("training slides may be among" in line for line in split.lines()) == (scored == "unknown")
+    with pytest.raises(ValueError, match="--split test has no predicted slide"):
+        choose_split(rows, "test")
+
+
+@pytest.mark.parametrize(
+    ("written", "words", "patients"),
+    [
+        ({"name": "{split}_{k}"}, (), None),
+        ({"name": "{split}_{k}"}, ("--patient-pattern", "^(test)_[0-4]$"), 6),  # one of five slides, and five others
+        ({"name": "{split}-{half}-{k}"}, ("--patient-pattern", "^[a-z]+-[0-9]"), 5),
+        ({"name": "{split}_{k}", "patient": "{split}p{half}"}, (), 5),
+    ],
+)
+def test_patients_are_known_or_unknown(tmp_path, written, words, patients):
+    write_predictions(tmp_path, {"train": 4, "test": 10}, **written)
+    done, figures = evaluate(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert figures["patients"] == patients
+    assert ("patient_auc" in figures) == (patients is not None)
+    assert ("patients unknown: slides are resampled" in done.stdout) == (patients is None)
+    assert ("patients of 5 of 10 slides unknown" in done.stdout) == (patients == 6)
+
+
+def test_a_table_names_patients(tmp_path):
+    write_predictions(tmp_path, {"test": 4})
+    (tmp_path / "own.csv").write_text(
+        "slide,label,patient\ntest0,cancer,p\ntest1,normal,p\ntest2,cancer,q\ntest3,normal,r\n"
+    )
+    _, figures = evaluate(tmp_path, labels="own.csv")
+    assert (figures["patients"], figures["patients_unknown"]) == (3, [])
+    (tmp_path / "own.csv").write_text("slide,label,patient\ntest0,cancer,p\ntest0,cancer,q\n")
+    done, _ = evaluate(tmp_path, labels="own.csv")
+    assert "'test0' has two patients" in done.stderr
+
+
+def test_patients_of_two_classes_without_names_need_the_positive_one(tmp_path):
+    write_predictions(tmp_path, {"test": 8}, ("luad", "lusc"), patient="p{half}", positive=None)
+    done, _ = evaluate(tmp_path)
+    assert done.returncode == 2
+    assert "--positive-class luad" in done.stderr
+    done, figures = evaluate(tmp_path, "--positive-class", "lusc")
+    assert done.returncode == 0, done.stderr
+    assert figures["patients"] == 4
+
+
+def test_few_tiles_are_held():
+    tiles = [[((7 * k + 3 * s) % 101 / 101, f"s{s}", k, 0, "a") for k in range(30)] for s in range(20)]
+    held = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("nsmallest", "nlargest"):
+            of_heap = getattr(extreme_tiles.__globals__["heapq"], name)
+            patch.setattr(
+                f"heapq.{name}", lambda n, given, of_heap=of_heap: held.append(len(given)) or of_heap(n, given)
+            )
+        found = extreme_tiles(iter(tiles))
+    everything = sorted(tile for of_slide in tiles for tile in of_slide)
+    assert found == [*everything[:SHOWN], *everything[: -SHOWN - 1 : -1]]
+    assert max(held) == 30 + SHOWN
