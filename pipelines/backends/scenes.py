@@ -36,9 +36,8 @@ Image = TypeVar("Image", bound=Pictured)
 def find_scenes(images: Sequence[Image]) -> list[Image]:
     """Return the largest image that is not named as a label, macro or thumbnail, and those of similar size."""
     scenes = [image for image in images if not _AUXILIARY.search(image.name)] or list(images)
-    scenes.sort(key=lambda image: -image.width * image.height)
-    largest = scenes[0].width * scenes[0].height
-    return [image for image in scenes if image.width * image.height >= SIMILAR * largest]
+    scenes.sort(key=_area, reverse=True)
+    return [image for image in scenes if _area(image) >= SIMILAR * _area(scenes[0])]
 
 
 def choose_scene(where: str, scenes: Sequence[Image], scene: int | None) -> Image:
@@ -57,6 +56,11 @@ def choose_scene(where: str, scenes: Sequence[Image], scene: int | None) -> Imag
             "them as files of their own"
         )
     return scenes[scene]
+
+
+def _area(image: Pictured) -> int:
+    """Return px; 0 if a side is damaged."""
+    return max(0, image.width) * max(0, image.height)
 
 
 def describe(image: Pictured) -> str:
