@@ -52,6 +52,9 @@ class ConvertCommand:
     """um/px of the mask that is made. Default: that of the slide's level 0."""
     slide_mpp: float | None = None
     """um/px of level 0, instead of what the slide's file says."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
+    Default: such files are refused, with a list of their images."""
     xml: Literal["asap", "imagescope"] = "asap"
     """Which program an .xml is made for."""
 
@@ -105,7 +108,9 @@ def convert(command: ConvertCommand) -> int:
     """Read, write, and say what there was. Exit code of the command."""
     if command.source.is_dir():
         return convert_folder(command)
-    slide = None if command.slide is None else SlideSpec(command.slide.stem, command.slide, command.slide_mpp)
+    slide = None
+    if command.slide is not None:
+        slide = SlideSpec(command.slide.stem, command.slide, command.slide_mpp, scene=command.scene)
     if convert_file(command, command.source, command.target, slide):
         print(NO_BOUNDS)
     return OK
@@ -116,7 +121,7 @@ def convert_folder(command: ConvertCommand) -> int:
     sources = sorted(files_below(command.source))
     if not sources:
         raise ValueError(f"IN holds no annotation file: {command.source}. Check the path")
-    specs = find_slides(command.slide, mpp=command.slide_mpp) if command.slide is not None else ()
+    specs = find_slides(command.slide, mpp=command.slide_mpp, scene=command.scene) if command.slide is not None else ()
     slides = slides_of(sources, specs)
     made: dict[Path, Path] = {}
     failed = there = 0

@@ -39,6 +39,9 @@ class DoctorCommand:
     mpp_table: Path | None = None
     """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
     labels.csv in --slides, if there is one."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
+    Default: such files are refused, with a list of their images."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
 
@@ -52,6 +55,7 @@ def doctor(command: DoctorCommand) -> int:
             mpp=command.slide_mpp,
             mpp_by_slide=read_mpp(command.slides, command.mpp_table),
             backend=command.backend,
+            scene=command.scene,
         )
     with _busy("looking at the machine"):
         environment = describe_environment()
@@ -71,7 +75,7 @@ def doctor(command: DoctorCommand) -> int:
             checks = sorted(check_slides(specs, usable_cores()), key=lambda check: check.slide_id)
         print_table(
             f"Slides in {command.slides}",
-            ("slide", "backend", "mpp", "size in px", "levels", "faults"),
+            ("slide", "backend", "mpp", "size in px", "levels", "other images", "faults"),
             [_row(check) for check in checks],
         )
         faults += sum(bool(check.faults) for check in checks)
@@ -82,7 +86,8 @@ def doctor(command: DoctorCommand) -> int:
 def _row(check: SlideCheck) -> tuple[str, ...]:
     mpp = "–" if check.mpp is None else f"{check.mpp:.4g}"
     size, levels = (f"{check.width} x {check.height}", str(check.levels)) if check.levels else ("–", "–")
-    return (check.slide_id, check.backend, mpp, size, levels, "; ".join(check.faults) or "none")
+    others = "; ".join(check.other_images) or ("none" if check.levels else "–")
+    return (check.slide_id, check.backend, mpp, size, levels, others, "; ".join(check.faults) or "none")
 
 
 @contextmanager

@@ -55,6 +55,9 @@ class IndexCommand:
     mpp_table: Path | None = None
     """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
     labels.csv in --slides, if there is one."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
+    Default: such files are refused, with a list of their images."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
     workers: int = 0
@@ -97,6 +100,7 @@ def index(command: IndexCommand) -> None:
         mpp_by_slide=read_mpp(command.slides, command.mpp_table),
         whole_pictures=command.index.whole_pictures,
         backend=command.backend,
+        scene=command.scene,
     )
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"

@@ -15,12 +15,12 @@ import numpy as np
 
 from app.checks.sample_slides import MPP, SIDE, sample_picture, write_samples
 from app.settings.console import Finding
-from pipelines.backends.registry import BACKENDS, open_slide
-from pipelines.backends.tiff_tags import check_tiff, read_tiff
+from pipelines.backends.registry import BACKENDS, open_slide, other_images
+from pipelines.backends.tiff_tags import check_tiff
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import ProcessDied, each_in_process
 from pipelines.slides.geometry import Region
-from pipelines.slides.slide import NotThisFormat, Slide, SlideError
+from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.slide_index import slide_limits
 
 PROBE_PX = 512
@@ -38,7 +38,10 @@ SAMPLE_TOLERANCE = 4.0
 
 @dataclass(frozen=True)
 class SlideCheck:
-    """The facts of a slide, as far as it opened; ``faults`` is empty for a good one."""
+    """The facts of a slide, as far as it opened; ``faults`` is empty for a good one.
+
+    ``other_images`` are those of its file that are not read: labels, macros, thumbnails, scenes, focal planes.
+    """
 
     slide_id: str
     backend: str = "–"
@@ -47,6 +50,7 @@ class SlideCheck:
     height: int = 0
     levels: int = 0
     faults: tuple[str, ...] = ()
+    other_images: tuple[str, ...] = ()
 
 
 def check_slides(specs: Sequence[SlideSpec], workers: int) -> Iterator[SlideCheck]:
@@ -66,7 +70,8 @@ def check_slide(spec: SlideSpec) -> SlideCheck:
     with slide:
         level = slide.levels[0]
         check = SlideCheck(spec.slide_id, slide.backend, slide.mpp, level.width, level.height, len(slide.levels))
-        return replace(check, faults=(*_structure_faults(spec.path), *_read_faults(slide)))
+        faults = (*_structure_faults(spec.path), *_read_faults(slide))
+        return replace(check, faults=faults, other_images=tuple(other_images(spec.path, spec.scene)))
 
 
 def _without_mpp(spec: SlideSpec, fault: str) -> SlideCheck:
@@ -77,24 +82,11 @@ def _without_mpp(spec: SlideSpec, fault: str) -> SlideCheck:
 
 
 def _structure_faults(path: Path) -> list[str]:
-    """Return what the tables of a TIFF file already tell: damage that no region read here may meet, unread planes."""
+    """Return what the tables of a TIFF file already tell: damage that no region read here may meet."""
     try:
-        return [*check_tiff(path), *_plane_faults(path)] if path.is_file() else []
+        return check_tiff(path) if path.is_file() else []
     except (OSError, SlideError) as fault:
         return [_one_line(fault, path)]
-
-
-def _plane_faults(path: Path) -> list[str]:
-    """Return what is lost of a stack: of several pages as large as the first, that one is read."""
-    try:
-        tiff = read_tiff(path)
-    except NotThisFormat:
-        return []
-    first = tiff.pages[0]
-    planes = sum((page.width, page.height) == (first.width, first.height) for page in tiff.pages)
-    if planes < 2 or tiff.is_ndpi:  # which says itself what its focal planes are
-        return []
-    return [f"{planes} pages of {first.width} x {first.height} px: focal planes or times; only the first is read"]
 
 
 def _read_faults(slide: Slide) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ class PredictCommand:
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say. Default: what the run read its slides at, and
     its --slide-mpp for other slides."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0. Default: that of the run."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] | None = None
     """Slide reader; auto takes the fastest that reads the file exactly. Default: that of the run."""
     ranks: int = 1

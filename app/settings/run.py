@@ -56,6 +56,9 @@ class DataSettings:
     mpp_table: Path | None = None
     """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
     the labels."""
+    scene: int | None = None
+    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
+    Default: such files are refused, with a list of their images."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
     index_workers: Suppress[int] = 0

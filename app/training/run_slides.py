@@ -38,6 +38,7 @@ def find_run_slides(data: DataSettings, index: IndexSettings) -> tuple[SlideSpec
         mpp_by_slide=read_mpp(data.slides, data.mpp_table, data.labels),
         whole_pictures=index.whole_pictures,
         backend=data.backend,
+        scene=data.scene,
     )
 
 

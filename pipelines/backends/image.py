@@ -1,6 +1,6 @@
 """A picture as a slide of one level: PNG, JPEG, BMP, or a TIFF that is not tiled.
 
-Takes the picture and its mpp, which such files do not record in a way to trust (JPEG and PNG carry a print resolution).
+Takes the picture and its mpp, which only TIFF files record in a way to trust (JPEG and PNG carry a print resolution).
 Gives a ``Slide``. The picture is decoded whole on the first read and kept, hence the limit on its size.
 """
 
@@ -15,7 +15,8 @@ from PIL import Image, UnidentifiedImageError
 
 from pipelines.backends.memory import MemoryReader
 from pipelines.backends.resolution import level0_mpp
-from pipelines.backends.tiff_levels import refuse_planes, refuse_samples
+from pipelines.backends.tiff_images import TiffImage, choose_image
+from pipelines.backends.tiff_levels import recorded_mpp, refuse_samples
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
@@ -33,8 +34,8 @@ class ImageReader:
 
     name = "image"
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, page: int = 0) -> None:
+        self._path, self._page = path, page
         self._lock = threading.Lock()
         self._pixels: MemoryReader | None = None
         self._fault = ""
@@ -45,7 +46,7 @@ class ImageReader:
                 raise TileReadError(self._fault)
             if self._pixels is None:
                 try:
-                    self._pixels = MemoryReader([_decode(self._path)])
+                    self._pixels = MemoryReader([_decode(self._path, self._page)])
                 except TileReadError as fault:
                     self._fault = str(fault)
                     raise
@@ -56,17 +57,21 @@ class ImageReader:
         self._pixels = None
 
 
-def open_image(path: Path, *, mpp: float | None) -> PyramidSlide:
+def open_image(path: Path, *, mpp: float | None, scene: int | None = None) -> PyramidSlide:
     """Open a picture as a slide of one level.
 
     Raises:
         NotThisFormat: not a picture of one of ``FORMATS``.
-        SlideError: larger than ``LIMIT_PIXELS``, a TIFF of more than one 8-bit picture, or ``mpp`` is not given.
+        SlideError: larger than ``LIMIT_PIXELS``, a TIFF of several 8-bit pictures of similar size without ``scene``,
+            or without a plausible mpp.
     """
+    tiff_image: TiffImage | None = None
     with contextlib.suppress(NotThisFormat):  # no TIFF
-        _refuse_tiff(path)
+        tiff_image = _tiff_image(path, scene)
+    page = 0 if tiff_image is None else tiff_image.page.index
     try:
         with Image.open(path, formats=FORMATS) as picture:
+            picture.seek(page)
             width, height = picture.size
     except UnidentifiedImageError:
         raise NotThisFormat(f"{path}: not a picture of a known format ({', '.join(FORMATS)})") from None
@@ -76,21 +81,24 @@ def open_image(path: Path, *, mpp: float | None) -> PyramidSlide:
         raise NotThisFormat(f"{path}: not a readable picture ({error})") from error
     if width * height > LIMIT_PIXELS:
         raise _too_large(path, f"it has {width} x {height} px")
-    levels = levels_from_sizes([(width, height)], level0_mpp(path, None, None, mpp))
-    return PyramidSlide(path, ImageReader(path), levels)
+    recorded = (None, None) if tiff_image is None else recorded_mpp(tiff_image)
+    levels = levels_from_sizes([(width, height)], level0_mpp(path, *recorded, mpp))
+    return PyramidSlide(path, ImageReader(path, page), levels)
 
 
-def _refuse_tiff(path: Path) -> None:
-    """Refuse a TIFF that Pillow would read as something else, or for which it would ask too much memory.
+def _tiff_image(path: Path, scene: int | None) -> TiffImage:
+    """The image of a TIFF that is the slide. Others would ask too much memory, or be read as something else.
 
     Raises:
         SlideError: damaged, or its pixels are not those of one 8-bit picture.
     """
     tiff = read_tiff(path)
     refuse_samples(tiff, tiff.pages[0])
-    refuse_planes(tiff, tiff.pages[0])
+    image, _ = choose_image(tiff, scene)
+    refuse_samples(tiff, image.page)
     if faults := check_tiff(path):
         raise SlideError(f"{path}: damaged TIFF: {'; '.join(faults)}")
+    return image
 
 
 def _too_large(path: Path, what: str) -> SlideError:
@@ -100,10 +108,11 @@ def _too_large(path: Path, what: str) -> SlideError:
     )
 
 
-def _decode(path: Path) -> Pixels:
-    """All pixels, transparent ones blended onto white."""
+def _decode(path: Path, page: int) -> Pixels:
+    """All pixels of a page, transparent ones blended onto white."""
     try:
         with Image.open(path, formats=FORMATS) as file:
+            file.seek(page)
             picture: Image.Image = file
             if picture.mode.startswith(("I", "F")):
                 raise TileReadError(f"{path}: a slide has 8 bits per channel; this picture has mode {picture.mode!r}")

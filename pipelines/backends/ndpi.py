@@ -51,12 +51,13 @@ class RestartSegments:
         decode(self._header + data[:-2] + EOI, out)
 
 
-def open_ndpi(path: Path, *, mpp: float | None) -> PyramidSlide:
+def open_ndpi(path: Path, *, mpp: float | None, scene: int | None = None) -> PyramidSlide:
     """Open an NDPI file as a slide. Focal planes other than the central one, macro image and map are not levels.
 
     Args:
         path: the file.
         mpp: um/px of level 0, in place of what the file records; None: the file's.
+        scene: not used: an NDPI file holds one slide.
 
     Raises:
         NotThisFormat: not NDPI, or without a list of restart segments; says why.

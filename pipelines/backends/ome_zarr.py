@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pipelines.backends.resolution import Recorded
@@ -25,6 +25,7 @@ MARKERS: Final = ("zarr.json", ".zgroup", ".zarray")
 """One of these files lies at the root of every Zarr store (v3, v2 group, v2 array)."""
 
 MAX_LEVELS: Final = 64
+MAX_IMAGES: Final = 64
 SCALE_TOLERANCE: Final = 0.1
 """By which the extent of a level, px times scale, may differ from that of level 0, besides the rounding of its side."""
 
@@ -39,15 +40,24 @@ UM_PER_UNIT: Final = {
 
 @dataclass(frozen=True)
 class ZarrImage:
-    """Arrays finest first, their axes, and what the store records of um/px in x and y."""
+    """Arrays finest first, their axes, what the store records of um/px in x and y, and a name."""
 
     arrays: tuple[ZarrArray, ...]
     axes: tuple[str, ...]
     mpp: tuple[Recorded, Recorded]
+    name: str = field(default="", repr=False)
+
+    @property
+    def width(self) -> int:
+        return self.arrays[0].shape[self.axes.index("x")]
+
+    @property
+    def height(self) -> int:
+        return self.arrays[0].shape[self.axes.index("y")]
 
 
-def read_image(root: ZarrStore) -> ZarrImage:
-    """Return the first image of the store at ``root``.
+def read_images(root: ZarrStore) -> list[ZarrImage]:
+    """Return the images of the store at ``root``, in its order.
 
     Raises:
         NotThisFormat: no Zarr metadata at its root.
@@ -59,17 +69,18 @@ def read_image(root: ZarrStore) -> ZarrImage:
         attributes = _attributes(root, "")
         if attributes is None:
             array = read_array(root, "")
-            image = ZarrImage((array,), _bare_axes(root, array), (None, None))
+            images = [ZarrImage((array,), _bare_axes(root, array), (None, None))]
         else:
-            image = _multiscale(root, attributes)
-        _check_image(root, image)
+            images = _multiscales(root, attributes)
+        for image in images:
+            _check_image(root, image)
     except SlideError:
         raise
     except Exception as error:  # any key may be absent or of another type
         raise SlideError(
             f"{root}: the Zarr metadata cannot be used ({type(error).__name__}: {error}); is this an OME-Zarr image?"
         ) from error
-    return image
+    return images
 
 
 def _attributes(root: ZarrStore, path: str) -> Mapping[str, Any] | None:
@@ -89,19 +100,28 @@ def _attributes(root: ZarrStore, path: str) -> Mapping[str, Any] | None:
     return ome
 
 
-def _multiscale(root: ZarrStore, attributes: Mapping[str, Any]) -> ZarrImage:
-    """The first image of an OME-Zarr group."""
-    below = ""
-    if "bioformats2raw.layout" in attributes:  # a collection of images; the slide is the first
-        below, inner = "0/", _attributes(root, "0")
-        attributes = inner or {}
-    multiscales = attributes.get("multiscales")
-    if not multiscales:
+def _multiscales(root: ZarrStore, attributes: Mapping[str, Any]) -> list[ZarrImage]:
+    """The images of an OME-Zarr group."""
+    groups: dict[str, Mapping[str, Any]] = {"": attributes}
+    if "bioformats2raw.layout" in attributes:  # a collection of images, in groups 0, 1, ...
+        groups = {}
+        while len(groups) < MAX_IMAGES and any(holds(root, *(key_of(str(len(groups)), name) for name in MARKERS))):
+            groups[f"{len(groups)}/"] = _attributes(root, str(len(groups))) or {}
+    images = [
+        _multiscale(root, below, image)
+        for below, inner in groups.items()
+        for image in (inner.get("multiscales") or ())[:MAX_IMAGES]
+    ]
+    if not images:
         raise SlideError(
             f"{root}: this Zarr group has no `multiscales`, so it is no OME-Zarr image; it holds "
             f"{root.members() or 'nothing'}; give the path of the image inside it"
         )
-    image = multiscales[0]
+    return images
+
+
+def _multiscale(root: ZarrStore, below: str, image: Mapping[str, Any]) -> ZarrImage:
+    """One image; the paths of its arrays begin ``below``."""
     datasets = image["datasets"]
     if not 1 <= len(datasets) <= MAX_LEVELS:
         raise SlideError(f"{root}: an image has 1 to {MAX_LEVELS} levels; this one names {len(datasets)}")
@@ -125,7 +145,7 @@ def _multiscale(root: ZarrStore, attributes: Mapping[str, Any]) -> ZarrImage:
     ):
         if first is not None:
             log.warning("%s: the scales of its levels contradict their sizes, so its um/px is not known", root)
-        return ZarrImage(tuple(arrays), axes, (None, None))
+        return ZarrImage(tuple(arrays), axes, (None, None), _printable_name(image))
     um: dict[str, Recorded] = {}
     for axis, scale in zip(image["axes"], first, strict=True):
         unit = axis.get("unit")
@@ -133,7 +153,11 @@ def _multiscale(root: ZarrStore, attributes: Mapping[str, Any]) -> ZarrImage:
             um[axis["name"]] = scale * UM_PER_UNIT[unit]
         elif unit is not None:  # without a unit a scale says nothing about um
             um[axis["name"]] = f"records a scale of {scale:g} in {str(unit)[:40]!r}, a unit that is not read"
-    return ZarrImage(tuple(arrays), axes, (um.get("x"), um.get("y")))
+    return ZarrImage(tuple(arrays), axes, (um.get("x"), um.get("y")), _printable_name(image))
+
+
+def _printable_name(image: Mapping[str, Any]) -> str:
+    return "".join(c for c in str(image.get("name") or "")[:64] if c.isprintable())
 
 
 def _same_extent(

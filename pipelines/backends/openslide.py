@@ -21,8 +21,9 @@ from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError
 from pipelines.backends.dicom_elements import is_dicom
 from pipelines.backends.dicom_header import refuse_series
 from pipelines.backends.padding import pad
-from pipelines.backends.resolution import level0_mpp
-from pipelines.backends.tiff_levels import resolution_mpp
+from pipelines.backends.resolution import Recorded, level0_mpp
+from pipelines.backends.tiff_images import choose_image
+from pipelines.backends.tiff_levels import recorded_mpp
 from pipelines.backends.tiff_table import MAX_SIDE
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.slides.geometry import Bounds, Level, l0_from_l
@@ -138,11 +139,11 @@ def _rgb_on_white(argb: NDArray[np.uint32], out: Pixels) -> None:
         out += white
 
 
-def open_openslide(path: Path, *, mpp: float | None) -> PyramidSlide:
+def open_openslide(path: Path, *, mpp: float | None, scene: int | None = None) -> PyramidSlide:
     """Open a slide through OpenSlide.
 
     Raises:
-        NotThisFormat: OpenSlide does not know the format.
+        NotThisFormat: OpenSlide does not know the format, or takes another image of a TIFF file for the slide.
         SlideError: the file is damaged, of DICOM files one of its series is, or does not hold one RGB image; or the mpp
             is missing or implausible and ``mpp`` is not given.
     """
@@ -153,11 +154,16 @@ def open_openslide(path: Path, *, mpp: float | None) -> PyramidSlide:
     slide = _open(path)
     try:
         properties = slide.properties
-        l0_mpp = level0_mpp(
-            path, _number(properties.get("openslide.mpp-x")), _number(properties.get("openslide.mpp-y")), mpp
+        recorded: tuple[Recorded, Recorded] = (
+            _number(properties.get("openslide.mpp-x")),
+            _number(properties.get("openslide.mpp-y")),
         )
-        if properties.get("openslide.vendor") == "generic-tiff" and mpp is None:  # OpenSlide takes any unit for an inch
-            l0_mpp = level0_mpp(path, *resolution_mpp(read_tiff(path).pages[0]), mpp)
+        if properties.get("openslide.vendor") == "generic-tiff":
+            image, _ = choose_image(read_tiff(path), scene)
+            if image.page.index:
+                raise NotThisFormat(f"{path}: OpenSlide reads the first image; the slide is page {image.page.index}")
+            recorded = recorded_mpp(image)  # OpenSlide takes any unit for an inch
+        l0_mpp = level0_mpp(path, *recorded, mpp)
         if max(max(size) for size in slide.level_dimensions) > MAX_SIDE:
             raise SlideError(f"{path}: levels of {slide.level_dimensions} px; a side has at most {MAX_SIDE} px")
         levels = tuple(

@@ -15,8 +15,10 @@ from typing import Final, Protocol, cast
 
 from pipelines.backends.content import check_content, refuse_preview
 from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.tiff_levels import other_tiff_images
 from pipelines.backends.tiff_tags import check_tiff
 from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError
+from pipelines.slides.slide_url import is_url_name
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +31,17 @@ HEAD_BYTES = 512
 
 
 class Opener(Protocol):
-    def __call__(self, path: Path, *, mpp: float | None) -> Slide: ...
+    def __call__(self, path: Path, *, mpp: float | None, scene: int | None = None) -> Slide: ...
 
 
-def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "auto") -> Slide:
+def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "auto", scene: int | None = None) -> Slide:
     """Open a slide of any known format.
 
     Args:
         path: a file, or the folder of a Zarr slide.
         mpp: um/px of level 0, used in place of what the file records.
         backend: one of ``BACKENDS``; ``auto`` takes the first that knows the file.
+        scene: which image to read if the file holds several of similar size, counted from 0; None: it holds one.
 
     Raises:
         ValueError: unknown ``backend``, or ``mpp`` outside 0.05-100.
@@ -66,7 +69,7 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
     said: list[str] = []
     for name in asked if is_file else set(asked).intersection(READS_FOLDERS):
         try:
-            slide = _opener(name)(path, mpp=mpp)
+            slide = _opener(name)(path, mpp=mpp, scene=scene)
             if name == "image":
                 refuse_preview(path)
         except NotThisFormat as reason:
@@ -81,6 +84,19 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
             log.debug("%s: opened with %s (asked: %s), %g um/px", path, name, backend, slide.mpp)
             return slide
     raise SlideError(_nothing_opens(path, backend, said))
+
+
+def other_images(path: Path, scene: int | None = None) -> list[str]:
+    """Return name and size of the images of a file that opens as a slide and are not the slide.
+
+    Raises:
+        SlideError: as ``open_slide``.
+    """
+    if path.is_dir() or is_url_name(path.name):
+        from pipelines.backends.zarr import other_zarr_images  # here, so that no Zarr library is loaded for files
+
+        return other_zarr_images(path, scene)
+    return other_tiff_images(path, scene)
 
 
 def _opener(name: str) -> Opener:

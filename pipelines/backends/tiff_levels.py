@@ -2,21 +2,23 @@
 
 Takes the pages of ``tiff_tags``; gives the levels, finest first, and um/px per axis. Knows generic pyramids (reduced
 pages), Aperio SVS (tiled pages; label, macro and thumbnail are in strips) and OME-TIFF (SubIFDs). Formats whose tiles
-lie elsewhere than in a plain grid (Leica, Ventana, Philips, Trestle) are refused, for OpenSlide to read.
+lie elsewhere than in a plain grid (Leica, Ventana, Philips, Trestle) are refused, for OpenSlide to read. Which of
+several images is the slide, ``tiff_images`` says.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Final
 
 from pipelines.backends.resolution import Recorded
+from pipelines.backends.scenes import describe
+from pipelines.backends.tiff_images import TiffImage, choose_image, coarser_pages
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
-from pipelines.backends.tiff_tags import Tiff
+from pipelines.backends.tiff_tags import Tiff, read_tiff
 from pipelines.slides.slide import NotThisFormat, SlideError
 
-_REDUCED, _MASK = 1, 4
-"""Bits of the SubfileType tag."""
 _UM_PER_UNIT: Final = {2: 25_400.0, 3: 10_000.0}
 """um per ResolutionUnit: inch, centimetre. Without a unit, resolutions are only an aspect ratio."""
 _UM_PER_OME_UNIT: Final = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4}
@@ -28,26 +30,26 @@ _PRINT_UM: Final = 20.0
 """Coarser than this, the tag is a writer's default (72, 96, 300 or 1200 dots per inch), not a scanner's resolution."""
 
 
-def level_pages(tiff: Tiff) -> list[Page]:
-    """Return the pages that are levels, finest first.
+def find_levels(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[Page]]:
+    """Return the image that is the slide, and the pages that are its levels, finest first.
+
+    Args:
+        scene: which image to take if several have a similar size; None: there is one such image.
 
     Raises:
         NotThisFormat: not tiled, or a format whose tiles are not one plain grid per level.
-        SlideError: samples that are not 8-bit whole numbers, channels in pages of their own, or sizes that contradict
-            each other.
+        SlideError: samples that are not 8-bit whole numbers, channels in pages of their own, several images of similar
+            size, or sizes that contradict each other.
     """
-    first = tiff.pages[0]
-    _refuse_other_vendors(tiff)
-    if first.text(Tag.DESCRIPTION).startswith("Aperio"):
+    refuse_other_vendors(tiff)
+    if is_aperio(tiff):
         candidates = [page for page in tiff.pages if page.is_tiled]
-    elif _is_ome(first):
-        first = next((page for page in tiff.pages if page.is_tiled), first)
-        candidates = [first, *first.sub_pages] if first.sub_pages else [first, *_reduced(tiff)]
+        image = TiffImage(tiff.pages[0], "")
     else:
-        candidates = [first, *_reduced(tiff)]
-    if not first.is_tiled:
-        raise NotThisFormat(f"{tiff.path}: not a tiled TIFF: its first image lies in strips")
-    refuse_planes(tiff, first)
+        image, others = choose_image(tiff, scene)
+        candidates = [image.page, *coarser_pages(tiff, image, others)]
+    if not image.page.is_tiled:
+        raise NotThisFormat(f"{tiff.path}: not a tiled TIFF: its image lies in strips")
     finest, *coarser = sorted((p for p in candidates if p.is_tiled), key=lambda p: (p.width, p.height), reverse=True)
     levels = [finest, *(level for level in coarser if _is_reduction(finest, level))]
     if finest is not candidates[0] or (coarser and len(levels) == 1):
@@ -55,7 +57,35 @@ def level_pages(tiff: Tiff) -> list[Page]:
         raise SlideError(f"{tiff.path}: damaged TIFF: the pages ({sizes} px) are not one image made smaller")
     for level in levels:
         refuse_samples(tiff, level)
-    return levels
+    return image, levels
+
+
+def other_tiff_images(path: Path, scene: int | None) -> list[str]:
+    """Return name and size of the images of a TIFF file that are not the slide, its further planes included.
+
+    Raises:
+        SlideError: as ``find_levels``.
+    """
+    try:
+        tiff = read_tiff(path)
+        refuse_other_vendors(tiff)
+    except NotThisFormat:
+        return []
+    if is_aperio(tiff):
+        return [describe(TiffImage(page, _aperio_name(page))) for page in tiff.pages if not page.is_tiled]
+    chosen, others = choose_image(tiff, scene)
+    planes = [f"{chosen.planes - 1} more focal planes or times"] if chosen.planes > 1 else []
+    return [*planes, *map(describe, others)]
+
+
+def _aperio_name(page: Page) -> str:
+    """Return the first word of the description's second line, label or macro; the thumbnail has none."""
+    words = page.text(Tag.DESCRIPTION).partition("\n")[2].split()
+    return words[0] if words and words[0].isalpha() else "thumbnail"
+
+
+def is_aperio(tiff: Tiff) -> bool:
+    return tiff.pages[0].text(Tag.DESCRIPTION).startswith("Aperio")
 
 
 def refuse_samples(tiff: Tiff, page: Page) -> None:
@@ -66,10 +96,10 @@ def refuse_samples(tiff: Tiff, page: Page) -> None:
     """
     bits, kinds = set(page.array(Tag.BITS).tolist()) or {1}, set(page.array(Tag.SAMPLE_FORMAT).tolist()) or {1}
     if max(bits) > 8 or min(bits) < 1 or kinds != {1}:
-        kind = {2: "signed", 3: "floating-point"}.get(max(kinds), "")
+        kind = {1: "unsigned", 2: "signed", 3: "floating-point"}.get(max(kinds), "other")
         raise SlideError(
             f"{tiff.path}: a slide has unsigned samples of 8 bits; page {page.index} has {kind} samples "
-            f"of {sorted(bits)} bits (SampleFormat {sorted(kinds)}); convert it to 8-bit RGB"
+            f"of {', '.join(map(str, sorted(bits)))} bits (SampleFormat {max(kinds)}); convert it to 8-bit RGB"
         )
     samples, colours = page.number(Tag.SAMPLES, 1), page.number(Tag.PHOTOMETRIC, UNREADABLE)
     compression = page.number(Tag.COMPRESSION, 1)
@@ -80,38 +110,16 @@ def refuse_samples(tiff: Tiff, page: Page) -> None:
         )
 
 
-def refuse_planes(tiff: Tiff, page: Page) -> None:
-    """Refuse channels in pages of their own, of which a reader would show the first.
-
-    Raises:
-        SlideError: other pages hold a single channel of the size of ``page``.
-    """
-    planes = [
-        other
-        for other in tiff.pages
-        if (other.width, other.height) == (page.width, page.height)
-        and other.number(Tag.SAMPLES, 1) == page.number(Tag.SAMPLES, 1) == 1
-        and not other.number(Tag.SUBFILE, 0) & (_REDUCED | _MASK)
-    ]
-    if len(planes) > 1:
-        raise SlideError(
-            f"{tiff.path}: {len(planes)} pages of {page.width} x {page.height} px hold one channel or plane each; "
-            "a slide is one RGB or grey image; merge the channels to 8-bit RGB, or save one of them alone"
-        )
-
-
-def recorded_mpp(page: Page) -> tuple[Recorded, Recorded]:
-    """um/px in x and y that the file records for ``page``, level 0; None where it is silent."""
-    description = page.text(Tag.DESCRIPTION)
+def recorded_mpp(image: TiffImage) -> tuple[Recorded, Recorded]:
+    """um/px in x and y that the file records for ``image``; None where it is silent."""
+    description = image.page.text(Tag.DESCRIPTION)
     if description.startswith("Aperio"):
         match = re.search(r"\|\s*MPP\s*=\s*([^\s|]+)", description)
         mpp = _number(match[1]) if match else None
         return mpp, mpp
-    if _is_ome(page):
-        pixels = re.search(r"<(?:\w+:)?Pixels\b[^<>]*>", description)
-        if pixels:
-            return _ome_mpp(pixels[0], "X"), _ome_mpp(pixels[0], "Y")
-    return resolution_mpp(page)
+    if image.pixels:
+        return _ome_mpp(image.pixels, "X"), _ome_mpp(image.pixels, "Y")
+    return resolution_mpp(image.page)
 
 
 def resolution_mpp(page: Page) -> tuple[Recorded, Recorded]:
@@ -151,17 +159,6 @@ def _number(text: str) -> Recorded:
         return f"records {text[:40]!r} um/px, which is no number"
 
 
-def _is_ome(page: Page) -> bool:
-    return bool(re.search(r"<(?:\w+:)?OME\b", page.text(Tag.DESCRIPTION)[:4096]))
-
-
-def _reduced(tiff: Tiff) -> list[Page]:
-    def is_level(page: Page) -> bool:
-        return page.is_tiled and page.number(Tag.SUBFILE, 0) & (_REDUCED | _MASK) == _REDUCED
-
-    return [page for page in tiff.pages[1:] if is_level(page)]
-
-
 def _is_reduction(base: Page, page: Page) -> bool:
     """True when ``page`` has the shape of ``base`` made smaller, rounding of both sides allowed."""
     if not (0 < page.width < base.width and page.height > 0):
@@ -169,7 +166,7 @@ def _is_reduction(base: Page, page: Page) -> bool:
     return abs(page.height - page.width * base.height / base.width) <= 2 + 0.01 * page.height
 
 
-def _refuse_other_vendors(tiff: Tiff) -> None:
+def refuse_other_vendors(tiff: Tiff) -> None:
     first = tiff.pages[0]
     description, software = first.text(Tag.DESCRIPTION), first.text(Tag.SOFTWARE)
     vendors = {

@@ -22,7 +22,7 @@ from pipelines.backends.codecs import TileDecoder, decoder
 from pipelines.backends.jpeg import JpegTiles, colour_fault
 from pipelines.backends.padding import Inside, pad
 from pipelines.backends.resolution import level0_mpp
-from pipelines.backends.tiff_levels import YCBCR, level_pages, recorded_mpp
+from pipelines.backends.tiff_levels import YCBCR, find_levels, recorded_mpp
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
 from pipelines.backends.tiff_table import table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
@@ -150,26 +150,27 @@ def _scratch(shape: tuple[int, int, int]) -> Pixels:
     return buffer[:size].reshape(shape)
 
 
-def open_tiled(path: Path, *, mpp: float | None, decode_threads: int = 1) -> PyramidSlide:
+def open_tiled(path: Path, *, mpp: float | None, scene: int | None = None, decode_threads: int = 1) -> PyramidSlide:
     """Open a tiled TIFF file as a slide.
 
     Args:
         path: the file.
         mpp: um/px of level 0, in place of what the file records; None: the file's.
+        scene: which of several images of similar size is the slide.
         decode_threads: threads that share the decoding of one read; 1 where many tiles are read at once anyway.
 
     Raises:
         NotThisFormat: not a tiled TIFF, or one that another backend has to read; says why.
-        SlideError: cut short or damaged, or without a plausible mpp.
+        SlideError: cut short or damaged, of several images without ``scene``, or without a plausible mpp.
         ValueError: ``mpp`` is implausible.
         OSError: the file cannot be read.
     """
     tiff = read_tiff(path)
-    pages = level_pages(tiff)
+    image, pages = find_levels(tiff, scene)
     grids = [_grid(tiff, page) for page in pages]
     if tiff.faults:
         log.warning("%s: %d level(s) are whole, other parts of the file are not: %s", path, len(grids), tiff.faults[0])
-    levels = levels_from_sizes([(g.width, g.height) for g in grids], level0_mpp(path, *recorded_mpp(pages[0]), mpp))
+    levels = levels_from_sizes([(g.width, g.height) for g in grids], level0_mpp(path, *recorded_mpp(image), mpp))
     return PyramidSlide(path, TiledReader(path, grids, name="tiled", decode_threads=decode_threads), levels)
 
 

@@ -17,9 +17,10 @@ from typing import Final
 import numpy as np
 import zarr
 
-from pipelines.backends.ome_zarr import ZarrImage, read_image
+from pipelines.backends.ome_zarr import ZarrImage, read_images
 from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.scenes import choose_scene, describe, find_scenes
 from pipelines.backends.zarr_store import NO_FILE, ZarrStore, key_of, open_store
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
@@ -151,17 +152,18 @@ class ZarrReader:
         return False
 
 
-def open_zarr(path: Path, *, mpp: float | None) -> PyramidSlide:
+def open_zarr(path: Path, *, mpp: float | None, scene: int | None = None) -> PyramidSlide:
     """Open a Zarr store as a slide.
 
     Raises:
         NotThisFormat: not a folder with Zarr metadata at its root, nor a file with a URL.
-        SlideError: no image in the store, codecs that are not run, pixels that are not 8-bit RGB or grey, no usable
-            mpp, or a server that has no such slide.
+        SlideError: no image in the store, several of similar size without ``scene``, codecs that are not run, pixels
+            that are not 8-bit RGB or grey, no usable mpp, or a server that has no such slide.
     """
     store = open_store(path)
     try:
-        image = _image(path, store)
+        images = _images(path, store)
+        image = _chosen(store, images, scene)
         try:
             arrays = [
                 zarr.open_array(store.files, path=a.path, zarr_format=a.zarr_format, mode="r") for a in image.arrays
@@ -187,15 +189,35 @@ def remote_metadata(path: Path) -> bytes:
     """
     store = open_store(path)
     try:
-        return repr(_image(path, store)).encode()
+        images = _images(path, store)
+        return repr(images if len(images) > 1 else images[0]).encode()
     finally:
         store.close()
 
 
-def _image(path: Path, store: ZarrStore) -> ZarrImage:
+def other_zarr_images(path: Path, scene: int | None) -> list[str]:
+    """Return name and size of the images in a store that are not the slide.
+
+    Raises:
+        SlideError: as ``open_zarr``.
+    """
+    store = open_store(path)
+    try:
+        images = _images(path, store)
+        chosen = _chosen(store, images, scene)
+        return [describe(image) for image in images if image is not chosen]
+    finally:
+        store.close()
+
+
+def _chosen(store: ZarrStore, images: list[ZarrImage], scene: int | None) -> ZarrImage:
+    return choose_scene(str(store), sorted(find_scenes(images), key=images.index), scene)
+
+
+def _images(path: Path, store: ZarrStore) -> list[ZarrImage]:
     """What the store holds; of a URL there is no other backend to ask."""
     try:
-        return read_image(store)
+        return read_images(store)
     except NotThisFormat as fault:
         if path.is_dir():
             raise

@@ -48,7 +48,7 @@ class CachedSpec:
         """
         slide = self.spec.open()
         try:
-            return CachedSlide(slide, self.cache)
+            return CachedSlide(slide, self.cache, self.spec.scene)
         except OSError as fault:
             slide.close()
             raise SlideError(f"{slide.path}: the file cannot be read: {fault.strerror or fault}") from fault
@@ -57,13 +57,16 @@ class CachedSpec:
 class CachedSlide:
     """A ``Slide`` over a slide and a cache; closes the slide, not the cache.
 
+    Args:
+        scene: of several images of the file, the one that was opened.
+
     Raises:
         OSError: the slide's file cannot be read.
     """
 
-    def __init__(self, slide: Slide, cache: TileCache) -> None:
+    def __init__(self, slide: Slide, cache: TileCache, scene: int | None = None) -> None:
         self._slide, self._cache = slide, cache
-        self._number = slide_number(slide)
+        self._number = slide_number(slide, scene)
 
     @property
     def path(self) -> Path:

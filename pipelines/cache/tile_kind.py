@@ -83,14 +83,15 @@ class TileKind:
         return f"tiles-{self.width}x{self.height}-{self.mpp:g}mpp-{digest}"
 
 
-def slide_number(slide: Slide) -> tuple[int, int]:
-    """Return two numbers for an open slide: of its file's size, time of change and digest, backend and um/px.
+def slide_number(slide: Slide, scene: int | None = None) -> tuple[int, int]:
+    """Return two numbers for an open slide: of its file's size, time of change and digest, backend, um/px, scene.
 
     Raises:
         OSError: the file cannot be read.
     """
     state = SlideState.now(slide.path)
     text = f"{state.file_bytes} {state.modified_ns} {state.digest} {slide.backend} {slide.mpp!r}"
+    text += "" if scene is None else f" scene {scene}"
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)
 

@@ -74,6 +74,7 @@ class SlideSpec:
         mpp: um/px of level 0, in place of what the file says; None: what the file says.
         backend: auto, tiled, openslide, zarr or image.
         state: what the file was when it was indexed; None where nobody cares.
+        scene: which image to read if the file holds several of similar size, counted from 0.
     """
 
     slide_id: str
@@ -81,6 +82,7 @@ class SlideSpec:
     mpp: float | None = None
     backend: str = "auto"
     state: SlideState | None = None
+    scene: int | None = None
 
     def check_unchanged(self) -> None:
         """Refuse a slide that was replaced since it was indexed: its tiles may lie elsewhere, or be none.
@@ -104,7 +106,7 @@ class SlideSpec:
         _check_path(self.path)
         from pipelines.backends.registry import open_slide  # here, so that listing a folder loads no slide library
 
-        return open_slide(self.path, mpp=self.mpp, backend=self.backend)
+        return open_slide(self.path, mpp=self.mpp, backend=self.backend, scene=self.scene)
 
 
 def _check_path(path: Path) -> None:
@@ -173,6 +175,7 @@ def find_slides(
     mpp_by_slide: Mapping[str, float] | None = None,
     whole_pictures: bool = False,
     backend: str = "auto",
+    scene: int | None = None,
 ) -> tuple[SlideSpec, ...]:
     """Return all slides under ``root``, sub-folders included, sorted by id.
 
@@ -189,12 +192,14 @@ def find_slides(
         mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
         whole_pictures: a slide's id is its path below ``root``, without suffix, as class folders of pictures have the
             same names again and again; and nobody asks for um/px.
-        backend: handed to ``open_slide``.
+        backend, scene: handed to ``open_slide``.
 
     Raises:
         ValueError: ``root`` is no folder or holds no slide, two slides have one id, or an mpp is implausible.
     """
     named = mpp_by_slide or {}
+    if scene is not None and scene < 0:
+        raise ValueError(f"--scene counts the images of a slide file from 0; got {scene}")
     given = [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]
     if faults := [f"{where} {fault}" for where, value in given if value is not None and (fault := mpp_fault(value))]:
         raise ValueError(shown(faults))
@@ -229,7 +234,7 @@ def find_slides(
     if whole_pictures and mpp is None:
         pictures = [s for s in paths if paths[s].suffix.lower() in PICTURE_SUFFIXES]
         overrides = dict.fromkeys(pictures, PICTURE_MPP) | overrides
-    return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend) for s in sorted(paths))
+    return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend, scene=scene) for s in sorted(paths))
 
 
 def _check_folder(root: Path) -> None:

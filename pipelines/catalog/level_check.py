@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.tiff_levels import level_pages
+from pipelines.backends.tiff_levels import find_levels
 from pipelines.backends.tiff_page import Page, Tag
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.slides.geometry import Region, best_level, l_from_l0
@@ -37,6 +37,7 @@ def damaged_tiles(
     size: tuple[int, int],
     mpp: float,
     l0_size: tuple[int, int],
+    scene: int | None = None,
 ) -> tuple[NDArray[np.bool_], str]:
     """Return which tiles cannot be read, bool (n,), and the first fault; empty where all can.
 
@@ -45,6 +46,7 @@ def damaged_tiles(
         l0_x, l0_y: (n,), top left of each tile in level-0 px.
         size, mpp: width and height of a tile in px at ``mpp`` um/px.
         l0_size: the same in level-0 px.
+        scene: of several images of the file, the one that was opened.
 
     Raises:
         TileReadError: more than ``MOST_DAMAGED`` of the tiles, or of those looked at.
@@ -53,7 +55,7 @@ def damaged_tiles(
     damaged = np.zeros(len(l0_x), np.bool_)
     fault = ""
     if slide.backend == "tiled":
-        damaged = _in_table(slide.path, level.index, level.downsample, l0_x, l0_y, l0_size)
+        damaged = _in_table(slide.path, level.index, level.downsample, l0_x, l0_y, l0_size, scene)
         if damaged.any():
             fault = f"{slide.path}: level {level.index}: compressed tiles without data, or past the end of the file"
     looked_at = np.flatnonzero(~damaged)
@@ -82,10 +84,11 @@ def _in_table(
     l0_x: NDArray[np.int64],
     l0_y: NDArray[np.int64],
     l0_size: tuple[int, int],
+    scene: int | None,
 ) -> NDArray[np.bool_]:
     """Tiles that meet a compressed tile which the file cannot hold, bool (n,)."""
     tiff = read_tiff(path)
-    page = level_pages(tiff)[level]
+    page = find_levels(tiff, scene)[1][level]
     bad = _impossible(page, tiff.size_bytes)
     if not bad.any():
         return np.zeros(len(l0_x), np.bool_)

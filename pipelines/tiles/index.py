@@ -106,8 +106,8 @@ def build_index(
     table = TileTable.load(path) if path.exists() else TileTable.joined(settings, [])
     check_settings(table.settings, settings, path)
     _check_overrides(table, specs, path)
-    # A slide that failed may be given the mpp it lacked: that is another try, not another index.
-    wanted = {spec.slide_id: (file_bytes(spec.path), spec.mpp) for spec in specs}
+    # A slide that failed may be given the mpp or scene it lacked: that is another try, not another index.
+    wanted = {spec.slide_id: (file_bytes(spec.path), spec.mpp, spec.scene) for spec in specs}
     known = _tried(table, retry_failed)
     others = {slide_id: what for slide_id, what in wanted.items() if known.get(slide_id) != what}
     taken = take_over(table, others, path, faults=not retry_failed)
@@ -134,10 +134,10 @@ def build_index(
     return asked
 
 
-def _tried(table: TileTable, retry_failed: bool) -> dict[str, tuple[int, float | None]]:
+def _tried(table: TileTable, retry_failed: bool) -> dict[str, tuple[int, float | None, int | None]]:
     """Slides that need no other try, as they were then."""
     slides: list[IndexedSlide | SlideFault] = [*([] if retry_failed else table.faults), *table.sources]
-    return {slide.slide_id: (slide.file_bytes, slide.asked_mpp) for slide in slides}
+    return {slide.slide_id: (slide.file_bytes, slide.asked_mpp, slide.scene) for slide in slides}
 
 
 def _changed(table: TileTable, specs: Sequence[SlideSpec], resumed: bool) -> list[str]:
@@ -188,7 +188,7 @@ def _index_slides(
         for done, (spec, result) in enumerate(each_in_process(task, specs, workers, slide_limits(threads)), 1):
             if isinstance(result, ProcessDied):
                 result = SlideResult(
-                    SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "process", str(result)), None
+                    SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "process", str(result), spec.scene), None
                 )
             if result.overlay_png is not None and (fault := _write_overlay(out, spec, result.overlay_png)):
                 result = SlideResult(fault, None)
@@ -230,7 +230,7 @@ def _write_overlay(out: Path, spec: SlideSpec, picture: bytes) -> SlideFault | N
         if fault.errno != errno.ENAMETOOLONG:
             raise
         error = f"{spec.path}: its picture {path.name} has too long a name: rename the slide or its folder"
-        return SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "overlay", error)
+        return SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "overlay", error, spec.scene)
     return None
 
 
@@ -272,13 +272,15 @@ def _first_line(error: str) -> str:
 
 
 def _check_overrides(table: TileTable, specs: Sequence[SlideSpec], where: Path) -> None:
-    """Refuse an index in which a slide was given another mpp: its tiles would lie elsewhere."""
-    asked_before = {source.slide_id: source.asked_mpp for source in table.sources}
+    """Refuse an index in which a slide was given another mpp or scene: its tiles would lie elsewhere."""
+    before = {source.slide_id: {"slide-mpp": source.asked_mpp, "scene": source.scene} for source in table.sources}
     differing = [
-        f"slide-mpp of {spec.slide_id} is {asked_before[spec.slide_id] or 'that of the file'} there, "
-        f"{spec.mpp or 'that of the file'} was asked for"
+        f"{name} of {spec.slide_id} is {'that of the file' if value is None else value} there, "
+        f"{'that of the file' if asked is None else asked} was asked for"
         for spec in specs
-        if spec.slide_id in asked_before and asked_before[spec.slide_id] != spec.mpp
+        if spec.slide_id in before
+        for (name, value), asked in zip(before[spec.slide_id].items(), (spec.mpp, spec.scene), strict=True)
+        if value != asked
     ]
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""

@@ -66,13 +66,14 @@ def slides_of(table: TileTable) -> list[str]:
 
 
 def take_over(
-    table: TileTable, wanted: Mapping[str, tuple[int, float | None]], own: Path, *, faults: bool
+    table: TileTable, wanted: Mapping[str, tuple[int, float | None, int | None]], own: Path, *, faults: bool
 ) -> TileTable:
     """``table`` with what other index files of its folder know of ``wanted``.
 
     Args:
         table: the content of ``own``.
-        wanted: slide id -> size of its file in bytes and the mpp asked for; a slide that was another then is left out.
+        wanted: slide id -> size of its file in bytes, mpp and scene asked for; a slide that was another then is
+            left out.
         own: the file that ``table`` belongs to.
         faults: take over slides that failed, too.
 
@@ -88,8 +89,8 @@ def take_over(
     return merge(table.settings, [*tables, table]) if any(map(slides_of, tables)) else table
 
 
-def _same(table: TileTable, wanted: Mapping[str, tuple[int, float | None]], faults: bool) -> Iterable[str]:
+def _same(table: TileTable, wanted: Mapping[str, tuple[int, float | None, int | None]], faults: bool) -> Iterable[str]:
     known: list[IndexedSlide | SlideFault] = [*table.sources, *(table.faults if faults else ())]
     for slide in known:
-        if wanted.get(slide.slide_id) == (slide.file_bytes, slide.asked_mpp):
+        if wanted.get(slide.slide_id) == (slide.file_bytes, slide.asked_mpp, slide.scene):
             yield slide.slide_id

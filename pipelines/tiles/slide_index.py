@@ -110,7 +110,9 @@ def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int, judged: 
         error = str(fault) if expected else f"{type(fault).__name__}: {fault}"
         if isinstance(fault, MemoryError) or "Insufficient memory" in error:  # the latter is OpenCV's
             error = f"it needs more memory than a slide may take, {slide_limits(threads)}: {error}"
-        return SlideResult(SlideFault(spec.slide_id, size, spec.mpp, progress.step, error), progress.overlay_png)
+        return SlideResult(
+            SlideFault(spec.slide_id, size, spec.mpp, progress.step, error, spec.scene), progress.overlay_png
+        )
 
 
 def find_tiles(
@@ -158,7 +160,7 @@ def find_tiles(
         progress.step = "tiles"
         if not len(kept):
             raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
-        bad, fault = damaged_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size)
+        bad, fault = damaged_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size, spec.scene)
         l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
         quality = slide_quality(slide, overview, l0_x, l0_y, grid.l0_size) if judged else Quality()
         source = replace(_source(spec, slide, state), tissue_share=tissue.share, **asdict(quality))
@@ -172,6 +174,7 @@ def _source(spec: SlideSpec, slide: Slide, state: SlideState) -> IndexedSlide:
         *(spec.slide_id, state.file_bytes, spec.mpp, slide.mpp, level.width, level.height, slide.backend),
         state.modified_ns,
         state.digest,
+        scene=spec.scene,
     )
 
 

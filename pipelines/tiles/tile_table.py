@@ -38,6 +38,7 @@ class IndexedSlide:
     Attributes:
         tissue_share: the part of it that is tissue, 0 to 1.
         sharpness, blurred, pen_mm2: as in ``Quality``.
+        scene: of several images of the file, the one that was asked for.
     """
 
     slide_id: str
@@ -53,6 +54,7 @@ class IndexedSlide:
     sharpness: float | None = None
     blurred: float | None = None
     pen_mm2: float | None = None
+    scene: int | None = None
 
     @property
     def quality(self) -> Quality:
@@ -74,6 +76,7 @@ class SlideFault:
     asked_mpp: float | None
     step: str
     error: str
+    scene: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,7 +168,8 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
                 f"tissue; {tissue.found}): a blank slide, or one whose tissue was not found. --min-tissue of the run "
                 "that made the checkpoint decides which windows count"
             )
-        bad, fault = damaged_tiles(slide, grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
+        tiles = (grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
+        bad, fault = damaged_tiles(slide, *tiles, spec.scene)
         row, column = row[~bad], column[~bad]
         thumbnail = _thumbnail(slide, overview, threads)
         return SlideWindows(

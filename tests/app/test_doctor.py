@@ -62,15 +62,19 @@ def test_a_damaged_tile_is_found(tmp_path):
     assert "\n" not in fault
 
 
-def test_samples_and_planes_that_are_not_read_are_faults(tmp_path):
+def test_samples_that_are_not_read_are_a_fault_and_planes_are_named(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (512, 512, 3), np.uint8)
     kept = {"tile": (256, 256), "resolution": (2e4, 2e4), "resolutionunit": "CENTIMETER", "photometric": "rgb"}
     for name, planes in (("int8", pixels.view(np.int8)), ("focal", np.stack([pixels] * 5)), ("good", pixels)):
         tifffile.imwrite(tmp_path / f"{name}.tif", planes, metadata=None, **kept)
-    faults = {name: check_slide(SlideSpec(name, tmp_path / f"{name}.tif")).faults for name in ("int8", "focal", "good")}
-    assert faults["good"] == ()
-    assert "signed" in faults["int8"][0]
-    assert faults["focal"] == ("5 pages of 512 x 512 px: focal planes or times; only the first is read",)
+    with tifffile.TiffWriter(tmp_path / "ome.tif", ome=True) as file:
+        sizes = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.5, "PhysicalSizeYUnit": "µm"}
+        file.write(np.stack([pixels] * 5), tile=(256, 256), photometric="rgb", metadata={"axes": "ZYXS", **sizes})
+    checks = {name: check_slide(SlideSpec(name, tmp_path / f"{name}.tif")) for name in ("int8", "focal", "good", "ome")}
+    assert (checks["good"].faults, checks["good"].other_images) == ((), ())
+    assert "signed" in checks["int8"].faults[0]
+    assert "5 images of similar size" in checks["focal"].faults[0]
+    assert (checks["ome"].faults, checks["ome"].other_images) == ((), ("4 more focal planes or times",))
 
 
 def test_a_slide_that_ends_its_process_costs_only_itself():
@@ -145,7 +149,8 @@ def test_command_with_good_and_bad_slides(tmp_path, capsys):
     assert main(["--slides", str(slides), "--out", str(tmp_path / "run")]) == 1
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line for line in lines[lines.index(f"Slides in {slides}") + 2 :] if line.strip()}
-    assert rows["good"].split()[1:] == ["tiled", "0.499", "2220", "x", "2967", "1", "none"]
+    assert rows["good"].split()[1:7] == ["tiled", "0.499", "2220", "x", "2967", "1"]
+    assert "'macro'" in rows["good"]
     assert "text file" in rows["page"]
     assert "empty" in rows["empty"]
     assert lines[-1] == "2 faults"
@@ -177,4 +182,6 @@ def test_a_slide_without_mpp_has_its_size_and_levels(tmp_path, capsys):
     assert "does not record its um/px" in found
     (tmp_path / "mpp.csv").write_text("slide,mpp\nbare,0.5\n")
     main([*arguments, "--mpp-table", str(tmp_path / "mpp.csv")])
-    assert row().split()[1:] == ["tiled", "0.5", "2220", "x", "2967", "1", "none"]
+    words = row().split()
+    assert words[1:7] == ["tiled", "0.5", "2220", "x", "2967", "1"]
+    assert words[-1] == "none"

@@ -111,9 +111,9 @@ def test_16_bits_and_channels_are_refused_by_name(tmp_path: Path) -> None:
         assert str(path) in said[path.name]
         assert "8-bit RGB" in said[path.name]
     for name, reason in {
-        "rgb-16-bit.tif": r"samples of [16] bits",
-        "grey-16-bit.tif": r"samples of [16] bits",
-        "rgb-float.tif": "floating-point samples of [32] bits",
+        "rgb-16-bit.tif": "unsigned samples of 16 bits",
+        "grey-16-bit.tif": "unsigned samples of 16 bits",
+        "rgb-float.tif": "floating-point samples of 32 bits",
         "fluorescence.qptiff": "3 pages of 384 x 256 px hold one channel",
         "fluorescence.ome.tif": "3 pages of 384 x 256 px hold one channel",
         "rgb-16-bit.ome.zarr": "array 0 is <u2 with 3 channels",

@@ -111,7 +111,7 @@ def test_other_formats_of_pillow_are_not_asked(tmp_path: Path, suffix: str) -> N
     [
         (PIXELS.view(np.int8), {"photometric": "rgb"}, "page 0 has signed samples"),
         (PIXELS[..., 0].view(np.int8), {}, "page 0 has signed samples"),
-        (PIXELS.astype(np.uint16), {"photometric": "rgb"}, r"samples of \[16\] bits"),
+        (PIXELS.astype(np.uint16), {"photometric": "rgb"}, "unsigned samples of 16 bits"),
         (PIXELS[..., 0].astype(np.float32), {}, "floating-point samples"),
         (np.moveaxis(PIXELS, 2, 0), {"photometric": "minisblack"}, "3 pages of 60 x 40 px hold one channel"),
     ],

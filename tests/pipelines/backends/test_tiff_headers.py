@@ -189,7 +189,7 @@ def test_a_resolution_without_a_readable_unit_is_no_mpp(
     unit = next(entry for entry in entries(path) if entry.tag == Tag.RESOLUTION_UNIT)
     damaged = with_bytes(path, tmp_path / "slide.tif", unit.offset, struct.pack("<HHII", *changed))
     with pytest.raises(
-        SlideError, match=r"a unit that is not read|does not record its um/px|tag 296 \(RESOLUTION_UNIT\)|tag 296 has"
+        SlideError, match=r"unit that is not read|not record its um/px|tag 296 (\(RESOLUTION_UNIT\)|has)"
     ):
         open_slide(damaged, backend=backend)
 

@@ -1,0 +1,152 @@
+"""Slide files that hold several images: the largest that is not a label, macro or thumbnail is the slide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import zarr
+
+from pipelines.backends.registry import open_slide, other_images
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import SlideError
+
+RANDOM = np.random.default_rng(0)
+LARGE = RANDOM.integers(0, 256, (400, 512, 3), np.uint8)
+SECOND = RANDOM.integers(0, 256, (384, 400, 3), np.uint8)
+SMALL = RANDOM.integers(0, 256, (64, 80, 3), np.uint8)
+STRIPS: dict[str, Any] = {}
+TILES: dict[str, Any] = {"tile": (64, 64)}
+
+
+def write_tiff(path: Path, *images: tuple[np.ndarray, dict[str, Any], float], ome: bool = False) -> None:
+    """Write pixels with the writer's options, at um/px; names come through the options' metadata or description."""
+    with tifffile.TiffWriter(path, ome=ome) as file:
+        for pixels, options, mpp in images:
+            kept = dict(options)
+            if ome:
+                sizes = {f"PhysicalSize{axis}": mpp for axis in "XY"} | {
+                    f"PhysicalSize{axis}Unit": "µm" for axis in "XY"
+                }
+                kept["metadata"] = {"axes": "YXS", **sizes, "Name": kept.pop("name", "")}
+            else:
+                kept |= {"resolution": (1e4 / mpp,) * 2, "resolutionunit": "CENTIMETER", "metadata": None}
+            file.write(pixels, photometric="rgb", **kept)
+
+
+def read_level0(path: Path, **how: Any) -> tuple[np.ndarray, float, str]:
+    with open_slide(path, **how) as slide:
+        level = slide.levels[0]
+        return slide.read(Region(0, 0, level.width, level.height, slide.mpp)), slide.mpp, slide.backend
+
+
+CASES: dict[str, tuple[bool, list[tuple[np.ndarray, dict[str, Any], float]], str, list[str]]] = {
+    "label first, by size": (False, [(SMALL, TILES, 8.0), (LARGE, TILES, 0.5)], "tiled", ["80 x 64 px"]),
+    "thumbnail in strips first": (False, [(SMALL, STRIPS, 2.0), (LARGE, TILES, 0.5)], "tiled", ["80 x 64 px"]),
+    "thumbnail in tiles first": (False, [(SMALL, TILES, 2.0), (LARGE, STRIPS, 0.5)], "image", ["80 x 64 px"]),
+    "all in strips": (False, [(SMALL, STRIPS, 2.0), (LARGE, STRIPS, 0.5)], "image", ["80 x 64 px"]),
+    "a level without its mark": (
+        False,
+        [(LARGE, TILES, 0.5), (LARGE[::2, ::2], TILES, 1.0)],
+        "tiled",
+        ["256 x 200 px"],
+    ),
+    "label of similar size, by description": (
+        False,
+        [(SECOND, TILES | {"description": "Label image"}, 0.5), (LARGE, TILES, 0.5)],
+        "tiled",
+        ["'Label image' 400 x 384 px"],
+    ),
+    "OME label first": (
+        True,
+        [(SMALL, TILES | {"name": "label"}, 10.0), (LARGE, TILES | {"name": "slide"}, 0.5)],
+        "tiled",
+        ["'label' 80 x 64 px"],
+    ),
+    "OME macro that is the largest": (
+        True,
+        [(np.tile(LARGE, (2, 1, 1)), TILES | {"name": "macro image"}, 2.0), (LARGE, TILES | {"name": "slide"}, 0.5)],
+        "tiled",
+        ["'macro image' 512 x 800 px"],
+    ),
+    "OME thumbnail in strips": (
+        True,
+        [(SMALL, STRIPS | {"name": "a_thumbnail"}, 2.0), (LARGE, TILES | {"name": "slide"}, 0.5)],
+        "tiled",
+        ["'a_thumbnail' 80 x 64 px"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_slide_is_the_largest_image(tmp_path: Path, case: str) -> None:
+    ome, images, backend, others = CASES[case]
+    write_tiff(tmp_path / "a.tif", *images, ome=ome)
+    pixels, mpp, used = read_level0(tmp_path / "a.tif")
+    np.testing.assert_array_equal(pixels, LARGE)
+    assert (mpp, used) == (pytest.approx(0.5), backend)
+    assert other_images(tmp_path / "a.tif") == others
+    with_mpp, _, _ = read_level0(tmp_path / "a.tif", mpp=0.25)
+    np.testing.assert_array_equal(with_mpp, LARGE)
+    with_scene, _, _ = read_level0(tmp_path / "a.tif", scene=7)  # there is no choice
+    np.testing.assert_array_equal(with_scene, LARGE)
+
+
+@pytest.mark.parametrize("ome", [True, False])
+@pytest.mark.parametrize("kind", [STRIPS, TILES])
+def test_scenes_of_similar_size_are_chosen_by_number(tmp_path: Path, ome: bool, kind: dict[str, Any]) -> None:
+    names = ("label", "left", "right") if ome else ("", "", "")
+    images = [(SMALL, kind, 8.0), (SECOND, kind, 0.25), (LARGE, kind, 0.5)]
+    named = [(p, o | {"name": name} if ome else o, mpp) for (p, o, mpp), name in zip(images, names, strict=True)]
+    write_tiff(tmp_path / "a.tif", *named, ome=ome)
+    with pytest.raises(SlideError, match=r"0: .*400 x 384 px, 1: .*512 x 400 px.*--scene N"):
+        open_slide(tmp_path / "a.tif", mpp=0.5)
+    for scene, (expected, expected_mpp) in enumerate(((SECOND, 0.25), (LARGE, 0.5))):
+        pixels, mpp, _ = read_level0(tmp_path / "a.tif", scene=scene)
+        np.testing.assert_array_equal(pixels, expected)
+        assert mpp == pytest.approx(expected_mpp)
+        assert len(other_images(tmp_path / "a.tif", scene)) == 2
+    with pytest.raises(SlideError, match="no scene 2"):
+        open_slide(tmp_path / "a.tif", mpp=0.5, scene=2)
+
+
+def test_levels_are_those_of_the_scene(tmp_path: Path) -> None:
+    reduced = TILES | {"subfiletype": 1}
+    large, second = (LARGE, TILES, 0.5), (SECOND, TILES, 0.5)
+    write_tiff(tmp_path / "a.tif", large, (LARGE[::2, ::2], reduced, 1.0), second, (SECOND[::2, ::2], reduced, 1.0))
+    for scene, expected in enumerate((LARGE, SECOND)):
+        with open_slide(tmp_path / "a.tif", scene=scene) as slide:
+            assert [(level.height, level.width) for level in slide.levels] == [
+                expected.shape[:2],
+                expected[::2, ::2].shape[:2],
+            ]
+            level = slide.levels[1]
+            pixels = slide.read(Region(0, 0, level.width, level.height, level.mpp))
+            np.testing.assert_array_equal(pixels, expected[::2, ::2])
+
+
+def write_collection(path: Path, *images: tuple[str, np.ndarray]) -> None:
+    """Write the layout of bioformats2raw: images in groups 0, 1, ..."""
+    root = zarr.open_group(path, mode="w", zarr_format=2)
+    root.attrs["bioformats2raw.layout"] = 3
+    for number, (name, pixels) in enumerate(images):
+        group = root.create_group(str(number))
+        array = group.create_array("0", shape=pixels.shape, chunks=(64, 64, 3), dtype="u1")
+        array[:] = pixels
+        axes = [{"name": n, "type": "space", "unit": "micrometer"} for n in "yx"] + [{"name": "c", "type": "channel"}]
+        scale = [{"type": "scale", "scale": [0.5, 0.5, 1.0]}]
+        datasets = [{"path": "0", "coordinateTransformations": scale}]
+        group.attrs["multiscales"] = [{"version": "0.4", "name": name, "axes": axes, "datasets": datasets}]
+
+
+def test_zarr_collections(tmp_path: Path) -> None:
+    write_collection(tmp_path / "one.zarr", ("label", SMALL), ("slide", LARGE))
+    np.testing.assert_array_equal(read_level0(tmp_path / "one.zarr")[0], LARGE)
+    assert other_images(tmp_path / "one.zarr") == ["'label' 80 x 64 px"]
+    write_collection(tmp_path / "two.zarr", ("left", SECOND), ("right", LARGE))
+    with pytest.raises(SlideError, match=r"0: 'left' 400 x 384 px, 1: 'right'.*--scene"):
+        open_slide(tmp_path / "two.zarr")
+    np.testing.assert_array_equal(read_level0(tmp_path / "two.zarr", scene=1)[0], LARGE)
