@@ -55,8 +55,8 @@ def refuse_series(path: Path) -> None:
     """Refuse the slide whose series ``path`` is of, for what any of its files says.
 
     Raises:
-        SlideError: channels, planes, samples or a compression that are not read, no ImageType, sequences nested too deep,
-            frames without their positions, or a file that is cut short.
+        SlideError: channels, planes, samples or a compression that are not read, no ImageType, sequences nested too
+            deep, frames without their positions, or a file that is cut short.
     """
     series = _read(path)[0].get(Tag.SERIES)
     for file in sorted(path.parent.iterdir()):
