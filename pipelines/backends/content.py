@@ -40,6 +40,9 @@ _PLAIN_TIFF: Final = (".tif", ".tiff", ".btf")
 """A TIFF of one of these suffixes may be a plain picture; one of a scanner's suffix is none."""
 
 _DICOM_AT: Final = 128
+_READ: Final = ("TIFF", "JPEG", "PNG", "BMP", "DICOM", "SQLite")
+"""Kinds that a backend may know; it says itself what it misses."""
+_TEXT_BYTES: Final = 512
 
 
 def check_content(path: Path) -> None:
@@ -91,3 +94,18 @@ def _kind(path: Path) -> str | None:
     if head[_DICOM_AT:] == b"DICM":
         return "DICOM"
     return next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), None)
+
+
+def content_kind(path: Path) -> str | None:
+    """Return the kind of a file that no backend reads (text, HTML, ZIP, ...), None of any other.
+
+    Never any of the content: a link in the slide folder may lead to a file that must not get into a log.
+    """
+    if kind := _kind(path):
+        return None if kind in _READ else kind
+    with path.open("rb") as file:
+        head = file.read(_TEXT_BYTES)
+    text = head.decode("utf-8", "ignore")
+    if len(text.encode()) < len(head) - 3 or any(not (c.isprintable() or c in "\t\r\n\ufeff") for c in text):
+        return None
+    return "HTML" if text.lstrip("\ufeff \t\r\n").lower().startswith(("<!doctype html", "<html")) else "text"

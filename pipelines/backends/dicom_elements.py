@@ -7,9 +7,11 @@ is wrong is told by EOFError (cut short) and ValueError (no DICOM data).
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -19,6 +21,9 @@ UNDEFINED: Final = 0xFFFFFFFF
 
 PREAMBLE_BYTES: Final = 132
 SOP_CLASS: Final = 0x00020002
+SYNTAX: Final = 0x00020010
+SERIES: Final = 0x0020000E
+PIXELS: Final = 0x7FE00010
 IMPLICIT: Final = "1.2.840.10008.1.2"
 """Transfer syntax whose elements do not say of what kind their value is."""
 OTHERWISE_WRITTEN: Final = frozenset((IMPLICIT, "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"))
@@ -27,7 +32,10 @@ OTHERWISE_WRITTEN: Final = frozenset((IMPLICIT, "1.2.840.10008.1.2.1.99", "1.2.8
 _LONG: Final = frozenset((b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"))
 """Value representations with a length of four bytes."""
 _DEEPEST: Final = 16
+DEEPEST_READ: Final = 64
+"""Sequences inside one another that libdicom, which recurses without a bound, is given."""
 _VALUE_BYTES: Final = 1024
+_ITEM_BYTES: Final = b"\xfe\xff\x00\xe0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,65 @@ def sop_class(file: BinaryIO) -> str:
     except (EOFError, ValueError):
         pass
     return ""
+
+
+def series_uid(file: BinaryIO) -> bytes | None:
+    """Return the SeriesInstanceUID of a DICOM file, not that of a series it refers to; None where there is none."""
+    if file.read(PREAMBLE_BYTES)[128:] != b"DICM":
+        return None
+    try:
+        syntax = read_meta(file, Wanted({SYNTAX}, ())).text(SYNTAX)
+        for tag, length in elements(file, 0, syntax == IMPLICIT):
+            if tag == SERIES and length <= _VALUE_BYTES:
+                return exactly(file, length).rstrip(b"\0 ") or None
+            if tag >= SERIES:
+                break
+            skip(file, length, 0, syntax == IMPLICIT)
+    except (EOFError, ValueError):
+        pass
+    return None
+
+
+@lru_cache(maxsize=4096)
+def is_nested_too_deep(path: Path, size: int, changed_ns: int) -> bool:
+    """Return whether sequences of a DICOM file lie more than ``DEEPEST_READ`` deep in one another, before its pixels.
+
+    Malformed elements end the search, as they end libdicom's. ``size`` and ``changed_ns`` only key the cache.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at, end, ends = PREAMBLE_BYTES, len(data), [len(data)]
+        syntax, is_implicit = b"", False
+        while at + 8 <= end:
+            while len(ends) > 1 and at >= ends[-1]:
+                ends.pop()
+            group, element, kind, length = struct.unpack_from("<HH2sH", data, at)
+            tag, start = group << 16 | element, at + 8
+            is_implicit = group > 2 and syntax == IMPLICIT.encode()
+            if tag in (ITEM_END, SEQUENCE_END):
+                if len(ends) > 1:
+                    ends.pop()
+                at = start
+                continue
+            if is_implicit or tag == ITEM:
+                (length,) = struct.unpack_from("<I", data, at + 4)
+            elif kind in _LONG and at + 12 <= end:
+                (length,) = struct.unpack_from("<I", data, at + 8)
+                start = at + 12
+            elif not (kind.isalpha() and kind.isupper()):
+                return False
+            if tag == PIXELS and len(ends) == 1:
+                return False
+            begins_item = data[start : start + 4] == _ITEM_BYTES
+            if tag == ITEM or length == UNDEFINED or kind == b"SQ" or (is_implicit and length >= 8 and begins_item):
+                ends.append(end if length == UNDEFINED else min(end, start + length))
+                at = start
+            else:
+                if tag == SYNTAX:
+                    syntax = data[start : start + min(length, _VALUE_BYTES)].rstrip(b"\0 ")
+                at = start + length
+            if len(ends) > 2 * DEEPEST_READ:  # an item and its sequence each count
+                return True
+    return False
 
 
 def read_meta(file: BinaryIO, wanted: Wanted) -> Item:

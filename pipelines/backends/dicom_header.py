@@ -11,7 +11,16 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
-from pipelines.backends.dicom_elements import OTHERWISE_WRITTEN, PREAMBLE_BYTES, elements, exactly, is_dicom, skip
+from pipelines.backends.dicom_elements import (
+    DEEPEST_READ,
+    OTHERWISE_WRITTEN,
+    PREAMBLE_BYTES,
+    elements,
+    exactly,
+    is_dicom,
+    is_nested_too_deep,
+    skip,
+)
 from pipelines.slides.slide import SlideError
 
 
@@ -46,13 +55,19 @@ def refuse_series(path: Path) -> None:
     """Refuse the slide whose series ``path`` is of, for what any of its files says.
 
     Raises:
-        SlideError: channels, planes, samples or a compression that are not read, frames without their positions, or a
-            file that is cut short.
+        SlideError: channels, planes, samples or a compression that are not read, no ImageType, sequences nested too
+            deep, frames without their positions, or a file that is cut short.
     """
     series = _read(path)[0].get(Tag.SERIES)
     for file in sorted(path.parent.iterdir()):
         if not file.is_file() or not is_dicom(file):
             continue
+        status = file.stat()
+        if is_nested_too_deep(file, status.st_size, status.st_mtime_ns):  # OpenSlide parses every file of the folder
+            raise SlideError(
+                f"{path}: {file.name} in its folder has sequences nested more than {DEEPEST_READ} deep, which would "
+                "end the process: it is damaged or not made by a scanner; move it out of the folder"
+            )
         header, is_cut = _read(file)
         if header.get(Tag.SERIES) == series and _text(header, Tag.SOP_CLASS) == _WHOLE_SLIDE:
             if is_cut:
@@ -66,6 +81,11 @@ def _fault(header: dict[int, bytes]) -> str:
     if (syntax := _text(header, Tag.SYNTAX)) not in _SYNTAXES:
         kinds = ", ".join(dict.fromkeys(_SYNTAXES.values()))
         return f"has pixels of transfer syntax {syntax}; read are {kinds}; convert it to one of them"
+    if Tag.IMAGE_TYPE not in header:
+        return (
+            "has no ImageType (0008,0008), which tells levels from labels: the file is damaged or was changed by a "
+            "program; copy it again, or write ImageType anew, such as ORIGINAL\\PRIMARY\\VOLUME\\NONE"
+        )
     if "VOLUME" not in _text(header, Tag.IMAGE_TYPE).split("\\"):
         return ""  # label, overview, thumbnail: no level
     samples, bits = _number(header, Tag.SAMPLES, 3), _number(header, Tag.BITS, 8)

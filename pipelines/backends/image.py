@@ -11,8 +11,10 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from pipelines.backends.jpeg import decode
 from pipelines.backends.memory import MemoryReader
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_images import TiffImage, choose_image
@@ -24,6 +26,9 @@ from pipelines.slides.slide import PADDING, NotThisFormat, Pixels, SlideError, T
 
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
 """No other reader of Pillow is asked: some start programs (Ghostscript for EPS), whatever the file is called."""
+
+JPEG_FORMATS = ("JPEG", "MPO")
+"""MPO is a JPEG with further pictures behind the first, as cameras write it."""
 
 LIMIT_PIXELS = 80_000_000
 """8,000 x 10,000 px, 240 MB decoded, just below what Pillow itself warns of. Larger ones belong in a tiled file."""
@@ -116,6 +121,8 @@ def _decode(path: Path, page: int) -> Pixels:
             picture: Image.Image = file
             if picture.mode.startswith(("I", "F")):
                 raise TileReadError(f"{path}: a slide has 8 bits per channel; this picture has mode {picture.mode!r}")
+            if picture.format in JPEG_FORMATS:
+                return _decode_jpeg(path, picture)
             if picture.has_transparency_data:
                 ground = Image.new("RGBA", picture.size, (PADDING, PADDING, PADDING, 255))
                 picture = Image.alpha_composite(ground, picture.convert("RGBA"))
@@ -124,3 +131,16 @@ def _decode(path: Path, page: int) -> Pixels:
         raise
     except Exception as error:  # as in open_image
         raise TileReadError(f"{path}: the picture cannot be decoded ({error}); it is damaged or cut short") from error
+
+
+def _decode_jpeg(path: Path, picture: Image.Image) -> Pixels:
+    """All pixels of a JPEG. Pillow fills damaged parts with grey; the decoder of TIFF tiles refuses them."""
+    if path.stat().st_size > 4 * LIMIT_PIXELS:
+        raise TileReadError(f"{path}: a JPEG file of {path.stat().st_size:,} bytes; {4 * LIMIT_PIXELS:,} are read")
+    data = path.read_bytes()
+    if picture.mode == "CMYK":
+        simplejpeg.decode_jpeg(data, "CMYK")
+        return np.asarray(picture.convert("RGB"))
+    pixels = np.empty((picture.height, picture.width, 3), np.uint8)
+    decode(data, pixels)
+    return pixels

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Final, Protocol, cast
 
-from pipelines.backends.content import check_content, refuse_preview
+from pipelines.backends.content import check_content, content_kind, refuse_preview
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_levels import other_tiff_images
 from pipelines.backends.tiff_tags import check_tiff
@@ -26,8 +26,6 @@ BACKENDS: Final = ("tiled", "ndpi", "zarr", "openslide", "image")
 """Modules of this package, each with ``open_<name>``, in the order in which they are asked."""
 
 READS_FOLDERS: Final = ("zarr",)
-
-HEAD_BYTES = 512
 
 
 class Opener(Protocol):
@@ -111,20 +109,10 @@ def _nothing_opens(path: Path, backend: str, said: list[str]) -> str:
         what = "this folder is no Zarr slide; give a folder with Zarr metadata (--backend zarr or auto), or a file"
     elif faults := check_tiff(path):
         what = f"this TIFF is damaged or cut short: {'; '.join(faults)}"
-    elif text := _text(path):
-        what = f"this is a text file, not a slide; it begins with {text!r} (a web page saved in place of a download?)"
+    elif kind := content_kind(path):
+        what = f"this is a {kind} file, not a slide; is it a link to another file, or a web page saved as a download?"
     elif backend == "auto":
         what = "no backend knows this format; is the file cut short, or not a slide?"
     else:
         what = f"not readable with --backend {backend}; --backend auto tries all"
     return f"{path}: {what}{reasons}"
-
-
-def _text(path: Path) -> str | None:
-    """The first line of a file that is plain text, None of any other."""
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    text = head.decode("utf-8", "ignore")
-    if len(text.encode()) < len(head) - 3 or any(not (c.isprintable() or c in "\t\r\n\ufeff") for c in text):
-        return None
-    return text.strip().splitlines()[0][:60] if text.strip() else "(blank)"

@@ -108,7 +108,7 @@ class _Reader:
         head = os.pread(descriptor, 16, 0)
         kinds = {b"II*\0": ("<", False), b"MM\0*": (">", False), b"II+\0": ("<", True), b"MM\0+": (">", True)}
         if head[:4] not in kinds:
-            raise NotThisFormat(f"{path}: not a TIFF file: it begins with {head[:8]!r} ({self._size} bytes)")
+            raise NotThisFormat(f"{path}: not a TIFF file ({self._size} bytes)")
         self._order, self._big = kinds[head[:4]]
         self._head = head.ljust(16, b"\0")
         self._ndpi = False

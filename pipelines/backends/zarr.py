@@ -22,6 +22,7 @@ from pipelines.backends.padding import pad
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.scenes import choose_scene, describe, find_scenes
 from pipelines.backends.zarr_store import NO_FILE, ZarrStore, key_of, open_store
+from pipelines.backends.zarr_unpacked import bound_v2, most_bytes
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import NotThisFormat, Pixels, SlideError, TileReadError
@@ -110,17 +111,17 @@ class ZarrReader:
         """
         about, metadata = self._image.arrays[level], self._arrays[level].metadata
         ranges = [range(s.start // n, -(-s.stop // n)) for s, n in zip(box, about.chunks, strict=True)]
-        most_bytes = 2 * math.prod(about.chunks) + 65536
+        most = most_bytes(about.chunks)
         asked = [chunk for chunk in itertools.product(*ranges) if (level, chunk) not in self._empty]
         keys = [key_of(about.path, metadata.encode_chunk_key(chunk)) for chunk in asked]
         absent: list[tuple[int, ...]] = []
         for chunk, key, size in zip(asked, keys, self._store.sizes(keys), strict=True):
             if size is None:
                 absent.append(chunk)
-            elif size == NO_FILE or size > most_bytes:
+            elif size == NO_FILE or size > most:
                 what = "is no file" if size == NO_FILE else f"has {size} bytes"
                 raise TileReadError(
-                    f"{self._store}: level {level}, {key} {what}; a chunk {about.chunks} is a file of {most_bytes} "
+                    f"{self._store}: level {level}, {key} {what}; a chunk {about.chunks} is a file of {most} "
                     "bytes at most"
                 )
         return absent
@@ -164,10 +165,13 @@ def open_zarr(path: Path, *, mpp: float | None, scene: int | None = None) -> Pyr
     try:
         images = _images(path, store)
         image = _chosen(store, images, scene)
+        store.most_bytes = max(store.most_bytes, *(most_bytes(array.chunks) for array in image.arrays))
         try:
             arrays = [
                 zarr.open_array(store.files, path=a.path, zarr_format=a.zarr_format, mode="r") for a in image.arrays
             ]
+            for array in arrays:
+                bound_v2(array)
         except SlideError:
             raise
         except Exception as error:  # what the library itself finds wrong with metadata

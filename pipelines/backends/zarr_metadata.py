@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipelines.backends.zarr_store import NO_FILE, ZarrStore, holds, key_of
+from pipelines.backends.zarr_store import JSON_BYTES, NO_FILE, ZarrStore, holds, key_of
 from pipelines.slides.slide import SlideError
 
 V2_COMPRESSORS: Final = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
@@ -23,7 +23,6 @@ V3_CODECS: Final = frozenset({"blosc", "bytes", "crc32c", "gzip", "sharding_inde
 
 MAX_CHUNK_BYTES: Final = 256 << 20
 MAX_SIDE: Final = 1 << 24
-_JSON_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ def read_json(root: ZarrStore, path: str, name: str) -> dict[str, Any]:
     """Return a JSON object of the store, which is read only where it can be metadata."""
     key = key_of(path, name)
     size = root.sizes([key])[0]
-    if size is not None and size > _JSON_BYTES:
-        raise SlideError(f"{root}: {path}/{name} has {size} bytes; metadata have {_JSON_BYTES} at most")
+    if size is not None and size > JSON_BYTES:
+        raise SlideError(f"{root}: {path}/{name} has {size} bytes; metadata have {JSON_BYTES} at most")
     document = json.loads(root.read(key)) if size is not None and size != NO_FILE else None
     if not isinstance(document, dict):
         what = "is absent" if document is None else f"holds a {type(document).__name__}, not an object"

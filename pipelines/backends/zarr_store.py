@@ -19,11 +19,17 @@ from pipelines.slides.slide_url import is_url_name
 NO_FILE: Final = -1
 """In place of a size: something else than a file lies there."""
 
+JSON_BYTES: Final = 16 << 20
+"""Metadata have at most."""
+
 _MEMBERS_NAMED: Final = 8
 
 
 class ZarrStore(Protocol):
     """The files of one slide. Its text is what an error calls it by."""
+
+    most_bytes: int
+    """What is received of one file at most: metadata, then a chunk of the slide as well."""
 
     @property
     def files(self) -> Any:
@@ -48,7 +54,7 @@ class ZarrFolder:
     """A folder on a disk."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root, self.most_bytes = root, JSON_BYTES
         self.files = zarr.storage.LocalStore(root, read_only=True)
 
     def __str__(self) -> str:

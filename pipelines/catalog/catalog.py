@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.backends.dicom_elements import sop_class
+from pipelines.backends.dicom_elements import series_uid, sop_class
 from pipelines.backends.segmentation_head import SEGMENTATIONS
 from pipelines.catalog.slide_state import SlideState
 from pipelines.catalog.table import shown
@@ -183,7 +183,8 @@ def find_slides(
     files that end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of
     a VMS slide. The DICOM files of one folder and
     one series are one slide: its file is the largest of them (the finest level; OpenSlide finds the others), its id the
-    folder's name, or that file's stem where the folder holds several series. A folder that cannot be listed stands for
+    folder's name, or that file's stem where the folder holds several series, or the path below ``root`` where another
+    slide has that name (a damaged file is a series of its own). A folder that cannot be listed stands for
     the slides in it, under its name and a slash: it fails when it is opened.
 
     Args:
@@ -206,8 +207,11 @@ def find_slides(
     _check_folder(root)
     paths: dict[str, Path] = {}
     twice: list[str] = []
-    for name, path in _candidates(root):
-        slide_id = printable(slide_stem(os.path.relpath(path, root)) if whole_pictures else name)
+    candidates = list(_candidates(root))
+    count = Counter(name for name, _ in candidates)
+    for name, path in candidates:
+        by_path = whole_pictures or (count[name] > 1 and _has_suffix(path.name, (".dcm",)))
+        slide_id = printable(slide_stem(os.path.relpath(path, root)) if by_path else name)
         if slide_id in paths:
             twice.append(f"  {slide_id!r}: {printable(str(paths[slide_id]))} and {printable(str(path))}")
         else:
@@ -316,27 +320,30 @@ def _hamamatsu_parts(folder: Path, names: list[str]) -> set[str]:
 
 def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
     """(slide id, path) for each DICOM series among ``names``; a file whose series is not found stands for itself."""
-    series: dict[bytes, list[Path]] = {}
+    series: defaultdict[bytes, list[Path]] = defaultdict(list)
     for name in names:
         path = folder / name
-        head = _head(path)
-        if sop_class(io.BytesIO(head)) not in SEGMENTATIONS:
-            series.setdefault(_series_uid(head) or os.fsencode(name), []).append(path)
+        if sop_class(io.BytesIO(_head(path))) in SEGMENTATIONS:
+            continue
+        if uid := _series_uid(path):
+            series[uid].append(path)
+        else:
+            yield slide_stem(name), path
     for files in series.values():
         largest = max(files, key=lambda path: (_size(path), path.name))
         named_after_folder = len(files) > 1 and len(series) == 1
         yield (folder.resolve().name if named_after_folder else slide_stem(largest.name)), largest
 
 
-def _series_uid(head: bytes) -> bytes | None:
-    """SeriesInstanceUID (0020,000E) in the head of a little-endian DICOM file (DICOM PS3.5, section 7.1)."""
-    at = head.find(b"\x20\x00\x0e\x00")
-    if head[128:132] != b"DICM" or at < 0:
+def _series_uid(path: Path) -> bytes | None:
+    """Return the SeriesInstanceUID of a DICOM file; None of what is none or cannot be read."""
+    if _size(path) < 0:
         return None
-    length = int.from_bytes(
-        head[at + 6 : at + 8] if head[at + 4 : at + 6] == b"UI" else head[at + 4 : at + 8], "little"
-    )
-    return head[at + 8 : at + 8 + length].rstrip(b"\0 ")
+    try:
+        with path.open("rb") as file:
+            return series_uid(file)
+    except OSError:
+        return None
 
 
 def _head(path: Path) -> bytes:

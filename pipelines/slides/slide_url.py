@@ -45,7 +45,7 @@ def read_url(path: Path) -> str:
     if not usable or len(head) == _MOST_BYTES:
         raise SlideError(
             f"{path}: a file *{URL_ENDING} holds one line, the URL of an OME-Zarr image that begins with "
-            f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}; this one begins with {url[:60]!r}"
+            f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}; this one holds other text"
         )
     if parts.username is not None or parts.password is not None:
         raise SlideError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import re
 import threading
 from collections import Counter
@@ -14,6 +16,9 @@ from urllib.parse import unquote, urlsplit
 NO_KEYS = (
     b'<?xml version="1.0"?><ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>'
 )
+
+SWOLLEN_BYTES = 64 << 20
+"""What a file has that the server lies about."""
 
 
 class SlideServer:
@@ -60,13 +65,22 @@ class SlideServer:
             status = 200 if listing else 403 if fault == "refuse" else 404
             self._send(request, status, NO_KEYS if listing else b"")
             return
+        if fault and fault.startswith("to "):
+            request.send_response(302)
+            request.send_header("Location", fault[3:].format(port=self.http.server_address[1]) + path)
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
         data, status = file.read_bytes(), 200
+        if fault == "swell" and request.command == "GET":
+            data = bytes(SWOLLEN_BYTES)
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("Range", ""))
         if wanted and self.ranges:
             first, last = wanted.groups()
             data = data[-int(last) :] if not first else data[int(first) : int(last) + 1 if last else None]
             status = 206
-        self._send(request, status, data, cut=fault == "cut")
+        packed = fault == "pack" and request.command == "GET"
+        self._send(request, status, gzip.compress(data) if packed else data, cut=fault == "cut", packed=packed)
 
     def _fault(self, path: str) -> str | None:
         for ending, (fault, times) in self.faults.items():
@@ -76,12 +90,17 @@ class SlideServer:
         return None
 
     @staticmethod
-    def _send(request: BaseHTTPRequestHandler, status: int, data: bytes, *, cut: bool = False) -> None:
+    def _send(
+        request: BaseHTTPRequestHandler, status: int, data: bytes, *, cut: bool = False, packed: bool = False
+    ) -> None:
         request.send_response(status)
+        if packed:
+            request.send_header("Content-Encoding", "gzip")
         request.send_header("Content-Length", str(len(data)))
         request.end_headers()
         if request.command == "GET":
-            request.wfile.write(data[: len(data) // 2] if cut else data)
+            with contextlib.suppress(ConnectionError):  # who asked has had enough
+                request.wfile.write(data[: len(data) // 2] if cut else data)
         if cut:
             request.close_connection = True
 

@@ -147,12 +147,26 @@ def test_empty_file(tmp_path: Path) -> None:
 
 def test_a_web_page_named_svs(tmp_path: Path) -> None:
     page = _write(tmp_path / "slide.svs", b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>")
-    with pytest.raises(
-        SlideError, match=r"this is a text file, not a slide; it begins with '<!DOCTYPE html>'"
-    ) as error:
+    with pytest.raises(SlideError, match=r"this is a HTML file, not a slide") as error:
         open_slide(page)
     for backend in ("tiled", "ndpi", "zarr", "openslide", "image"):
         assert f"\n  {backend}: " in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["slide.svs", "slide.png", "slide.dcm", "slide.ndpi", "slide.zarr.url", "slide.vms"])
+@pytest.mark.parametrize("secret", [b"no slide\n", b"hunter2 = 1\nmore", b"\x01hunter2\0\0" * 9, b"II*\0hunter2" * 9])
+def test_a_message_never_quotes_what_a_link_leads_to(tmp_path: Path, name: str, secret: bytes) -> None:
+    (tmp_path / name).symlink_to(_write(tmp_path / "secret", secret))
+    with pytest.raises(SlideError) as error, open_slide(tmp_path / name, mpp=0.5) as slide:
+        slide.read(Region(0, 0, 8, 8, 0.5))
+    assert "hunter2" not in str(error.value)
+    assert "begins with '" not in str(error.value)
+
+
+@pytest.mark.parametrize(("content", "kind"), [(b"plain\n", "text"), (b" <html>", "HTML"), (b"PK\x03\x04", "ZIP")])
+def test_the_kind_of_other_content_is_named(tmp_path: Path, content: bytes, kind: str) -> None:
+    with pytest.raises(SlideError, match=f"this is a {kind} file, not a slide"):
+        open_slide(_write(tmp_path / "slide.png", content), mpp=0.5)
 
 
 def test_noise_says_what_each_backend_said(tmp_path: Path) -> None:

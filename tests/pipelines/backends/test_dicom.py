@@ -94,6 +94,55 @@ def test_frames_in_any_order_lie_where_they_say(series: Path, tmp_path: Path) ->
     np.testing.assert_array_equal(got, np.random.default_rng(0).integers(0, 256, (150, 190, 3), np.uint8))
 
 
+def nested(depth: int, defined: bool) -> bytes:
+    """A private sequence in a sequence, ``depth`` times."""
+    if not defined:
+        return (b"\x09\0\x10\x10SQ\0\0" + b"\xff" * 4 + b"\xfe\xff\x00\xe0" + b"\xff" * 4) * depth
+    parts = []
+    for i in range(depth):
+        inner = 20 * (depth - 1 - i)
+        lengths = (inner + 8).to_bytes(4, "little"), inner.to_bytes(4, "little")
+        parts.append(b"\x09\0\x10\x10SQ\0\0" + lengths[0] + b"\xfe\xff\x00\xe0" + lengths[1])
+    return b"".join(parts)
+
+
+def with_nested(series: Path, folder: Path, depth: int, defined: bool, name: str) -> Path:
+    """A copy of ``series`` where a sequence is nested in the file ``name``; the slide."""
+    shutil.copytree(series, folder)
+    (spec,) = find_slides(folder)
+    path = folder / (name or spec.path.name)
+    data = (path if path.exists() else spec.path).read_bytes()
+    at = data.index(b"\x20\0\x0d\0UI")  # StudyInstanceUID
+    path.write_bytes(data[:at] + nested(depth, defined) + data[at:])
+    return spec.path
+
+
+@pytest.mark.parametrize("name", ["", "label.dcm", "another_file"])
+@pytest.mark.parametrize("defined", [False, True])
+def test_sequences_nested_too_deep_never_reach_libdicom(series: Path, tmp_path: Path, defined: bool, name: str) -> None:
+    path = with_nested(series, tmp_path / "deep", 100_000, defined, name)
+    with pytest.raises(SlideError, match="nested more than 64 deep"):
+        open_slide(path)
+
+
+def test_sequences_of_a_usual_depth_are_read(series: Path, tmp_path: Path) -> None:
+    with open_slide(with_nested(series, tmp_path / "usual", 10, True, "")) as slide:
+        assert len(slide.levels) == 3
+
+
+def test_a_deep_sequence_among_the_places_of_frames_is_found(series: Path, tmp_path: Path) -> None:
+    path = edited(series, tmp_path / "sparse", put_frames_in_any_order)
+    data = path.read_bytes()
+    at = data.index(b"\x48\0\x1a\x02SQ")  # PlanePositionSlideSequence of the first frame
+    path.write_bytes(data[:at] + nested(100_000, False) + data[at:])
+    with pytest.raises(SlideError, match="nested more than 64 deep"):
+        open_slide(path)
+
+
+def remove_image_type(dataset: Dataset) -> None:
+    del dataset.ImageType
+
+
 def set_sparse(dataset: Dataset) -> None:
     dataset.DimensionOrganizationType = "TILED_SPARSE"
 
@@ -124,6 +173,7 @@ def set_jpeg_ls(dataset: Dataset) -> None:
         (set_fluorescence, r"1 sample\(s\) of 16 bits.*convert it to 8-bit RGB"),
         (set_two_paths, "2 optical paths, of which one would be shown"),
         (set_three_planes, "3 focal planes, of which one would be shown"),
+        (remove_image_type, "no ImageType.*VOLUME"),
         (set_jpeg_ls, r"transfer syntax 1\.2\.840\.10008\.1\.2\.4\.80; read are uncompressed, JPEG, JPEG 2000"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

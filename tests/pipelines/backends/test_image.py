@@ -36,6 +36,25 @@ def test_jpeg(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_all(tmp_path / "a.jpg"), np.asarray(Image.open(tmp_path / "a.jpg")))
 
 
+@pytest.mark.parametrize("mode", ["L", "CMYK"])
+def test_jpeg_of_other_colours(tmp_path: Path, mode: str) -> None:
+    Image.fromarray(PIXELS).convert(mode).save(tmp_path / "a.jpg")
+    np.testing.assert_array_equal(read_all(tmp_path / "a.jpg"), Image.open(tmp_path / "a.jpg").convert("RGB"))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("at", ["half", "end"])
+def test_a_damaged_jpeg_is_refused(tmp_path: Path, mode: str, at: str) -> None:
+    """Pillow reads both, grey where the data are damaged."""
+    Image.fromarray(PIXELS).convert(mode).save(tmp_path / "a.jpg")
+    data = bytearray((tmp_path / "a.jpg").read_bytes())
+    middle = len(data) - (len(data) - data.index(b"\xff\xda")) // 2
+    data = data[:middle] + b"\xff\xd9" if at == "half" else data[:-2]
+    (tmp_path / "a.jpg").write_bytes(data)
+    with pytest.raises(TileReadError, match="damaged or cut short"):
+        read_all(tmp_path / "a.jpg")
+
+
 def test_grey_and_palette(tmp_path: Path) -> None:
     Image.fromarray(PIXELS[..., 0]).save(tmp_path / "grey.png")
     np.testing.assert_array_equal(read_all(tmp_path / "grey.png"), np.stack([PIXELS[..., 0]] * 3, axis=-1))

@@ -109,6 +109,45 @@ def test_s3(server: SlideServer, monkeypatch: pytest.MonkeyPatch) -> None:
         open_slide(path)
 
 
+@pytest.mark.parametrize("file", ["0.zarray", ".zattrs", "0/0.0.0"])
+def test_what_a_server_sends_has_an_end(server: SlideServer, file: str) -> None:
+    """The server says the true size and sends 64 MiB."""
+    path = pointed(server)
+    server.faults[file.replace("0.zarray", "0/.zarray")] = ("swell", ALWAYS)
+    with pytest.raises(SlideError, match="sends more than"), open_slide(path) as slide:
+        slide.read(whole(slide))
+
+
+@pytest.mark.parametrize("file", [".zattrs", "0/0.0.0"])
+def test_answers_that_are_packed_are_refused(server: SlideServer, file: str) -> None:
+    path = pointed(server)
+    server.faults[file] = ("pack", ALWAYS)
+    with pytest.raises(SlideError, match="packs it"), open_slide(path) as slide:
+        slide.read(whole(slide))
+
+
+@pytest.mark.parametrize("file", [".zattrs", "0/0.0.0"])
+@pytest.mark.parametrize("place", ["to http://localhost:{port}/copy", "to file://", "to http://127.0.0.1:1"])
+def test_a_redirect_to_another_host_is_refused(server: SlideServer, place: str, file: str) -> None:
+    path = pointed(server)
+    shutil.copytree(server.folder / "a.ome.zarr", server.folder / "copy" / "a.ome.zarr")
+    server.faults[f"/a.ome.zarr/{file}"] = (place, ALWAYS)
+    with pytest.raises(SlideError, match="redirects to another"), open_slide(path) as slide:
+        slide.read(whole(slide))
+    assert not any("/copy" in asked for asked in server.asked)
+
+
+def test_redirects_within_the_host_are_followed_and_have_an_end(server: SlideServer) -> None:
+    path = pointed(server)
+    shutil.copytree(server.folder / "a.ome.zarr", server.folder / "copy" / "a.ome.zarr")
+    server.faults["0/0.0.0"] = ("to /copy", 1)
+    with open_slide(path) as slide:
+        np.testing.assert_array_equal(slide.read(whole(slide)), pyramid()[0])
+        server.faults["0/0.0.0"] = ("to ", ALWAYS)
+        with pytest.raises(SlideError, match="redirects more than 5 times"):
+            slide.read(whole(slide))
+
+
 @pytest.mark.parametrize("status", [404, 403])
 def test_a_url_without_a_slide(server: SlideServer, status: int) -> None:
     path = pointed(server)

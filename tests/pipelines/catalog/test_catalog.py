@@ -33,7 +33,31 @@ def dicom(path: Path, series: str, size: int, explicit: bool = True) -> None:
     uid = series.encode() + b"\0" * (len(series) % 2)
     head = b"UI" + len(uid).to_bytes(2, "little") if explicit else len(uid).to_bytes(4, "little")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes((bytes(128) + b"DICM" + b"\x20\0\x0e\0" + head + uid).ljust(size, b"\0"))
+    syntax = b"" if explicit else b"\2\0\x10\0UI\x12\x001.2.840.10008.1.2\0"
+    path.write_bytes((bytes(128) + b"DICM" + syntax + b"\x20\0\x0e\0" + head + uid).ljust(size, b"\0"))
+
+
+REFERENCED = b"\x20\0\x0e\0UI\x06\x001.9.9\0"
+
+
+@pytest.mark.parametrize("undefined", [False, True])
+def test_a_referenced_series_is_not_the_series_of_a_dicom_file(tmp_path: Path, undefined: bool) -> None:
+    length = b"\xff\xff\xff\xff" if undefined else len(REFERENCED).to_bytes(4, "little")
+    item = b"\xfe\xff\x00\xe0" + length + REFERENCED + (b"\xfe\xff\x0d\xe0" + bytes(4)) * undefined
+    sequence = b"\x08\0\x15\x11SQ\0\0" + (b"\xff" * 4 if undefined else len(item).to_bytes(4, "little")) + item
+    sequence += (b"\xfe\xff\xdd\xe0" + bytes(4)) * undefined
+    for name in ("1", "2"):
+        own = b"\x20\0\x0e\0UI\x06\x001.2.%s\0" % name.encode()
+        (tmp_path / f"{name}.dcm").write_bytes(bytes(128) + b"DICM" + sequence + own)
+    assert ids(tmp_path) == ["1", "2"]
+
+
+def test_damaged_dicom_files_of_one_name_cost_no_other_slide(tmp_path: Path) -> None:
+    for case, uid in (("a", "1.2.3"), ("b", "1.2.4")):
+        for name in ("1", "2"):
+            dicom(tmp_path / case / f"{name}.dcm", uid, 500)
+        touch(tmp_path / case, "9.dcm")
+    assert ids(tmp_path) == ["a", "a/9", "b", "b/9"]
 
 
 def test_every_known_name_is_a_slide(tmp_path: Path) -> None:
