@@ -212,6 +212,9 @@ class PlainTraining:
         self.module = trial.fresh_module().to(trial.device).train()
         self.optimizer = trial.make_optimizer(self.module.named_parameters())
         self.parameters = [name for name, _ in self.module.named_parameters()]
+        numbers = {parameter: number for number, parameter in enumerate(self.module.parameters())}
+        # The optimizer numbers parameters group by group, the state of an engine in the order of the model.
+        self._numbers = [numbers[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def step(self, step: int) -> StepOutcome:
         """Compute step ``step`` from the present state."""
@@ -227,14 +230,15 @@ class PlainTraining:
             total += float(loss.detach())
         self.optimizer.step()
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return StepOutcome(total, gradients, state)
+        states = {self._numbers[own]: values for own, values in self.optimizer.state_dict()["state"].items()}
+        return StepOutcome(total, gradients, {"model": self.module.state_dict(), "optimizer": {"state": states}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an engine, with the options of this optimizer."""
         self.module.load_state_dict(state["model"])
-        values = copy.deepcopy(state["optimizer"]["state"])  # torch would share the engine's tensors
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": values})
+        states = copy.deepcopy(state["optimizer"]["state"])  # torch would share the engine's tensors
+        own = {own: states[number] for own, number in enumerate(self._numbers) if number in states}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": own})
 
 
 def verify_engine(

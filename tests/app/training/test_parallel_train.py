@@ -106,7 +106,7 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
 def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share the generator that weights are drawn with, so they are drawn once."""
 
-    def build(name: str, *, classes: int, norm: str, head: str) -> nn.Module:
+    def build(name: str, *, classes: int, norm: str, head: str, side: int) -> nn.Module:
         return copy.deepcopy(MODELS[name])
 
     monkeypatch.setattr(model_module, "build_model", build)
