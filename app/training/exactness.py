@@ -26,7 +26,6 @@ from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.engine.parameter_groups import own_state, whole_state
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.engine.tickets import DrawnMicrobatches
 from parallel.schedule.microbatch import microbatch_seed
@@ -203,8 +202,7 @@ class Errors:
 class PlainTraining:
     """The training loop of one process: forward, backward, gradients accumulated, update.
 
-    Uses nothing of ours but the seeds, the numbering of parameters in checkpoints, and the workarounds for faults of
-    torch.
+    Uses nothing of ours but the seeds, and the workarounds for faults of torch.
     """
 
     def __init__(self, trial: ExactnessTrial) -> None:
@@ -214,6 +212,9 @@ class PlainTraining:
         self.module = trial.fresh_module().to(trial.device).train()
         self.optimizer = trial.make_optimizer(self.module.named_parameters())
         self.parameters = [name for name, _ in self.module.named_parameters()]
+        numbers = {parameter: number for number, parameter in enumerate(self.module.parameters())}
+        # The optimizer numbers parameters group by group, the state of an engine in the order of the model.
+        self._numbers = [numbers[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def step(self, step: int) -> StepOutcome:
         """Compute step ``step`` from the present state."""
@@ -229,8 +230,8 @@ class PlainTraining:
             total += float(loss.detach())
         self.optimizer.step()
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-        state = {"model": self.module.state_dict(), "optimizer": whole_state(self.optimizer, self.parameters)}
-        return StepOutcome(total, gradients, state)
+        states = {self._numbers[own]: values for own, values in self.optimizer.state_dict()["state"].items()}
+        return StepOutcome(total, gradients, {"model": self.module.state_dict(), "optimizer": {"state": states}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an engine, with the options of this optimizer."""
@@ -238,9 +239,9 @@ class PlainTraining:
             if 0 in buffer.stride():  # one value seen as many, which cannot be written to
                 buffer.data = buffer.clone()
         self.module.load_state_dict(state["model"])
-        own = own_state(self.optimizer, state["optimizer"], self.parameters)
-        values = copy.deepcopy(own["state"])  # torch would share the engine's tensors
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": values})
+        states = copy.deepcopy(state["optimizer"]["state"])  # torch would share the engine's tensors
+        own = {own: states[number] for own, number in enumerate(self._numbers) if number in states}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": own})
 
 
 def verify_engine(

@@ -77,7 +77,8 @@ class Caching(Averaging):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ema.shape != (1, 1, *x.shape[2:]):
-            self.ema = torch.linspace(0, 1, x.shape[3], dtype=x.dtype, device=x.device).expand(1, 1, *x.shape[2:])
+            row = torch.linspace(0, 1, x.shape[3], dtype=x.dtype, device=x.device)
+            self.ema = row.repeat(1, 1, x.shape[2], 1)
         return self.conv(x) * self.ema
 
 
