@@ -13,6 +13,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import openslide
+import simplejpeg
 import tifffile
 from numpy.typing import NDArray
 
@@ -26,6 +27,15 @@ MPP_ALIKE = 1e-3
 def others_agree(path: Path, report: Report, mpp_recorded: bool) -> bool:
     """True when another reader gives the same levels, um/px and pixels."""
     return any(_agrees(reader, path, report, mpp_recorded) for reader in (_by_openslide, _by_tifffile, _by_opencv))
+
+
+def strict_accepts(path: Path) -> bool:
+    """True when libjpeg-turbo decodes a JPEG picture without an error or a warning."""
+    try:
+        simplejpeg.decode_jpeg(path.read_bytes(), "RGB", strict=True)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _agrees(reader: object, path: Path, report: Report, mpp_recorded: bool) -> bool:
