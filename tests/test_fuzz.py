@@ -19,6 +19,7 @@ from benchmarks.fuzz import run as fuzz
 from benchmarks.fuzz.mutations import is_payload, layout_of, write_variant
 from benchmarks.fuzz.seeds import FORMATS, write_seeds
 from benchmarks.fuzz.subject import Report, is_own
+from pipelines.backends.tiff_writer import encode_jpeg
 from pipelines.slides.slide import SlideError
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +56,14 @@ def whole_report() -> Report:
 def test_outcomes_are_told_apart(change: dict[str, object], outcome: str, tmp_path: Path) -> None:
     report = replace(whole_report(), **change)
     assert fuzz.judged("png", report, whole_report(), False, tmp_path / "none.png")[0] == outcome
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("end", "outcome"), [(None, "payload"), (-2, "SILENT")])
+def test_a_jpeg_that_a_strict_decoder_refuses_must_not_be_read(end: int | None, outcome: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(encode_jpeg(np.zeros((32, 32, 3), np.uint8))[:end])
+    report = replace(whole_report(), reads={"8x8:0,0": np.ones((8, 8, 3), np.uint8)})
+    assert fuzz.judged("jpeg", report, whole_report(), True, tmp_path / "a.jpg")[0] == outcome
 
 
 def test_pixels_that_decode_otherwise_are_payload(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def own_library(path: Path, level: Level) -> tuple[str, Pixels] | None:
     if path.suffix == ".zarr":
         return "zarr", _zarr_level(path, level)
     if path.suffix == ".dcm":
-        pixels = _dicom_level(path, level)
+        pixels = dicom_level(path, level)
         return None if pixels is None else ("pydicom", pixels)
     if path.suffix.lower() in (".png", ".jpg", ".jpeg"):
         return "Pillow", np.asarray(Image.open(path, formats=("PNG", "JPEG")).convert("RGB"))
@@ -81,7 +81,7 @@ def _zarr_level(path: Path, level: Level) -> Pixels:
     return _rgb(pixels.transpose([[axes[i] for i in kept].index(axis) for axis in "yxc" if axis in axes]))
 
 
-def _dicom_level(path: Path, level: Level) -> Pixels | None:
+def dicom_level(path: Path, level: Level) -> Pixels | None:
     """The file of the series that has the level's size, its frames laid side by side (TILED_FULL)."""
     series = pydicom.dcmread(path, stop_before_pixels=True).SeriesInstanceUID
     for file in sorted(path.parent.glob("*.dcm")):

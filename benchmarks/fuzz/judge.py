@@ -1,4 +1,4 @@
-"""Whether other readers see in a damaged file what the project saw: OpenSlide, tifffile, OpenCV.
+"""Whether other readers see in a damaged file what the project saw: OpenSlide, tifffile, OpenCV, pydicom.
 
 Takes the file and what was read; gives True when one of them agrees. A file that was changed into another whole file
 is then no fault of whoever reads it. Runs in a process of its own: these readers die of such files.
@@ -13,10 +13,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 import openslide
+import simplejpeg
 import tifffile
 from numpy.typing import NDArray
 
+from benchmarks.formats.references import dicom_level
 from benchmarks.fuzz.subject import Report
+from pipelines.slides.geometry import Level
 
 ALIKE = 2.0
 """Mean difference in grey levels that two JPEG decoders may make."""
@@ -25,7 +28,18 @@ MPP_ALIKE = 1e-3
 
 def others_agree(path: Path, report: Report, mpp_recorded: bool) -> bool:
     """True when another reader gives the same levels, um/px and pixels."""
-    return any(_agrees(reader, path, report, mpp_recorded) for reader in (_by_openslide, _by_tifffile, _by_opencv))
+    return any(
+        _agrees(reader, path, report, mpp_recorded) for reader in (_by_openslide, _by_tifffile, _by_opencv, _by_pydicom)
+    )
+
+
+def strict_accepts(path: Path) -> bool:
+    """True when libjpeg-turbo decodes a JPEG picture without an error or a warning."""
+    try:
+        simplejpeg.decode_jpeg(path.read_bytes(), "RGB", strict=True)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _agrees(reader: object, path: Path, report: Report, mpp_recorded: bool) -> bool:
@@ -108,3 +122,12 @@ def _by_opencv(path: Path, report: Report, mpp_recorded: bool) -> bool:
         return False
     picture = cv2.imread(str(path), cv2.IMREAD_COLOR)
     return picture is not None and _same(report, lambda size, x, y, h, w: picture[y : y + h, x : x + w, ::-1])
+
+
+def _by_pydicom(path: Path, report: Report, mpp_recorded: bool) -> bool:
+    def box(size: tuple[int, int], x: int, y: int, height: int, width: int) -> NDArray[np.uint8]:
+        pixels = dicom_level(path, Level(0, *size, 1.0, 1.0))
+        assert pixels is not None, "no level of this size"
+        return pixels[y : y + height, x : x + width]
+
+    return not mpp_recorded and _same(report, box)

@@ -110,7 +110,7 @@ def _nothing_opens(path: Path, backend: str, said: list[str]) -> str:
     elif faults := check_tiff(path):
         what = f"this TIFF is damaged or cut short: {'; '.join(faults)}"
     elif kind := content_kind(path):
-        what = f"this is a {kind} file, not a slide; is it a link to another file, or a web page saved as a download?"
+        what = f"the content is {kind}, not a slide; is it a link to another file, or a web page saved as a download?"
     elif backend == "auto":
         what = "no backend knows this format; is the file cut short, or not a slide?"
     else:

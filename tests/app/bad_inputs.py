@@ -146,7 +146,7 @@ CASES = [
         TRAIN,
         0,
         "cut: failed at open",
-        also=("the file is empty", "this is a text file, not a slide", "photo: failed at open"),
+        also=("the file is empty", "the content is HTML, not a slide", "photo: failed at open"),
     ),
     Case("every slide bad", only(HTML), TRAIN, 1, "none of 2 slides can be used"),
     Case("tile larger than the slides", slides, TRAIN.replace("--tile 256", "--tile 4096"), 1, "4096"),

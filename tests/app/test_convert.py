@@ -10,6 +10,7 @@ import pytest
 
 from app import convert
 from pipelines.labels.geojson import read_geojson
+from tests.helpers.dicom_file import write_dicom_slide
 from tests.helpers.drawings import box, write_geojson
 
 SAMPLES = Path(__file__).parents[1] / "data" / "annotations"
@@ -20,6 +21,17 @@ def slide(tmp_path: Path) -> str:
     path = tmp_path / "slide.png"
     path.write_bytes(imagecodecs.png_encode(np.full((60, 80, 3), 255, np.uint8)))
     return str(path)
+
+
+def test_a_slide_that_would_end_the_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (slide,) = write_dicom_slide(tmp_path / "dicom", [np.zeros((64, 64, 3), np.uint8)], encoding="raw", tile=32)
+    data = slide.read_bytes()
+    at = data.index(b"\x20\0\x0d\0UI")
+    deep = (b"\x09\0\x10\x10SQ\0\0" + b"\xff" * 4 + b"\xfe\xff\x00\xe0" + b"\xff" * 4) * 100_000
+    slide.write_bytes(data[:at] + deep + data[at:])
+    source = write_geojson(tmp_path / "in.geojson", box(10, 20, 30, 50, "Tumor"))
+    assert convert.main([str(source), str(tmp_path / "a.tif"), "--slide", str(slide)]) != 0
+    assert "nested more than 64 deep" in capsys.readouterr().err
 
 
 def test_to_xml_to_mask_and_back(tmp_path: Path, slide: str, capsys: pytest.CaptureFixture[str]) -> None:

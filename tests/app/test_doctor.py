@@ -151,7 +151,7 @@ def test_command_with_good_and_bad_slides(tmp_path, capsys):
     rows = {line.split()[0]: line for line in lines[lines.index(f"Slides in {slides}") + 2 :] if line.strip()}
     assert rows["good"].split()[1:7] == ["tiled", "0.499", "2220", "x", "2967", "1"]
     assert "'macro'" in rows["good"]
-    assert "text file" in rows["page"]
+    assert "content is HTML" in rows["page"]
     assert "empty" in rows["empty"]
     assert lines[-1] == "2 faults"
     assert not any(set(line) & set("│─┃━╭╰") for line in lines)

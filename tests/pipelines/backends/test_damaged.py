@@ -147,7 +147,7 @@ def test_empty_file(tmp_path: Path) -> None:
 
 def test_a_web_page_named_svs(tmp_path: Path) -> None:
     page = _write(tmp_path / "slide.svs", b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>")
-    with pytest.raises(SlideError, match=r"this is a HTML file, not a slide") as error:
+    with pytest.raises(SlideError, match=r"the content is HTML, not a slide") as error:
         open_slide(page)
     for backend in ("tiled", "ndpi", "zarr", "openslide", "image"):
         assert f"\n  {backend}: " in str(error.value)
@@ -165,7 +165,7 @@ def test_a_message_never_quotes_what_a_link_leads_to(tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize(("content", "kind"), [(b"plain\n", "text"), (b" <html>", "HTML"), (b"PK\x03\x04", "ZIP")])
 def test_the_kind_of_other_content_is_named(tmp_path: Path, content: bytes, kind: str) -> None:
-    with pytest.raises(SlideError, match=f"this is a {kind} file, not a slide"):
+    with pytest.raises(SlideError, match=f"the content is {kind}, not a slide"):
         open_slide(_write(tmp_path / "slide.png", content), mpp=0.5)
 
 

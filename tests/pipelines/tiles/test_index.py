@@ -153,7 +153,7 @@ def test_all_bad_is_an_error_that_lists_them(tmp_path):
     specs = [*specs_of(text=tmp_path / "text.svs"), blank(tmp_path / "blank.png")]
     for _ in range(2):  # from the index that remembers it as well
         with pytest.raises(
-            SlideError, match=r"none of 2 slides can be used:\n  text: open: .* a text file.*\n  blank: tiles"
+            SlideError, match=r"none of 2 slides can be used:\n  text: open: .*content is text.*\n  blank: tiles"
         ):
             build_index(specs, SETTINGS, tmp_path / "out", workers=1)
 
