@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from app.settings.cli import FAILED, OK, run_command
-from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides, slide_stem
 from pipelines.labels.annotation_files import (
     DRAWING_SUFFIXES,
     MASK_SUFFIXES,
@@ -27,6 +27,7 @@ from pipelines.labels.annotation_files import (
 )
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
 from pipelines.labels.drawing import Origin
+from pipelines.labels.slide_labels import read_mpp
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import SlideError
 
@@ -51,7 +52,10 @@ class ConvertCommand:
     mpp: float | None = None
     """um/px of the mask that is made. Default: that of the slide's level 0."""
     slide_mpp: float | None = None
-    """um/px of level 0, instead of what the slide's file says."""
+    """um/px of level 0, instead of what the slides' files say; --mpp-table goes before it."""
+    mpp_table: Path | None = None
+    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
+    labels.csv in the folder of the slides, if there is one."""
     scene: int | None = None
     """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
     Default: such files are refused, with a list of their images."""
@@ -110,7 +114,11 @@ def convert(command: ConvertCommand) -> int:
         return convert_folder(command)
     slide = None
     if command.slide is not None:
-        slide = SlideSpec(command.slide.stem, command.slide, command.slide_mpp, scene=command.scene)
+        name = slide_stem(command.slide.name)
+        matches = SlideNames([name]).match
+        by_slide = read_mpp(command.slide.parent, command.mpp_table)
+        mpp = next((mpp for row, mpp in by_slide.items() if matches(row)), command.slide_mpp)
+        slide = SlideSpec(name, command.slide, mpp, scene=command.scene)
     if convert_file(command, command.source, command.target, slide):
         print(NO_BOUNDS)
     return OK
@@ -121,7 +129,10 @@ def convert_folder(command: ConvertCommand) -> int:
     sources = sorted(files_below(command.source))
     if not sources:
         raise ValueError(f"IN holds no annotation file: {command.source}. Check the path")
-    specs = find_slides(command.slide, mpp=command.slide_mpp, scene=command.scene) if command.slide is not None else ()
+    specs: tuple[SlideSpec, ...] = ()
+    if command.slide is not None:
+        by_slide = read_mpp(command.slide, command.mpp_table)
+        specs = find_slides(command.slide, mpp=command.slide_mpp, mpp_by_slide=by_slide, scene=command.scene)
     slides = slides_of(sources, specs)
     made: dict[Path, Path] = {}
     failed = there = 0

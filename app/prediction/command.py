@@ -32,6 +32,9 @@ class PredictCommand:
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say. Default: what the run read its slides at, and
     its --slide-mpp for other slides."""
+    mpp_table: Path | None = None
+    """CSV with columns slide and mpp: um/px of level 0 by slide; goes before --slide-mpp. Default: column mpp of
+    labels.csv in --slides, for slides that the run did not have."""
     scene: int | None = None
     """Image of a slide file that holds several of similar size, counted from 0. Default: that of the run."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] | None = None
@@ -61,12 +64,6 @@ class PredictCommand:
         names = {f.name for f in dataclasses.fields(DataSettings)}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
         return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def changing(self) -> list[str]:
-        """Names of those that, given otherwise, change what is predicted."""
-        names = {f.name for f in dataclasses.fields(DataSettings)} - {"slides", "backend"}
-        return [f.name for f in dataclasses.fields(self) if f.name in names]
 
     def validate(self) -> list[str]:
         rules = [

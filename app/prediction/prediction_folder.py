@@ -10,17 +10,19 @@ import fcntl
 import json
 import os
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from app.settings.data_file import read_data
-from pipelines.catalog.catalog import PREDICTIONS_FILE
+from app.training.run_slides import opening
+from pipelines.catalog.catalog import PREDICTIONS_FILE, SlideSpec
 from pipelines.catalog.csv_cells import write_rows
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.table import shown
 
 SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"
 
@@ -53,16 +55,8 @@ class PredictionFolder:
         if not path.exists():
             _write_json(path, settings)
         made_with = read_data(path)
-        differing = [
-            f"{key}: made with {made_with.get(key)!r}, asked is {value!r}"
-            for key, value in settings.items()
-            if made_with.get(key) != value
-        ]
-        if differing:
-            raise ValueError(
-                f"{self.path} holds predictions made with other settings; use the same, or another --out:\n       "
-                + "\n       ".join(differing)
-            )
+        if differing := _differing(made_with, settings):
+            raise ValueError(self._other_settings(differing))
 
     def heat_map(self, slide_id: str, part: str) -> Path:
         """Path of the heat map of one class, whose ``part`` of the name is that of ``file_names``."""
@@ -87,10 +81,22 @@ class PredictionFolder:
         """Path of what says that the slide is done."""
         return self.path / "slides" / f"{slide_id}.json"
 
-    def is_done(self, slide_id: str, path: Path) -> bool:
-        """Return whether the slide, whose file is ``path`` now, was predicted as it is."""
-        record = self.record(slide_id)
-        return record.exists() and SlideState(**_read_record(record)["state"]).is_of(path)
+    def done(self, specs: Iterable[SlideSpec]) -> set[str]:
+        """Return the slides of ``specs`` that are predicted, their files being the same.
+
+        Raises:
+            ValueError: some were opened otherwise than ``specs`` say, as at another um/px; names what differs.
+        """
+        done, differing = set(), []
+        for spec in specs:
+            path = self.record(spec.slide_id)
+            record = _read_record(path) if path.exists() else None
+            if record is not None and SlideState(**record["state"]).is_of(spec.path):
+                done.add(spec.slide_id)
+                differing += [f"{spec.slide_id}: {fault}" for fault in _differing(record["opening"], opening(spec))]
+        if differing:
+            raise ValueError(self._other_settings(differing))
+        return done
 
     def finish(
         self, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any], opening: Mapping[str, Any]
@@ -128,6 +134,11 @@ class PredictionFolder:
                     write_rows(file, [list(rows[0]), *(list(row.values()) for row in rows)])
                 temporary.replace(self.table)
 
+    def _other_settings(self, differing: Sequence[str]) -> str:
+        return f"{self.path} holds predictions made with other settings; use the same, or another --out:\n  " + shown(
+            differing
+        )
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
         descriptor = os.open(self.path / "table.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -159,6 +170,15 @@ def file_names(classes: Sequence[str]) -> dict[str, str]:
     return parts
 
 
+def _differing(made_with: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of ``settings`` that ``made_with`` has otherwise."""
+    return [
+        f"{key}: made with {made_with.get(key)!r}, asked is {value!r}"
+        for key, value in settings.items()
+        if made_with.get(key) != value
+    ]
+
+
 def _folded(part: str) -> str:
     return unicodedata.normalize("NFKC", part).casefold()
 
@@ -170,7 +190,7 @@ def _read_record(path: Path) -> dict[str, Any]:
         ValueError: it is damaged.
     """
     record = read_data(path)
-    whole = all(isinstance(record.get(name), dict) for name in ("row", "state", "canvas"))
+    whole = all(isinstance(record.get(name), dict) for name in ("row", "state", "canvas", "opening"))
     if not whole or record["state"].keys() != {field.name for field in fields(SlideState)}:
         raise ValueError(f"{path} is not the record of a slide: remove it, then run app.predict again")
     return record

@@ -58,7 +58,7 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     predict, what = _predictor(model, command)
     index, columns = model.config.index, model.slides or {}
-    data, specs = predicted_slides(model.config.data, index, columns, command.run_settings)
+    specs = predicted_slides(model.config.data, index, columns, command.run_settings)
     folder = PredictionFolder(command.out)
     folder.open(
         {
@@ -75,13 +75,12 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             "whole_pictures": model.whole_pictures,
             "mpp": index.mpp,
             "overlap": command.overlap,
-            **{name: getattr(data, name) for name in command.changing},
         }
     )
     _log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))
     share = specs[group::groups]
-    undone = [spec.slide_id for spec in share if not folder.is_done(spec.slide_id, spec.path)]
-    undone = model.computation.told(undone)
+    done = folder.done(share)
+    undone = model.computation.told([spec.slide_id for spec in share if spec.slide_id not in done])
     todo = [spec for spec in share if spec.slide_id in undone]
     if not rank:
         weights = ", averaged weights" * model.averaged

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from app.settings.run import DataSettings
-from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides
 from pipelines.catalog.slide_state import SlideState
 from pipelines.labels.slide_labels import read_mpp
 from pipelines.labels.splits import Splits
@@ -49,14 +48,9 @@ def opening(spec: SlideSpec) -> dict[str, Any]:
 
 def slide_columns(data: DataSettings, specs: Sequence[SlideSpec], splits: Splits) -> SlideColumns:
     """Return what a checkpoint keeps of the slides of a run; values that ``data`` gives all slides are left out."""
-    defaults = {
-        f.name: getattr(data, f.name, getattr(data, f"slide_{f.name}", f.default))
-        for f in dataclasses.fields(SlideSpec)
-        if f.name not in OF_THE_FILE
-    }
     opened = {
         name: {spec.slide_id: value for spec in specs if (value := getattr(spec, name)) != default}
-        for name, default in defaults.items()
+        for name, default in _opening_for_all(data).items()
     }
     digest = {spec.slide_id: spec.state.digest for spec in specs if spec.state is not None}
     return {"split": dict(splits.split), "digest": digest, "patient": splits.known_patient, **opened}
@@ -64,13 +58,14 @@ def slide_columns(data: DataSettings, specs: Sequence[SlideSpec], splits: Splits
 
 def predicted_slides(
     trained: DataSettings, index: IndexSettings, columns: SlideColumns, given: Mapping[str, Any]
-) -> tuple[DataSettings, tuple[SlideSpec, ...]]:
-    """Return the settings and slides of a prediction: those of the run, with what the user gives instead.
+) -> tuple[SlideSpec, ...]:
+    """Return the slides of a prediction, opened by the settings of the run and what the user gives instead.
 
     Args:
         trained: settings of the run. Its files (labels, annotations) are not read again.
         columns: of the run's slides, which are opened as they were in the run if the files are the same.
-        given: settings of the user by name, such as ``slides``; they go before everything else.
+        given: settings of the user by name, such as ``slides``; they go before everything else, ``mpp_table`` for the
+            slides that it names.
 
     Raises:
         ValueError: as `find_run_slides`.
@@ -78,19 +73,37 @@ def predicted_slides(
     files = {f.name: f.default for f in dataclasses.fields(DataSettings) if f.type == "Path | None"}
     data = dataclasses.replace(trained, **{**files, **given})
     specs = find_run_slides(data, index)
-    words = {word for name in given for word in name.split("_")}  # slide_mpp goes before the mpp of each slide
-    own = {name: columns[name] for name in opening(SlideSpec("", Path())) if name in columns and name not in words}
+    of_user = {name.removeprefix("slide_") for name in given}  # slide_mpp goes before the mpp of each slide
+    for_all = {name: value for name, value in _opening_for_all(trained).items() if name not in of_user}
+    names = SlideNames(spec.slide_id for spec in specs)
+    table = {} if data.mpp_table is None else read_mpp(data.slides, data.mpp_table)
+    replaced = {("mpp", names.match(name)) for name in table}
 
     def as_in_run(spec: SlideSpec) -> SlideSpec:
-        values = {name: of_slides[spec.slide_id] for name, of_slides in own.items() if spec.slide_id in of_slides}
-        return dataclasses.replace(spec, **values) if values and _is_same(spec, columns) else spec
+        slide = spec.slide_id
+        values = {
+            name: columns.get(name, {}).get(slide, default)
+            for name, default in for_all.items()
+            if (name, slide) not in replaced
+        }
+        return dataclasses.replace(spec, **values) if _is_same(spec, columns) else spec
 
-    return data, tuple(map(as_in_run, specs))
+    return tuple(map(as_in_run, specs))
+
+
+def _opening_for_all(data: DataSettings) -> dict[str, Any]:
+    """Return the value that ``data`` gives all slides for each field of `opening`."""
+    return {
+        f.name: getattr(data, f.name, getattr(data, f"slide_{f.name}", f.default))
+        for f in dataclasses.fields(SlideSpec)
+        if f.name not in OF_THE_FILE
+    }
 
 
 def _is_same(spec: SlideSpec, columns: SlideColumns) -> bool:
     """Whether the file is that of the run's slide of this name."""
+    digest = columns.get("digest", {}).get(spec.slide_id)
     try:
-        return SlideState.now(spec.path).digest == columns["digest"].get(spec.slide_id)
+        return digest is not None and SlideState.now(spec.path).digest == digest
     except (OSError, SlideError):  # reported when it is opened
         return False

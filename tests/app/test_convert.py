@@ -111,6 +111,20 @@ def test_a_folder_is_converted_whatever_is_wrong_with_one_file(
     assert mask.sum() == 150
 
 
+@pytest.mark.parametrize("of_folder", [False, True])
+def test_um_per_px_of_a_slide_are_those_of_the_table(
+    tmp_path: Path, slide: str, of_folder: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = write_geojson(tmp_path / "drawn" / "slide.geojson", box(10, 20, 30, 50, "Tumor"))
+    table = tmp_path / "mpp.csv"
+    table.write_text("slide,mpp\nslide.png,0.25\nother,1\n")
+    paths = [drawn, tmp_path / "out.png", "--slide", slide]
+    if of_folder:
+        paths = [drawn.parent, tmp_path / "out", "--to", ".png", "--slide", tmp_path]
+    assert convert.main([*map(str, paths), "--mpp", "0.5", "--slide-mpp", "1", "--mpp-table", str(table)]) == 0
+    assert "40 x 30 px at 0.5 um/px" in capsys.readouterr().out
+
+
 def test_what_a_folder_needs_is_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").write_text("")
     assert convert.main([str(tmp_path), str(tmp_path / "out"), "--slide", str(tmp_path / "out")]) == 2

@@ -312,13 +312,19 @@ def recorded(slides):
 
 
 @pytest.mark.parametrize(
-    ("words", "mpp"),
+    ("words", "table", "mpp"),
     [
-        ((), {"a": 1.0, "b": 0.25}),  # what the run read this slide at, and its --slide-mpp
-        (("--slide-mpp", "0.5"), {"a": 0.5, "b": 0.5}),
+        ((), "", {"a": 1.0, "b": 0.25}),  # what the run read this slide at, and its --slide-mpp
+        (("--slide-mpp", "0.5"), "", {"a": 0.5, "b": 0.5}),
+        ((), "b,0.5", {"a": 1.0, "b": 0.5}),
+        ((), "A.png,0.25", {"a": 0.25, "b": 0.25}),
+        (("--slide-mpp", "0.5"), "b,1", {"a": 0.5, "b": 1.0}),
     ],
 )
-def test_slides_are_opened_as_in_the_run(slides, tmp_path, words, mpp):
+def test_slides_are_opened_as_in_the_run(slides, tmp_path, words, table, mpp):
+    if table:
+        words = (*words, "--mpp-table", tmp_path / "mpp.csv")
+        (tmp_path / "mpp.csv").write_text(f"slide,mpp\n{table}\n")
     more = {"slides": recorded(slides), "slide_mpp": 0.25, "labels": "gone.csv"}
     checkpoint = write_checkpoint(tmp_path / "best.pt", SEGMENTER, tile=96, mpp=1.0, min_tissue=0, **more)
     done = predict(slides, checkpoint, tmp_path / "out", *words)
@@ -328,6 +334,27 @@ def test_slides_are_opened_as_in_the_run(slides, tmp_path, words, mpp):
     assert {r["row"]["slide"]: r["opening"]["mpp"] for r in records} == mpp
     with (tmp_path / "out" / "slides.csv").open(newline="") as file:
         assert {row["slide"]: row["split"] for row in csv.DictReader(file)} == {"a": "train", "b": "val"}
+
+
+def test_a_table_gives_slides_their_mpp_after_the_first_start(slides, tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "best.pt", SEGMENTER, tile=96, mpp=0.5, min_tissue=0)
+    table, out = tmp_path / "mpp.csv", tmp_path / "out"
+
+    def start(rows, *words):
+        table.write_text(f"slide,mpp\n{rows}\n")
+        return predict(slides, checkpoint, out, *words)
+
+    assert start("a,0.5", "--mpp-table", table).returncode == 0
+    failed = {slide: error for slide, _, error in FailedSlides(out / "failed_slides.csv").rows()}
+    assert "--mpp-table FILE" in failed["b"]
+    gone_on = start("a,0.5\nb,0.25", "--mpp-table", table)
+    assert gone_on.returncode == 0, gone_on.stderr
+    assert "already: 1 slide" in gone_on.stdout
+    records = PredictionFolder(out).records()
+    assert {record["row"]["slide"]: record["canvas"]["mpp"] for record in records} == {"a": 0.5, "b": 0.25}
+    for refused in (start("a,1\nb,0.25", "--mpp-table", table), start("")):
+        assert refused.returncode == 2
+        assert "a: mpp: made with 0.5, asked is " in refused.stderr
 
 
 def test_each_slide_has_its_split_and_patient(slides, checkpoint, tmp_path):
