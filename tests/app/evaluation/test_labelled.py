@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.evaluation.labelled import labelled_slides
+from app.evaluation.labelled import labelled_slides, read_truth
 from pipelines.labels.class_names import ClassMap
 
 
@@ -13,7 +13,7 @@ def test_missing_labels_take_no_part_and_names_are_mapped(tmp_path: Path) -> Non
     path.write_text("slide,label\na,Tumor\nb,normal\nc,nan\nd,blurred\n")
     rows = [{"slide": slide, "score_normal": 0.5, "score_tumour": 0.5} for slide in "abcd"]
     class_map = ClassMap.parse(("Tumor=tumour", "blurred=ignore"))
-    found = labelled_slides(rows, ("normal", "tumour"), path, class_map)
+    found = labelled_slides(rows, ("normal", "tumour"), read_truth(path, needs_labels=True), {}, 1, class_map)
     assert found.slides == ("a", "b")
     assert found.cases.label.tolist() == [1, 0]
     assert "2 predicted slides have no label: c, d" in found.left_out[0]
