@@ -23,8 +23,10 @@ from app.prediction.prediction_folder import PredictionFolder
 from models.losses import IGNORE
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.csv_cells import read_rows
+from pipelines.catalog.table import listed
 from pipelines.labels.annotation_files import annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
+from pipelines.labels.class_names import ClassMap
 from pipelines.slides.geometry import Bounds, Level, Region
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import LevelReader, Slide, SlideError
@@ -50,7 +52,7 @@ class AreaScores:
         dice, iou: float64 (slides, classes); NaN where a class is neither true nor predicted.
         froc: by class.
         pictures: PNG of the true and the predicted mask of each slide, side by side.
-        left_out: a line for each slide that takes no part, with why.
+        left_out: a line for each slide that takes no part, with why, and one for annotated classes that do not.
     """
 
     slides: tuple[str, ...]
@@ -63,7 +65,11 @@ class AreaScores:
 
 
 def score_areas(
-    folder: PredictionFolder, slide_ids: Collection[str], shown: Sequence[str], annotations: Path
+    folder: PredictionFolder,
+    slide_ids: Collection[str],
+    shown: Sequence[str],
+    annotations: Path,
+    class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
 ) -> AreaScores:
     """Return the scores of the areas in ``folder``.
 
@@ -71,6 +77,7 @@ def score_areas(
         slide_ids: slides to score.
         shown: classes that areas were drawn of, in the order of the masks' values from 1.
         annotations: folder of annotations by slide name.
+        class_map: classes of the annotations by other names, as in training.
 
     Raises:
         ValueError: no annotation fits, or its classes are others than the model's.
@@ -78,7 +85,8 @@ def score_areas(
     all_records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
     records = {slide_id: all_records[slide_id] for slide_id in slide_ids}
     specs = [SlideSpec(slide_id, Path(slide_id)) for slide_id in records]
-    truth = read_annotations(annotations_in(annotations, specs), specs, {})
+    files = annotations_in(annotations, specs)
+    truth = read_annotations(files, specs, {}, class_map=class_map, of_training=False)
     classes = [name for name in shown if name in truth.classes]
     if not classes:
         raise ValueError(
@@ -87,6 +95,8 @@ def score_areas(
         )
     left_out = [f"{slide_id}: {why}" for slide_id, why in truth.failed.items()]
     left_out += [f"{slide_id}: no annotation" for slide_id in truth.unlabelled]
+    if others := [name for name in truth.classes[1:] if name not in shown]:
+        left_out.append(f"annotated classes without predicted areas count as background: {listed(others)}")
     slides, dice, iou, pictures = [], [], [], {}
     found: dict[str, list[SlideHits]] = {name: [] for name in classes}
     for slide_id in sorted(truth.paths):

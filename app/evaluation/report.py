@@ -94,9 +94,9 @@ class Evaluation:
         table = None if labels is None else read_truth(labels, needs_labels=annotations is None)
         patient = patients_of(split.rows, table, asked.patient_pattern)
         positive = positive_class(classes, asked.positive_class or made_with["positive_class"])
+        class_map = ClassMap.parse(made_with.get("class_map") or ())
         labelled = None
         if table is not None and "label" in table.roles:
-            class_map = ClassMap.parse(made_with.get("class_map") or ())
             labelled = labelled_slides(split.rows, classes, table, patient, positive, class_map)
         estimates, notes = ({}, ()) if labelled is None else _estimates(labelled, classes, patient)
         if annotations is not None and not made_with["shown"]:
@@ -107,7 +107,7 @@ class Evaluation:
         overlaps: list[dict[str, Estimate]] = [{}, {}]
         if annotations is not None:
             ids = [row["slide"] for row in split.rows]
-            areas = score_areas(folder, ids, made_with["shown"], annotations)
+            areas = score_areas(folder, ids, made_with["shown"], annotations, class_map)
             overlaps = [_of_classes(areas, values, patient) for values in (areas.dice, areas.iou)]
         return cls(made_with, split, patient, labelled, estimates, notes, areas, *overlaps)
 

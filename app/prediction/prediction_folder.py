@@ -192,7 +192,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     record = read_data(path)
     whole = all(isinstance(record.get(name), dict) for name in ("row", "state", "canvas", "opening"))
     if not whole or record["state"].keys() != {field.name for field in fields(SlideState)}:
-        raise ValueError(f"{path} is not the record of a slide: remove it, then run app.predict again")
+        raise ValueError(f"{path} is not the record of a slide, or of an earlier version: predict into another --out")
     return record
 
 

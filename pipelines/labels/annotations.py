@@ -162,12 +162,15 @@ def read_annotations(
     patient: Mapping[str, str],
     site: Mapping[str, str] | None = None,
     class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
+    *,
+    of_training: bool = True,
 ) -> SlideAnnotations:
     """Read every file once for the classes in it, and settle the class ids: sorted by name; for masks by value.
 
     Masks with the values 0 and 1, or 0 and 255, have one class, ``foreground``. Other masks hold class ids 1, 2, ...
     without a gap; where a ``classes.txt`` in their folder (lines ``1 tumour``) names ids, these and no others count.
-    255 is then "ignore", as are classes named ``ignore...`` or ``exclude...``. ``class_map`` gives the names.
+    255 is then "ignore", as are classes named ``ignore...`` or ``exclude...``. ``class_map`` gives the names; those of
+    a training may list classes that other annotations (not ``of_training``) do not draw.
 
     Raises:
         ValueError: no file can be read, nothing is drawn in any of them, ids without a name, or a class map that lists
@@ -202,7 +205,8 @@ def read_annotations(
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
     mask_names = mask_classes(values, files)
-    class_map.check(names | set(mask_names.values()))
+    if of_training:
+        class_map.check(names | set(mask_names.values()))
     mask_names = {value: class_map.learned(mask_names[value]) for value in sorted(mask_names)}
     drawn = sorted(set(map(class_map.learned, names)))
     classes = (BACKGROUND, *filter(is_learned, dict.fromkeys([*mask_names.values(), *drawn])))

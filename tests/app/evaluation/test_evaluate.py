@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from xml.etree import ElementTree
 
 import cv2
@@ -64,6 +65,22 @@ def test_scores_and_the_page(folders, monkeypatch):
     shown = [alt for alt in sources if alt.startswith("areas of")]
     assert shown == ["areas of s1, Dice 0.667", *(f"areas of s{k}, Dice 1.000" for k in (0, 2, 3))]
     assert sum(alt.startswith("tile ") for alt in sources) == 12
+
+
+def test_annotations_have_the_class_map_of_the_run(folders, tmp_path):
+    shutil.copytree(folders / "out", tmp_path / "out")
+    made_with = json.loads((folders / "out" / "predict.json").read_text())
+    made_with["class_map"] = ["Dark=dark", "blurred=ignore", "on training slides only=ignore"]
+    (tmp_path / "out" / "predict.json").write_text(json.dumps(made_with))
+    shutil.copytree(folders / "truth", tmp_path / "truth")
+    (tmp_path / "truth" / "classes.txt").write_text("1 Dark\n2 blurred\n3 DARK\n")
+    mask = cv2.imread(str(folders / "truth" / "s1.png"), cv2.IMREAD_UNCHANGED)
+    mask[40:] *= 2  # what is not dark
+    cv2.imwrite(str(tmp_path / "truth" / "s1.png"), mask)
+    done = call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", tmp_path / "truth")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["dice"] == {"dark": 1.0}
+    assert "count as background: DARK" in done.stdout
 
 
 def test_what_does_not_fit_is_refused(folders, tmp_path):
