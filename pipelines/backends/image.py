@@ -1,12 +1,14 @@
 """A picture as a slide of one level: PNG, JPEG, BMP, or a TIFF that is not tiled.
 
 Takes the picture and its mpp, which only TIFF files record in a way to trust (JPEG and PNG carry a print resolution).
-Gives a ``Slide``. The picture is decoded whole on the first read and kept, hence the limit on its size.
+Gives a ``Slide``. The picture is decoded whole on the first read and kept, hence the limit on its size. JPEG files and
+TIFF strips are decoded as TIFF tiles are, which fails on damage that Pillow fills with grey.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from pathlib import Path
 
@@ -14,11 +16,13 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from pipelines.backends.codecs import decoder
 from pipelines.backends.jpeg import decode
 from pipelines.backends.memory import MemoryReader
 from pipelines.backends.resolution import level0_mpp
 from pipelines.backends.tiff_images import TiffImage, choose_image
 from pipelines.backends.tiff_levels import recorded_mpp, refuse_samples
+from pipelines.backends.tiff_page import Page, Tag
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
@@ -39,7 +43,7 @@ class ImageReader:
 
     name = "image"
 
-    def __init__(self, path: Path, page: int = 0) -> None:
+    def __init__(self, path: Path, page: Page | None = None) -> None:
         self._path, self._page = path, page
         self._lock = threading.Lock()
         self._pixels: MemoryReader | None = None
@@ -73,10 +77,10 @@ def open_image(path: Path, *, mpp: float | None, scene: int | None = None) -> Py
     tiff_image: TiffImage | None = None
     with contextlib.suppress(NotThisFormat):  # no TIFF
         tiff_image = _tiff_image(path, scene)
-    page = 0 if tiff_image is None else tiff_image.page.index
+    page = None if tiff_image is None else tiff_image.page
     try:
         with Image.open(path, formats=FORMATS) as picture:
-            picture.seek(page)
+            picture.seek(page.index if page else 0)
             width, height = picture.size
     except UnidentifiedImageError:
         raise NotThisFormat(f"{path}: not a picture of a known format ({', '.join(FORMATS)})") from None
@@ -113,11 +117,14 @@ def _too_large(path: Path, what: str) -> SlideError:
     )
 
 
-def _decode(path: Path, page: int) -> Pixels:
+def _decode(path: Path, page: Page | None) -> Pixels:
     """All pixels of a page, transparent ones blended onto white."""
     try:
+        strips = None if page is None else _decode_strips(path, page)
+        if strips is not None:
+            return strips
         with Image.open(path, formats=FORMATS) as file:
-            file.seek(page)
+            file.seek(page.index if page else 0)
             picture: Image.Image = file
             if picture.mode.startswith(("I", "F")):
                 raise TileReadError(f"{path}: a slide has 8 bits per channel; this picture has mode {picture.mode!r}")
@@ -131,6 +138,35 @@ def _decode(path: Path, page: int) -> Pixels:
         raise
     except Exception as error:  # as in open_image
         raise TileReadError(f"{path}: the picture cannot be decoded ({error}); it is damaged or cut short") from error
+
+
+def _decode_strips(path: Path, page: Page) -> Pixels | None:
+    """All pixels of a TIFF page in strips; None if only Pillow can decode them."""
+    decode_strip = decoder(page)
+    if page.is_tiled or isinstance(decode_strip, str):
+        return None
+    pixels = np.empty((page.height, page.width, 3), np.uint8)
+    rows = max(1, min(page.height, page.number(Tag.ROWS_PER_STRIP, page.height)))
+    tops = range(0, page.height, rows)
+    offsets, byte_counts = page.array(Tag.STRIP_OFFSETS), page.array(Tag.STRIP_BYTES)
+    with path.open("rb") as file:
+        for top, offset, count in zip(tops, offsets[: len(tops)], byte_counts[: len(tops)], strict=True):
+            strip = pixels[top : top + rows]
+            if offset == count == 0:  # never written
+                strip[...] = PADDING
+                continue
+            if count > 2 * rows * page.width * 3 + 65536:
+                raise ValueError(f"{count} bytes cannot be one strip of {rows} x {page.width} px")
+            data = os.pread(file.fileno(), int(count), int(offset))
+            try:
+                decode_strip(data, strip)
+            except ValueError:
+                if len(strip) == rows:
+                    raise
+                padded = np.empty((rows, page.width, 3), np.uint8)  # some writers fill up the last strip
+                decode_strip(data, padded)
+                strip[...] = padded[: len(strip)]
+    return pixels
 
 
 def _decode_jpeg(path: Path, picture: Image.Image) -> Pixels:

@@ -145,6 +145,37 @@ def test_a_tiff_of_other_pixels_is_refused_by_name(
         open_slide(tmp_path / "a.tif", mpp=0.5)
 
 
+@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.parametrize("compression", [None, "lzw", "deflate", "zstd", "jpeg", "jpeg grey"])
+def test_strips_are_decoded_as_tiles_are(tmp_path: Path, compression: str | None, rows: int) -> None:
+    kind, _, is_grey = (compression or "").partition(" ")
+    pixels = PIXELS[..., 0] if is_grey else PIXELS
+    path = tmp_path / "a.tif"
+    options: dict[str, Any] = {"photometric": "minisblack" if is_grey else "rgb", "compression": kind or None}
+    tifffile.imwrite(path, pixels, rowsperstrip=rows, metadata=None, **options)
+    expected = np.asarray(Image.open(path).convert("RGB"))
+    np.testing.assert_array_equal(read_all(path), expected)
+    with tifffile.TiffFile(path) as tiff:
+        offset, count = tiff.pages[0].dataoffsets[0], tiff.pages[0].databytecounts[0]
+    data = bytearray(path.read_bytes())
+    data[offset + count - 8 : offset + count] = bytes(8)  # the end of the first strip
+    path.write_bytes(data)
+    if kind in ("deflate", "jpeg"):  # of the others only the length is known
+        with pytest.raises(TileReadError, match="damaged"):
+            read_all(path)
+
+
+def test_a_last_strip_that_is_filled_up(tmp_path: Path) -> None:
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.concatenate([PIXELS, PIXELS[:8]]), photometric="rgb", rowsperstrip=16, metadata=None)
+    data = path.read_bytes()
+    with tifffile.TiffFile(path) as tiff:
+        tag = tiff.pages[0].tags["ImageLength"]
+        data = data[: tag.valueoffset] + (40).to_bytes(2, "little") + data[tag.valueoffset + 2 :]
+    path.write_bytes(data)
+    np.testing.assert_array_equal(read_all(path), PIXELS)
+
+
 def test_a_picture_cut_short_fails_when_read(tmp_path: Path) -> None:
     Image.fromarray(PIXELS).save(tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()

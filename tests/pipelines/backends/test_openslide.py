@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openslide import OpenSlide, lowlevel
 
 from pipelines.backends import openslide as openslide_backend
 from pipelines.backends.openslide import _rgb_on_white
@@ -28,6 +30,17 @@ def test_premultiplied_argb_onto_white(alpha: int, colour: tuple[float, ...]) ->
     _rgb_on_white(argb, out)
     assert out[1, 1].tolist() == [c + 255 - alpha for c in premultiplied]
     assert out[0, 0].tolist() == [0x10, 0x20, 0x30]
+
+
+def test_the_private_reader_draws_what_the_public_one_draws() -> None:
+    """Fails if a new openslide-python changes ``lowlevel._read_region``; then its version bound has to stay."""
+    argb = np.empty((70, 90), np.uint32)
+    with OpenSlide(SVS) as slide:
+        pointer = argb.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32))
+        lowlevel._read_region(slide._osr, pointer, 101, 203, 0, 90, 70)
+        public = np.asarray(slide.read_region((101, 203), 0, (90, 70)))
+    assert public[..., 3].min() == 255
+    np.testing.assert_array_equal(argb.view(np.uint8).reshape(70, 90, 4)[..., 2::-1], public[..., :3])
 
 
 @pytest.mark.parametrize("band_bytes", [1, 100_000])
