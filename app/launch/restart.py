@@ -53,8 +53,16 @@ class Attempts:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Attempts:
-        """The record as it was written."""
-        return cls(value["begun"], tuple(value["agents"]), value["job"], tuple(value["ranks"]))
+        """The record as it was written.
+
+        Raises:
+            KeyError, TypeError: a value lacks or is of another type.
+        """
+        begun, agents, job, ranks = value["begun"], value["agents"], value["job"], value["ranks"]
+        lists = isinstance(agents, list) and isinstance(ranks, list)
+        if not (lists and type(begun) is int and all(type(count) is int for count in ranks)):
+            raise TypeError(f"begun {begun!r}, agents {agents!r}, ranks {ranks!r}")
+        return cls(begun, tuple(agents), job, tuple(ranks))
 
 
 def find_starter(environment: Mapping[str, str] = os.environ, *, is_agent: bool = False) -> Starter:

@@ -120,6 +120,7 @@ class Workload:
     def _shape(self) -> tuple[int, ...]:
         return 1, 3, self.tile, self.tile
 
+    @functools.cached_property
     def _traced(self) -> Traced:
         if self._followed and self._followed[0].any_side:
             return self._run_again(self._followed[0])
@@ -151,14 +152,14 @@ class Workload:
             return self.segments
         return graph.layers[-1].output_bytes >= self.classes * self.tile**2
 
-    @property
+    @functools.cached_property
     def in_float32(self) -> LayerGraph:
         """The model and its loss, with a microbatch of one tile.
 
         Raises:
             ValueError: as ``trace``.
         """
-        return self._with_loss(self._traced())
+        return self._with_loss(self._traced)
 
     def task(self, batch: int, estimate: Callable[[LayerGraph], Callable[[int], Costs]]) -> Task:
         """For a planner.
@@ -169,7 +170,7 @@ class Workload:
         Raises:
             ValueError: as ``trace``.
         """
-        traced = self._traced()
+        traced = self._traced
         plain = self.in_float32
         mixed = self._run_again(traced, self.autocast) if self.autocast else traced
         kept = self._with_loss(mixed) if self.autocast else plain

@@ -160,8 +160,17 @@ class RunFolder:
         self._write_settings(in_blocks(config))
 
     def attempts(self) -> Attempts | None:
-        """What earlier attempts have left of themselves."""
-        return Attempts.from_json(json.loads(self._attempts.read_text())) if self._attempts.exists() else None
+        """What earlier attempts have left of themselves.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        if not self._attempts.exists():
+            return None
+        try:
+            return Attempts.from_json(read_data(self._attempts))
+        except (KeyError, TypeError) as fault:
+            raise ValueError(f"{self._attempts} is no record of attempts ({fault!r}); remove it") from fault
 
     def keep_attempts(self, attempts: Attempts) -> None:
         self.write_json(self._attempts.name, dataclasses.asdict(attempts))
@@ -186,11 +195,15 @@ class RunFolder:
         return out_of_blocks(read_data(self.config)) if begun else {}
 
     def tells_end(self, step: int) -> bool:
-        """Whether the summary is there and is of a run that was completed with ``step`` steps."""
+        """Whether the summary is there and is of a run that was completed with ``step`` steps.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         if not self.summary.exists():
             return False
-        found = json.loads(self.summary.read_text())
-        return (found["status"], found["steps"]) == ("completed", step)
+        found = read_data(self.summary)
+        return (found.get("status"), found.get("steps")) == ("completed", step)
 
     def _check_settings(self, asked: Mapping[str, Any]) -> None:
         # A run begun before a setting existed has computed with its default.

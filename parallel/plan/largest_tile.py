@@ -20,7 +20,8 @@ STEP = 64
 FINE = 32
 """Tiles in boxes are found to this part of their side: a plan of them takes a second, and few more px change little."""
 GUESSES = 4
-"""Sides that are tried where bytes in proportion to px say that the last which fits is; then the middle is."""
+"""Sides that are tried where bytes in proportion to px say that the last which fits is; then the middle is, or, if
+activations may be moved to the host, steps from the last that fitted, each twice the one before."""
 LIMIT = 1 << 16
 """Px; slides are seldom wider."""
 
@@ -97,12 +98,16 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
     while low < LIMIT and fits(min(2 * low, LIMIT)):
         low = min(2 * low, LIMIT)
     high = min(2 * low, LIMIT)
-    guesses = GUESSES
+    guesses, stride, moves = GUESSES, 0, True in savings.offload
     while high - low > (max(STEP, low // FINE) if savings == BOXES else STEP):
-        middle = _likely(low, high, known[low], known[high]) if guesses else None
-        guesses -= guesses > 0
-        if fits(middle := middle or (low + high) // 2 // STEP * STEP):
-            low = middle
+        middle = (low + high) // 2 // STEP * STEP
+        if guesses:
+            likely = _likely(low, high, known[low], known[high])
+            guesses, stride, middle = guesses - 1, STEP if likely and moves else 0, likely or middle
+        elif stride:  # the last guess is near, and what is to be moved takes long to find for sides that do not fit
+            middle = min(middle, low + stride)
+        if fits(middle):
+            low, stride = middle, 2 * stride
         else:
             high = middle
     doubled = None if 2 * low > LIMIT else least(2 * low, name, savings)

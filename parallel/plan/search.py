@@ -201,7 +201,7 @@ class Planner:
         about as much; the variant that misses by least where none does.
 
         Args:
-            seconds: those of tiles computed box by box are told, too, which takes a while.
+            seconds: tell those of a step, which takes a while, even if nothing is chosen by them.
         """
         tried: list[Fitting] = []
         for tier in savings.tiers(candidate):
@@ -211,7 +211,8 @@ class Planner:
                     continue
                 own.append(fitting)
                 if fitting.fits:
-                    fastest = best_of([row for row in (fastest, self._timed(fitting)) if row])
+                    row = self._timed(fitting, seconds or len(tier) > 1)
+                    fastest = best_of([each for each in (fastest, row) if each])
             if fastest is not None:
                 return fastest
             tried = own + tried
@@ -222,7 +223,7 @@ class Planner:
         if not tried:
             return PlanRow(candidate, refused=savings.refusal(candidate))
         nearest = min(tried, key=lambda fitting: fitting.over_bytes)
-        return self._timed(nearest, seconds or nearest.strategy.policy.stream is None)
+        return self._timed(nearest, seconds)
 
     def in_boxes(self, candidate: Strategy) -> PlanRow | None:
         """Return the row of ``candidate`` in the largest boxes that fit, or in the smallest; None where it cannot be
@@ -248,12 +249,14 @@ class Planner:
         fitted, key = self.task.streamed.fitted, (self.cutting.tiles(candidate), candidate.grids)
         if fitted.get(key) in sides and allowed(fitted[key]):
             return fitting(fitted[key])
-        if not allowed(sides[0]):
-            return fitting(sides[0])
-        low, high = 0, len(sides)
+        # Often the largest fit, or those next to what fitted before, which do not fit here.
+        low, high = -1, sides.index(fitted[key]) if fitted.get(key) in sides else len(sides)
+        middle = high - 1
         while high - low > 1:
-            middle = (low + high) // 2
             low, high = (middle, high) if allowed(sides[middle]) else (low, middle)
+            middle = (low + high) // 2
+        if low < 0:
+            return fitting(sides[0])
         if high < len(sides) or sides[low] == SIDES[-1]:
             fitted[key] = sides[low]
         return fitting(sides[low])
@@ -300,7 +303,7 @@ class Planner:
 
     def least(self, name: str, ranks: int, savings: Savings = ANY) -> PlanRow | None:
         """Return, of strategy ``name``, the first candidate that fits, from microbatches of one tile on, or the one
-        that misses by least; None where the strategy cannot run. ``timed`` tells the seconds of those in boxes."""
+        that misses by least; None where the strategy cannot run. ``timed`` tells its seconds."""
         nearest: PlanRow | None = None
         if name in self.task.refused:
             return None
@@ -321,8 +324,9 @@ class Planner:
 
     def timed(self, row: PlanRow) -> PlanRow:
         """Return ``row`` of ``least`` with its seconds."""
-        fitting = self._least(row.strategy) if row.step_s is None and not row.refused else None
-        return row if fitting is None else self._timed(fitting)
+        if row.step_s is not None or row.refused:
+            return row
+        return self._timed(Fitting(row.strategy, self.partition_of(row), self.cutting))
 
     def forecast(self, candidate: Strategy, *, within: bool = False) -> PlanRow | None:
         """Return the row of ``candidate`` as it is.

@@ -42,7 +42,16 @@ def phases_of(steps: Sequence[Step], leaving: Collection[str], again: Collection
         leaving: names that are used after it.
         again: names of maps that are not stored for later phases.
     """
-    base = in_phases(steps)
+    return _phases(steps, in_phases(steps), leaving, again)
+
+
+def _phases(
+    steps: Sequence[Step],
+    base: Sequence[tuple[Sequence[Step], Sequence[Step]]],
+    leaving: Collection[str],
+    again: Collection[str],
+) -> list[Phase]:
+    """Return the same, of steps that ``in_phases`` has told apart."""
     order = {step.name: k for k, step in enumerate(steps)}
     makers = {step.name: step for _, local in base for step in local if not step.sums}
     stored = _crossing(steps, base) - set(again)
@@ -60,12 +69,12 @@ def phases_of(steps: Sequence[Step], leaving: Collection[str], again: Collection
             there[name] = makers[name]
             asked += makers[name].maps
         closed.append((sorted(there.values(), key=lambda step: order[step.name]), fetched))
-    phases = []
-    for k, ((plain, local), (all_steps, fetched)) in enumerate(zip(base, closed, strict=True)):
-        later = set(leaving).union(*(names for _, names in closed[k + 1 :]))
+    phases, later = [], set(leaving)
+    for (plain, local), (all_steps, fetched) in zip(reversed(base), reversed(closed), strict=True):
         gives = {step.name for step in local if step.sums or step.name in later}
         phases.append(Phase(tuple(plain), tuple(all_steps), frozenset(gives), frozenset(fetched)))
-    return phases
+        later |= fetched
+    return phases[::-1]
 
 
 def _crossing(steps: Sequence[Step], base: Sequence[tuple[Sequence[Step], Sequence[Step]]]) -> set[str]:
@@ -78,7 +87,7 @@ def _crossing(steps: Sequence[Step], base: Sequence[tuple[Sequence[Step], Sequen
 def most_stored(phases: Sequence[Phase], sizes: Mapping[str, int], images: Collection[str]) -> int:
     """Return the bytes of maps between phases, and of their gradients, at the fullest moment, going back."""
     left = [frozenset(step.name for step in phase.steps if step.name in phase.leaving) for phase in phases]
-    made = {name for k, phase in enumerate(phases) for name in left[k] if any(name in p.fetched for p in phases)}
+    made = set().union(*left) & set().union(*(phase.fetched for phase in phases))
     gradients: set[str] = set()
     most = 0
     for k in range(len(phases) - 1, -1, -1):
@@ -99,8 +108,10 @@ def made_again(
     """Return names of the maps to make again so that the others take no more than ``limit`` bytes, those first that
     cost least for each byte; as many as help where even that is too much."""
 
+    base = in_phases(steps)
+
     def told(again: Collection[str]) -> tuple[float, int]:
-        phases = phases_of(steps, leaving, again)
+        phases = _phases(steps, base, leaving, again)
         return sum(step.flops for phase in phases for step in phase.steps), most_stored(phases, sizes, images)
 
     again: frozenset[str] = frozenset()
@@ -108,7 +119,7 @@ def made_again(
     if least <= limit:
         return again
     by_name = {step.name: step for step in steps}
-    across = _crossing(steps, in_phases(steps))
+    across = _crossing(steps, base)
     cheap = {
         name for name in across if by_name[name].rules == (SAME, SAME) and _each(by_name[name]) <= CHEAP_FLOPS_PER_BYTE
     }

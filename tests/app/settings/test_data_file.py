@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from app.plan import main
+from app.report import main as report
 from app.settings.data_file import read_data
+from app.training.run_folder import RunFolder
 
 ODD = [
     ("deep.yaml", "[" * 100_000, "nested"),
@@ -37,6 +39,25 @@ def test_what_holds_no_names_and_values_is_named(
     if path.suffix == ".yaml":
         assert main(["--config", str(path)]) == 2
         assert str(path) in capsys.readouterr().err
+    else:
+        folder = RunFolder(tmp_path)
+        folder.config.write_text("")
+        for kept, read in (("attempts.json", folder.attempts), ("summary.json", lambda: folder.tells_end(1))):
+            path.rename(tmp_path / kept)
+            with pytest.raises(ValueError, match=kept):
+                read()
+            path = tmp_path / kept
+        assert report([str(tmp_path)]) == (0 if name == "empty.json" else 1)  # an empty one is as none
+        assert path.name in capsys.readouterr().err or name == "empty.json"
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"begun": "1", "agents": [], "job": null, "ranks": []}', '{"begun": 1, "agents": 3, "job": 0}']
+)
+def test_a_record_of_attempts_of_other_types_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "attempts.json").write_text(content)
+    with pytest.raises(ValueError, match=r"attempts\.json"):
+        RunFolder(tmp_path).attempts()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from parallel.trace.left_as_it_was import left_as_it_was
 @pytest.mark.parametrize("name", ["resnet18", "torchvision:efficientnet_b0"])
 def test_records_are_those_of_every_step_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = Workload(name, 64, 2)
-    traced = work._traced()
+    traced = work._traced
     region = work._region(traced)
     runs = []
     run = step_record._Recording._run
