@@ -29,6 +29,7 @@ from app.training.dataset import Dataset, prepare
 from app.training.progress import IndexProgress
 from app.training.run_folder import RunFolder
 from app.training.run_info import describe_environment
+from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _train_guarded(
         _say(note)
     is_done = loop.is_done
     if is_done and share(placement.communicator, lambda: folder.tells_end(loop.outcome.step)):
-        done, more = f"has all its {loop.outcome.step} steps", "--steps or --epochs, with --extend"
+        done, more = f"has all its {counted(loop.outcome.step, 'step')}", "--steps or --epochs, with --extend"
         if loop.outcome.step < session.total_steps:
             done, more = f"was stopped early at step {loop.outcome.step}", "--patience"
         summary.say(f"nothing to do: {config.out} {done}; ask for more {more}")

@@ -15,6 +15,7 @@ import numpy as np
 
 from app.evaluation.classification import Cases
 from pipelines.catalog.catalog import SlideNames
+from pipelines.catalog.counted import counted
 from pipelines.catalog.table import Table, listed, read_table, shown
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap
 from pipelines.labels.patients import known_patients
@@ -106,9 +107,9 @@ def labelled_slides(
         )
     left_out = []
     if unlabelled := [row["slide"] for row in rows if row["slide"] not in label]:
-        left_out.append(f"{len(unlabelled)} predicted slides have no label: {listed(unlabelled)}")
+        left_out.append(f"{counted(len(unlabelled), 'predicted slide')} without a label: {listed(unlabelled)}")
     if unknown:
-        left_out.append(f"{len(unknown)} labels are for slides that are not scored: {listed(unknown)}")
+        left_out.append(f"{counted(len(unknown), 'label')} of slides that are not scored: {listed(unknown)}")
     _, numbers = np.unique([patient.get(row["slide"], row["slide"]) for row in kept], return_inverse=True)
     cases = Cases(
         np.array([[row[f"score_{name}"] for name in classes] for row in kept], np.float64),

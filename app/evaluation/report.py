@@ -30,6 +30,7 @@ from app.evaluation.labelled import LabelledSlides, labelled_slides, patients_of
 from app.evaluation.scored_split import ScoredSplit, choose_split, training_note
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
+from pipelines.catalog.counted import counted
 from pipelines.catalog.table import listed
 from pipelines.labels.class_names import ClassMap, positive_class
 from pipelines.labels.patients import patient_note
@@ -172,14 +173,13 @@ class Evaluation:
         lines = self.head()
         if self.labelled is not None:
             cases, patients = self.labelled.cases, self._patients(self.labelled.slides)
-            lines.append(
-                f"{len(cases.label)} {self.unit}s {f'of {patients} patients ' if patients else ''}with a label"
-            )
+            of_patients = f" of {counted(patients, 'patient')}" if patients else ""
+            lines.append(f"{counted(len(cases.label), self.unit)}{of_patients} with a label")
             lines += [f"{self.name_of(*key)} {_with_interval(estimate)}" for key, estimate in self.estimates.items()]
             lines.append(f"calibration error {calibration(cases).error:.4f}")
             lines += [*self.labelled.left_out, *self.notes]
         if self.areas is not None:
-            lines.append(f"{len(self.areas.slides)} slides with annotations")
+            lines.append(f"{counted(len(self.areas.slides), 'slide')} with annotations")
             for name in self.areas.classes:
                 overlap = f"Dice {_with_interval(self.dice[name])}, IoU {_with_interval(self.iou[name])}"
                 lines.append(f"{name}: {overlap}, {_froc_text(self.areas.froc[name])}")
@@ -219,7 +219,7 @@ def _estimates(
             )
         units["patient"], mixed = by_patient(labelled.cases)
         if len(mixed):
-            what = f"{len(mixed)} patients have slides of several classes, and no score"
+            what = f"{counted(len(mixed), 'patient')} with slides of several classes, without a score"
             notes = (f"{what}: {listed(names[mixed].tolist())}",)
     estimates = {
         (unit, name): with_interval(cases, measure)
@@ -230,7 +230,7 @@ def _estimates(
 
 
 def _froc_text(curve: Froc) -> str:
-    counts = f"{curve.lesions} lesions, {curve.detections} detections"
+    counts = f"{counted(curve.lesions, 'lesion')}, {counted(curve.detections, 'detection')}"
     return f"no FROC ({counts}: {curve.reason})" if curve.reason else f"FROC {number_text(curve.score)} ({counts})"
 
 

@@ -19,6 +19,7 @@ from app.pages.evaluation_page import EvaluationPage
 from app.pages.html import Card, Table, format_value
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
+from pipelines.catalog.counted import counted
 
 MOST_PICTURES = 60
 """Slides whose areas the report shows; of five hundred the page would be 20 MB."""
@@ -106,7 +107,7 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
             made_with["model"],
             made_with["task"],
             _looked_at(made_with),
-            f"{len(scored)} slides of split {evaluation.split.name}",
+            f"{counted(len(scored), 'slide')} of split {evaluation.split.name}",
         ),
         cards,
         charts,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipelines.catalog.counted import counted
 from pipelines.catalog.table import listed
 
 PREFERRED = ("test", "val", "external", "unknown")
@@ -37,7 +38,7 @@ class ScoredSplit:
         """Return what is scored and what is not."""
         others = ", ".join(f"{name} {count}" for name, count in self.counts.items() if self.name not in (name, "all"))
         left = f"; predicted and not scored: {others} (--split)" if others else ""
-        lines = [f"scored split: {self.name}, {len(self.rows)} slides{left}"]
+        lines = [f"scored split: {self.name}, {counted(len(self.rows), 'slide')}{left}"]
         if self.name == "unknown" or (self.name == "all" and "unknown" in self.counts):
             lines.append(
                 "the checkpoint does not record the split of its run: training slides may be among those scored"

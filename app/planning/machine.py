@@ -26,6 +26,7 @@ from parallel.profile.cache import kept_at
 from parallel.profile.calibrate import QUICK_S, calibration_key, load_or_calibrate
 from parallel.profile.copy_speed import load_or_measure_copies
 from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_links
+from pipelines.catalog.counted import counted
 
 CUDA_CONTEXT = 600 << 20
 """Bytes that CUDA takes of each GPU for each process, about."""
@@ -131,8 +132,8 @@ def _calibrated(
     path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
     if path is None or not path.exists():
         print(
-            f"calibrating this machine for {together} ranks of {threads} threads, about {QUICK_S:.0f} s"
-            + (f"; to be kept in {path.parent}" if path else ""),
+            f"calibrating this machine for {counted(together, 'rank')} of {counted(threads, 'thread')}, "
+            f"about {QUICK_S:.0f} s" + (f"; to be kept in {path.parent}" if path else ""),
             file=sys.stderr,
             flush=True,
         )

@@ -40,6 +40,7 @@ from parallel.schedule.shares import FINE
 from parallel.schedule.text import to_csv
 from parallel.strategy import WHOLE
 from parallel.units import bytes_text
+from pipelines.catalog.counted import counted
 
 NAMES = (*WHOLE, SPATIAL.name, *SCHEDULES)
 
@@ -82,7 +83,8 @@ def report(command: PlanCommand) -> int:
     costs = planner.cutting.microbatch(1)[1]
     error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"
     print(
-        f"{command.model}, {command.tile} px, {command.tiles} tiles a step, {command.ranks} ranks of "
+        f"{command.model}, {command.tile} px, {counted(command.tiles, 'tile')} a step, "
+        f"{counted(command.ranks, 'rank')} of "
         f"{bytes_text(machine.cluster.memory_bytes)} on {machine.cluster.name}, {machine.precision}\n"
         f"times: {costs.source}{error}"
     )

@@ -109,7 +109,7 @@ def predict_share(command: PredictCommand, rank: int) -> None:
             if row is None:
                 continue
             scores = ", ".join(f"{name} {row[f'score_{name}']:.3f}" for name in model.classes)
-            said = f"{row['tiles']} windows, {scores}, {time.perf_counter() - started_s:.1f} s"
+            said = f"{counted(row['tiles'], 'window')}, {scores}, {time.perf_counter() - started_s:.1f} s"
         if writes:
             _say(f"{number}/{len(todo)}  {spec.slide_id}: {said}")
     if writes:

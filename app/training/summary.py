@@ -23,6 +23,7 @@ from app.training.shares_log import changes_in
 from app.training.step_timeline import StepRecord, write_step
 from app.training.throughput import peak_resident_bytes
 from pipelines.cache.tile_cache import CacheCounts, TileCache
+from pipelines.catalog.counted import counted
 from pipelines.tiles.tile_table import three_sizes
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,8 @@ class RunSummary:
         self._folder.write_json("summary.json", summary)
         page = write_report(self._folder.path)
         speed = summary["images_per_second"]
-        self.say(f"{status}: {summary['steps']} steps, {summary['images']} tiles, {_number(speed)} images/s")
+        did = f"{counted(summary['steps'], 'step')}, {counted(summary['images'], 'tile')}"
+        self.say(f"{status}: {did}, {_number(speed)} images/s")
         if idle := summary["idle_fraction"]:
             each = ", ".join(f"rank {rank} {fraction:.1%}" for rank, fraction in enumerate(idle))
             self.say(f"ranks waited for each other {sum(idle) / len(idle):.1%} of the time: {each}")

@@ -16,4 +16,4 @@ def test_missing_labels_take_no_part_and_names_are_mapped(tmp_path: Path) -> Non
     found = labelled_slides(rows, ("normal", "tumour"), read_truth(path, needs_labels=True), {}, 1, class_map)
     assert found.slides == ("a", "b")
     assert found.cases.label.tolist() == [1, 0]
-    assert "2 predicted slides have no label: c, d" in found.left_out[0]
+    assert "2 predicted slides without a label: c, d" in found.left_out[0]
