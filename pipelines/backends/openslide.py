@@ -176,6 +176,11 @@ def open_openslide(path: Path, *, mpp: float | None, scene: int | None = None) -
         box = [_number(properties.get(f"openslide.bounds-{name}")) for name in ("x", "y", "width", "height")]
         x, y, width, height = (None if value is None or not math.isfinite(value) else int(value) for value in box)
         bounds = None if x is None or y is None or width is None or height is None else Bounds(x, y, width, height)
+        if bounds is not None and min(bounds.width, bounds.height) < 1:
+            raise SlideError(
+                f"{path}: the slide has no scanned area: the file records one of {width} x {height} px; its data are "
+                "missing or damaged, copy the slide again"
+            )
         composed = properties.get("openslide.vendor") in COMPOSED
         drawn = frozenset(level.index for level in levels if composed or not level.downsample.is_integer())
         return PyramidSlide(path, OpenSlideReader(path, slide), levels, bounds, drawn)

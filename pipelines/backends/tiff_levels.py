@@ -44,7 +44,7 @@ def find_levels(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[P
     refuse_other_vendors(tiff)
     if is_aperio(tiff):
         candidates = [page for page in tiff.pages if page.is_tiled]
-        image = TiffImage(tiff.pages[0], "")
+        image = TiffImage((candidates or tiff.pages)[0], "")
     else:
         image, others = choose_image(tiff, scene)
         candidates = [image.page, *coarser_pages(tiff, image, others)]

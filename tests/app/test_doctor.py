@@ -19,6 +19,7 @@ from pipelines.backends.registry import BACKENDS
 from pipelines.catalog.catalog import SlideSpec
 from tests.helpers.dying_slide import DyingSpec
 from tests.helpers.real import SVS
+from tests.helpers.two_scenes import write_two_scenes
 
 
 def states(findings) -> dict[str, str]:
@@ -75,6 +76,15 @@ def test_samples_that_are_not_read_are_a_fault_and_planes_are_named(tmp_path):
     assert "signed" in checks["int8"].faults[0]
     assert "5 images of similar size" in checks["focal"].faults[0]
     assert (checks["ome"].faults, checks["ome"].other_images) == ((), ("4 more focal planes or times",))
+
+
+def test_scenes_are_refused_until_one_is_chosen_and_the_others_are_listed(tmp_path):
+    write_two_scenes(tmp_path / "two.tif")
+    (fault,) = check_slide(SlideSpec("two", tmp_path / "two.tif")).faults
+    assert "0: 512 x 512 px, 1: 640 x 512 px" in fault
+    assert "--scene N" in fault
+    check = check_slide(SlideSpec("two", tmp_path / "two.tif", scene=1))
+    assert (check.faults, check.width, check.other_images) == ((), 640, ("512 x 512 px",))
 
 
 def test_a_slide_that_ends_its_process_costs_only_itself():

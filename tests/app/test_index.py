@@ -12,6 +12,7 @@ from app.index import main
 from pipelines.catalog.failures import FailedSlides
 from pipelines.tiles.index import TileTable
 from tests.helpers.real import SVS
+from tests.helpers.two_scenes import write_two_scenes
 
 
 @pytest.fixture
@@ -58,6 +59,23 @@ def test_odd_files_and_names_are_named_and_the_others_go_on(slides, tmp_path, ca
     failed = {slide for slide, _, _ in FailedSlides(out / "failed_slides.csv").rows()}
     assert failed == {"series", "pipe", "caf\\xe9", "text"}
     assert TileTable.load(out / "tiles.parquet").slides == ("a",)
+
+
+def test_the_scene_that_is_asked_for_is_indexed(tmp_path, capsys):
+    (tmp_path / "slides").mkdir()
+    write_two_scenes(tmp_path / "slides" / "two.tif")
+    out = tmp_path / "out"
+    arguments = ["--slides", str(tmp_path / "slides"), "--out", str(out), "--tile", "256", "--workers", "1"]
+    assert main(arguments) == 1
+    assert "choose one with --scene N" in capsys.readouterr().err
+    assert main([*arguments, "--scene", "-1"]) == 2
+    assert "--scene counts the images of a slide file from 0; got -1" in capsys.readouterr().err
+    assert main([*arguments, "--scene", "1"]) == 0
+    (source,) = TileTable.load(out / "tiles.parquet").sources
+    assert source.scene == 1
+    capsys.readouterr()
+    assert main([*arguments, "--scene", "0"]) == 2
+    assert "scene" in capsys.readouterr().err
 
 
 def test_faults_of_the_settings_are_told_at_once(slides, tmp_path, capsys):

@@ -35,3 +35,11 @@ def test_labels_beside_the_slides_give_mpp_to_new_slides_only(
     trained = DataSettings(Path("gone"), slide_mpp=0.5, mpp_table=Path("gone.csv"))
     specs = predicted_slides(trained, IndexSettings(), columns, {"slides": tmp_path, **given})
     assert {spec.slide_id: spec.mpp for spec in specs} == mpp
+
+
+@pytest.mark.parametrize(("given", "scene"), [({}, 1), ({"scene": 0}, 0)])
+def test_a_prediction_reads_the_scene_of_the_run(tmp_path: Path, given: dict[str, Any], scene: int) -> None:
+    (tmp_path / "a.tif").write_text("a")
+    trained = DataSettings(Path("gone"), scene=1)
+    (spec,) = predicted_slides(trained, IndexSettings(), {}, {"slides": tmp_path, **given})
+    assert spec.scene == scene

@@ -12,7 +12,7 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotation_files import AnnotationFiles
 from pipelines.labels.annotations import read_annotations
 from pipelines.slides.geometry import Bounds, Region
-from pipelines.slides.slide import Pixels
+from pipelines.slides.slide import Pixels, SlideError
 from tests.helpers.mrxs_file import write_mrxs
 
 BOUNDS = Bounds(256 + 20, 12, 256, 256)
@@ -42,6 +42,15 @@ def test_levels_bounds_and_white_where_nothing_was_scanned(slide: tuple[SlideSpe
             assert (got[:, :l_x] == 255).all()
         assert (written[0][: BOUNDS.l0_y] == 255).all()
         assert not (written[0][BOUNDS.l0_y] == 255).all()
+
+
+def test_data_of_zeros_are_refused(tmp_path: Path) -> None:
+    """OpenSlide finds no camera position in them, and draws an empty slide."""
+    write_mrxs(tmp_path / "case.mrxs", np.full((512, 768, 3), 230, np.uint8), BOUNDS)
+    data = tmp_path / "case" / "Data0000.dat"
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(SlideError, match="no scanned area"):
+        SlideSpec("case", tmp_path / "case.mrxs").open()
 
 
 def test_what_qupath_drew_lies_on_what_it_was_drawn_on(slide: tuple[SlideSpec, list[Pixels]], tmp_path: Path) -> None:

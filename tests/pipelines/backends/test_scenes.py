@@ -20,6 +20,7 @@ SECOND = RANDOM.integers(0, 256, (384, 400, 3), np.uint8)
 SMALL = RANDOM.integers(0, 256, (64, 80, 3), np.uint8)
 STRIPS: dict[str, Any] = {}
 TILES: dict[str, Any] = {"tile": (64, 64)}
+APERIO = "Aperio Image Library v1\n"
 
 
 def write_tiff(path: Path, *images: tuple[np.ndarray, dict[str, Any], float], ome: bool = False) -> None:
@@ -59,6 +60,16 @@ CASES: dict[str, tuple[bool, list[tuple[np.ndarray, dict[str, Any], float]], str
         [(SECOND, TILES | {"description": "Label image"}, 0.5), (LARGE, TILES, 0.5)],
         "tiled",
         ["'Label image' 400 x 384 px"],
+    ),
+    "SVS label first": (
+        False,
+        [
+            (SMALL, STRIPS | {"description": f"{APERIO}label 80x64"}, 8.0),
+            (LARGE, TILES | {"description": f"{APERIO}512x400 (64x64)|MPP = 0.5"}, 0.5),
+            (LARGE[::2, ::2], TILES | {"description": f"{APERIO}512x400 (64x64)|MPP = 0.5"}, 1.0),
+        ],
+        "tiled",
+        ["'label' 80 x 64 px"],
     ),
     "OME label first": (
         True,
