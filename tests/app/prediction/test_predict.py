@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_refused(slides, checkpoint, tmp_path):
 class InBounds:
     """A spec of a slide whose scanned part does not begin at the corner of level 0."""
 
-    slide_id, mpp, backend = "a", None, "auto"
+    slide_id, mpp, backend, scene = "a", None, "auto", None
 
     def __init__(self, path, damaged_from=10_000):
         """Windows that reach below level-0 row ``damaged_from`` cannot be read."""
