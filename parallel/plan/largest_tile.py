@@ -7,6 +7,7 @@ smaller one; and about as its px do, so that two sides tell where to look for th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ STEP = 64
 """Tile sides are multiples of this many px, which every model's strides divide."""
 FINE = 32
 """Tiles in boxes are found to this part of their side: a plan of them takes a second, and few more px change little."""
+FIRST = 16 * STEP
+"""Side that is tried first: most strategies can train it, and smaller sides are tried only for those that cannot."""
 GUESSES = 4
 """Sides that are tried where bytes in proportion to px say that the last which fits is; then the middle is, or, if
 activations may be moved to the host, steps from the last that fitted, each twice the one before."""
@@ -50,15 +53,18 @@ class LargestTile:
 
 
 def steps_of(savings: Savings) -> list[Savings]:
-    """Return, within ``savings``: nothing, computing again, moving to the host besides, and boxes alone."""
+    """Return, within ``savings``: nothing, computing again, moving to the host besides, and boxes alone.
+
+    Each is for larger tiles than those before it can train, and does not try these again.
+    """
     steps: list[Savings] = []
     for open_to in (PLAIN, ON_DEVICE, Savings(stream=False)):
         recompute = tuple(how for how in savings.recompute if how in open_to.recompute or how not in RECOMPUTE)
         offload = tuple(moves for moves in savings.offload if moves in open_to.offload)
-        step = Savings(recompute, offload, stream=False)
+        step = Savings(recompute, offload, stream=False, beyond=steps[-1] if steps else None)
         if recompute and offload and step not in steps:
             steps.append(step)
-    return [*steps, BOXES] if savings.boxes else steps
+    return [*steps, dataclasses.replace(BOXES, beyond=steps[-1])] if savings.boxes else steps
 
 
 def largest_tiles(names: Iterable[str], steps: Sequence[Savings], least: Least) -> list[LargestTile]:
@@ -89,11 +95,12 @@ def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 
         row = known[tile]
         return row is not None and row.fits
 
-    low = known_to_fit or STEP
-    smallest = fits(low)
+    low = known_to_fit or FIRST
+    while not fits(low) and low > STEP and not known_to_fit:
+        low //= 2
     if known[low] is None:
         return None
-    if not smallest:
+    if not fits(low):
         return LargestTile(name, savings, 0, None, known[low], known[low])
     while low < LIMIT and fits(min(2 * low, LIMIT)):
         low = min(2 * low, LIMIT)

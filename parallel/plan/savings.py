@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel.strategy import Strategy
 
@@ -23,11 +23,13 @@ class Savings:
         recompute: of ``ActivationPolicy``, the values it may have; "none" where nothing has to be computed again.
         offload: whether what is kept may be moved to the host.
         stream: tiles may be computed box by box.
+        beyond: known not to fit: of what it allows, nothing is tried.
     """
 
     recompute: tuple[str, ...] = RECOMPUTE
     offload: tuple[bool, ...] = (False, True)
     stream: bool = True
+    beyond: Savings | None = field(default=None, repr=False, compare=False)
 
     @property
     def boxes(self) -> bool:
@@ -74,6 +76,9 @@ class Savings:
         return f"{asked} is asked for, and {candidate.name} {reason}"
 
     def _allow(self, variant: Strategy) -> bool:
+        return self._include(variant) and not (self.beyond and self.beyond._include(variant))
+
+    def _include(self, variant: Strategy) -> bool:
         return variant.policy.recompute in self.recompute and variant.policy.moves in self.offload
 
 

@@ -148,17 +148,28 @@ class Planner:
                 yield row
 
     def _teams(
-        self, names: Sequence[str], ranks: int, depth: int | None = None, m: int | None = None
+        self,
+        names: Sequence[str],
+        ranks: int,
+        depth: int | None = None,
+        m: int | None = None,
+        *,
+        rows_alone: bool = False,
     ) -> list[Strategy]:
-        """Return the candidates with teams that the model's tiles can be divided among."""
+        """Return the candidates with teams that the model's tiles can be divided among.
+
+        Args:
+            rows_alone: only those that divide rows, and fetch halos of one operation at once.
+        """
         parts = self.cutting.teams if not self.task.one_copy and not self.cluster.speeds else None
         if ranks < 2 or parts is None:
             return []
         most, members = self.cutting.most_stages, self.cluster.per_node
         batch = self.task.batch
         made = in_teams(ranks, batch, names=names, most_stages=most, most_members=members, depth=depth, m=m)
-        grids = [each for each in made if ranks <= PIPELINES or each.grids[0].columns == 1]
-        return [candidate for candidate in grids if _divides(parts.side(candidate.grids[0]))]
+        if rows_alone or ranks > PIPELINES:
+            made = (each for each in made if each.grids[0].columns == 1 and (each.unfused or not rows_alone))
+        return [candidate for candidate in made if _divides(parts.side(candidate.grids[0]))]
 
     def _no_teams(self, ranks: int) -> str:
         if ranks < 2:
@@ -308,9 +319,9 @@ class Planner:
         if name in self.task.refused:
             return None
         if name == "spatial":
-            of_teams = self._teams([name], ranks)
+            of_teams = self._teams([name], ranks, rows_alone=True)
             most = max((each.members for each in of_teams), default=0)
-            given = [each for each in of_teams if each.members == most and each.grids[0].columns == 1 and each.unfused]
+            given = [each for each in of_teams if each.members == most]
         else:
             given = list(candidates(ranks, self.task.batch, names=[name], most_stages=self.cutting.most_stages))
         tried = leanest(each for each in given if each.copies == 1 or not self.task.one_copy)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from parallel.space.grid import cell
-from parallel.space.span import Span
+from parallel.space.rule import SAME
 from parallel.space.step import Step
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
@@ -66,12 +66,15 @@ class AxisNeeds:
             return NOTHING
         rule, spans, of_maps, lopsided = step.rules[self._axis], self.spans, [], False
         for name in step.maps:
-            side = self._sides[name][self._axis]
-            start, stop = rule.need(own, side)
-            before, after = -start if start < 0 else 0, stop - side if stop > side else 0
-            lopsided |= before != after
-            inside = not before and not after and start < stop
-            need = Span(start, stop) if inside else Span(start, stop).touching(side)
+            need = own
+            if rule is not SAME:
+                side = self._sides[name][self._axis]
+                need = rule.need(own, side)
+                start, stop = need
+                before, after = -start if start < 0 else 0, stop - side if stop > side else 0
+                lopsided |= before != after
+                if before or after or start >= stop:
+                    need = need.touching(side)
             earlier = spans.get(name)
             spans[name] = need = need if earlier is None else need.hull(earlier)
             of_maps.append(need[1] - need[0])

@@ -18,9 +18,12 @@ class Span(NamedTuple):
 
     def hull(self, other: Span | None) -> Span:
         """Return the smallest span that holds both; this one where there is no other, or an empty one."""
-        if other is None or not other.size:
+        if other is None or other.stop <= other.start:
             return self
-        return other if not self.size else Span(min(self.start, other.start), max(self.stop, other.stop))
+        start, stop = self
+        if start <= other.start and stop >= other.stop:
+            return self
+        return other if stop <= start else Span(min(start, other.start), max(stop, other.stop))
 
     def within(self, side: int) -> Span:
         """Return the rows that a map of ``side`` rows has; where it has none of them, an empty span inside the map."""

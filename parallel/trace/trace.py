@@ -114,8 +114,8 @@ def trace(
 def run_again(
     traced: Traced, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None
 ) -> Traced:
-    """Return what ``trace`` would for another shape or in mixed precision, with the graphs of ``traced``: they hold for
-    the same shape, and where they are of ``any_side`` for others.
+    """Return what ``trace`` would for another shape or in mixed precision, with the graphs and the updated state of
+    ``traced``: they hold for the same shape, and where they are of ``any_side`` for others.
 
     Args:
         shape, dtype, autocast: as ``trace`` takes them; of as many tiles as were traced.
@@ -126,10 +126,9 @@ def run_again(
     module = traced.model
     with left_as_it_was(module), any_number_of_values():
         module.train()
-        updated = updated_buffers(module, shape, dtype)
         facts = fake_run(traced.training, shape, dtype, torch.device("cpu"), autocast)
     graph = _layers(module, traced.training, traced.evaluation, facts, dict(traced.graph.whole))
-    return replace(traced, graph=graph, updated=updated)
+    return replace(traced, graph=graph)
 
 
 def _modes(module: nn.Module) -> dict[str, bool]:

@@ -61,6 +61,22 @@ def test_what_cannot_run_is_left_out() -> None:
     assert largest_tiles(["mast"], [PLAIN], lambda tile, name, savings: None) == []
 
 
+@pytest.mark.parametrize(("memory", "tile"), [(5000**2, 4992), (400**2, 384), (100**2, 0)])
+def test_models_that_run_on_no_small_tiles_are_searched_on_those_they_run_on(memory: int, tile: int) -> None:
+    found = largest_tiles(
+        ["single"], [PLAIN], lambda side, name, savings: None if side < 256 else row(name, side**2 - memory)
+    )
+    assert [one.tile for one in found] == [tile][: bool(tile)]
+
+
+def test_what_does_not_fit_is_not_tried_again() -> None:
+    candidate, steps = Strategy("gpipe", 2, 2, 4), steps_of(Savings())
+    tried = [variant for step in steps for tier in step.tiers(candidate) for variant in tier]
+    assert len(steps) == 4
+    assert len(tried) == len(set(tried)) > 4
+    assert set(tried) == {variant for tier in Savings().tiers(candidate) for variant in tier}
+
+
 def test_savings_follow_each_other_as_far_as_they_gain_anything() -> None:
     def least(tile: int, name: str, savings: Savings) -> PlanRow:
         side = {"ddp": 1000, "fsdp": 600}[name]

@@ -245,6 +245,15 @@ def test_graphs_that_hold_for_any_side_run_on_others() -> None:
         run_again(traced, (1, 3, 2, 2))
 
 
+def test_state_that_is_updated_is_the_same_for_any_side() -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), nn.ReLU())
+    traced = trace(model, (1, 3, 32, 32))
+    assert traced.updated
+    assert traced.any_side
+    for again in (run_again(traced, (1, 3, 48, 48)), trace(model, (1, 3, 48, 48))):
+        assert again.updated == traced.updated
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d, functools.partial(nn.BatchNorm2d, affine=False)])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_norms_that_are_not_taken_apart_leave_the_same_facts(
