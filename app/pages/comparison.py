@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.pages.html import Table, flattened, rendered, save
-from app.pages.run_files import RunFiles, read_run
+from app.pages.run_files import RunFiles, naming_the_summary, read_run
 from app.pages.run_page import figures_of, scores_of
 
 HOW = {"status": "Ended", "strategy": "Strategy", "ranks": "Ranks"}
@@ -64,7 +64,8 @@ def render(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
 
 def _figures(run: RunFiles) -> dict[str, str]:
     known = {name: str(run.summary[key]) for key, name in HOW.items() if run.summary.get(key) is not None}
-    return {**known, **dict(figures_of(run)), **dict(scores_of(run))}
+    with naming_the_summary(run.folder):
+        return {**known, **dict(figures_of(run)), **dict(scores_of(run))}
 
 
 def _rows(values: Sequence[Mapping[str, str]]) -> list[list[str]]:

@@ -6,13 +6,14 @@ not there. A torn last line of a table and an empty cell are missing values, not
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
 import json
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,22 @@ def read_run(run: Path) -> RunFiles:
         schedule=_text(run / "schedule.svg"),
         log_end=tuple(_text(run / "run.log").splitlines()[-LOG_LINES:]),
     )
+
+
+@contextlib.contextmanager
+def naming_the_summary(run: Path) -> Iterator[None]:
+    """Name ``summary.json`` where one of its values has another type than app.train writes.
+
+    Raises:
+        RunError: one has.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as fault:
+        raise RunError(
+            f"{run / 'summary.json'}, or config.yaml or env.json beside it, holds a value of another type than "
+            f"app.train writes: {fault}. Restore it or remove it"
+        ) from fault
 
 
 def _text(path: Path) -> str:

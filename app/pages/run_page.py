@@ -15,7 +15,7 @@ from app.pages.curves import SCORES, curves, score_name
 from app.pages.html import Card, Table, flattened, format_setting, format_value, rendered, save
 from app.pages.overlays import overlays
 from app.pages.results import class_table, slide_table, split_table
-from app.pages.run_files import RunFiles, read_run
+from app.pages.run_files import RunFiles, naming_the_summary, read_run
 from parallel.units import bytes_text
 
 FIGURES = {
@@ -64,7 +64,9 @@ def write_report(run: Path) -> Path:
         RunError: ``run`` is no run folder, or a file in it cannot be understood.
         OSError: the page cannot be written.
     """
-    return save(run / "report.html", render(read_run(run)))
+    with naming_the_summary(run):
+        page = render(read_run(run))
+    return save(run / "report.html", page)
 
 
 def render(files: RunFiles) -> str:

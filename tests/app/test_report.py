@@ -195,10 +195,16 @@ def test_command_refuses_what_is_no_run_folder(tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_command_names_the_file_it_cannot_read(run, capsys):
-    (run / "summary.json").write_text('{"status": ')
-    assert main([str(run)]) == 1
-    assert str(run / "summary.json") in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "content",
+    ['{"status": ', "[1]", '{"metrics": 3}', '{"best": "x"}', '{"tile_cache": {"a": 1}}', '{"pixels_per_second": []}'],
+)
+def test_command_names_the_summary_it_cannot_read(run, content, capsys):
+    other = write_run(run.parent / "other")
+    (run / "summary.json").write_text(content)
+    for asked in ([str(run)], [str(other), str(run), "--out", str(run / "compare.html")]):
+        assert main(asked) == 1
+        assert str(run / "summary.json") in capsys.readouterr().err
 
 
 @pytest.mark.process
