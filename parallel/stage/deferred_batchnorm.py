@@ -69,7 +69,7 @@ class DeferredStatistics:
             assert isinstance(layer, _NormBase)
             mean, variance, _ = buffers_of(layer)
             count = inputs[0].numel() // channels_of(layer)
-            seen = torch.cat([mean.new_tensor([count]), mean, variance * (count - 1)]).double()
+            seen = torch.cat([mean.new_full((1,), count), mean, variance * (count - 1)]).double()
             moments[layer] = _combined(moments[layer], seen, channels_of(layer))
 
         momenta = [layer.momentum for layer in self._active]

@@ -61,7 +61,7 @@ def normalised_side_by_side(
     bias = torch.zeros_like(weight) if shift is None else shift
     halos = beside.halos if beside else ()
     exchange = beside.exchange if beside else None
-    y, *others = _Normalised.apply(x, weight, bias, of_all, link, norm.eps, exchange, *halos)
+    y, *others = _Normalised.apply(x, weight, bias, of_all, link, norm, exchange, *halos)
     return norm.then(y), [norm.then(other) for other in others]
 
 
@@ -79,18 +79,21 @@ class _Normalised(torch.autograd.Function):
         bias: Tensor,
         of_all: Tensor,
         link: TeamLink,
-        epsilon: float,
+        norm: ChannelNorm,
         exchange: Exchange | None,
         *halos: Tensor,
     ) -> tuple[Tensor, ...]:
         count, mean, squares = (each.flatten() for each in of_all)
         mean, variance = mean.to(x.dtype), (squares / count).to(x.dtype)
         values, means, deviations = zip(
-            *(torch.native_batch_norm(each, weight, bias, mean, variance, False, 0.0, epsilon) for each in (x, *halos)),
+            *(
+                torch.native_batch_norm(part, weight, bias, mean, variance, False, 0.0, norm.eps)
+                for part in (x, *halos)
+            ),
             strict=True,
         )
         ctx.save_for_backward(weight, mean, variance, means[0], deviations[0], x, *halos)
-        ctx.count, ctx.link, ctx.epsilon, ctx.exchange = float(count[0]), link, epsilon, exchange
+        ctx.count, ctx.link, ctx.epsilon, ctx.exchange = norm.count, link, norm.eps, exchange
         return tuple(values)
 
     @staticmethod
