@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.rule import Cells, Chained, Mirrored, Resample, Window
+from parallel.space.rule import Cells, Chained, Mirrored, Resample
 from parallel.space.span import Span
 from parallel.streaming.patch import Patch
 

@@ -85,11 +85,9 @@ class _Normalised(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count, mean, squares = (each.flatten() for each in of_all)
         mean, variance = mean.to(x.dtype), (squares / count).to(x.dtype)
+        normalise = functools.partial(torch.native_batch_norm, training=False, momentum=0.0, eps=norm.eps)
         values, means, deviations = zip(
-            *(
-                torch.native_batch_norm(part, weight, bias, mean, variance, False, 0.0, norm.eps)
-                for part in (x, *halos)
-            ),
+            *(normalise(part, weight, bias, mean, variance) for part in (x, *halos)),
             strict=True,
         )
         ctx.save_for_backward(weight, mean, variance, means[0], deviations[0], x, *halos)
