@@ -217,9 +217,7 @@ def count(fields: Mapping[str, Any], model: str, px: int, m: int = M) -> Counts:
 
 def table(model: str, px: int, write: Callable[[str], Any] = print, sites: bool = False) -> None:
     """Write a row per strategy, of one microbatch."""
-    write(
-        f"| {model}, {px} px, {M} microbatches | device operations per microbatch | host synchronisations per microbatch |"
-    )
+    write(f"| {model}, {px} px, {M} microbatches | device operations | host synchronisations |")
     write("|---|---|---|")
     for name, fields in STRATEGIES.items():
         counts = count(fields, model, px)
