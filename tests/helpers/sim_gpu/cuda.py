@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 
 from tests.helpers.sim_gpu.dispatch import Dispatch
+from tests.helpers.sim_gpu.hazards import NO_TRACES
 from tests.helpers.sim_gpu.timeline import Work
 
 if TYPE_CHECKING:
     from tests.helpers.sim_gpu.gpus import Gpus
 
 PLAIN = {name: getattr(Tensor, name) for name in ("to", "tolist", "numpy", "record_stream", "get_device")}
+MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
+LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+FACTORIES = {name: getattr(torch, name) for name in (*MAKERS, *LIKE, "randperm")}
+NEW = {name: getattr(Tensor, name) for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")}
 AS_TENSOR = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
 
 
@@ -29,10 +34,15 @@ def patches(gpus: Gpus, patch: pytest.MonkeyPatch) -> None:
     functions = {**_devices(gpus), **_streams(gpus, Stream), **_memory(gpus), **_random(gpus)}
     for name, value in {**functions, "Stream": Stream, "Event": Event}.items():
         patch.setattr(torch.cuda, name, value)
+    patch.setattr("torch.cuda._sanitizer.traceback", NO_TRACES)
     for name, value in _tensor_methods(gpus, Stream).items():
         patch.setattr(Tensor, name, value)
     for name, plain in AS_TENSOR.items():
         patch.setattr(torch, name, functools.partial(_made_on_host, plain))
+    for name, plain in FACTORIES.items():
+        patch.setattr(torch, name, _saying_its_device(gpus, plain))
+    for name, plain in NEW.items():
+        patch.setattr(Tensor, name, _saying_its_device(gpus, plain))
     run = threading.Thread.run
     start = threading.Thread.start
 
@@ -292,9 +302,10 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         @staticmethod
         def forward(ctx: Any, tensor: Tensor, where: Any, dtype: Any, non_blocking: bool, memory_format: Any) -> Tensor:
             ctx.back = device(tensor), tensor.dtype
-            return torch.ops.aten._to_copy.default(  # type: ignore[no-any-return]
-                tensor, device=where, dtype=dtype, non_blocking=non_blocking, memory_format=memory_format
-            )
+            with gpus.from_python():
+                return torch.ops.aten._to_copy.default(  # type: ignore[no-any-return]
+                    tensor, device=where, dtype=dtype, non_blocking=non_blocking, memory_format=memory_format
+                )
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -317,7 +328,11 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         memory = gpus.memories.of(tensor)
         return memory is not None and memory.device is None
 
+    def new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+        return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
+
     return {
+        "new_tensor": new_tensor,
         "device": property(device),
         "is_cuda": property(lambda tensor: gpus.device_of(tensor) is not None),
         "is_cpu": property(lambda tensor: device(tensor).type == "cpu"),
@@ -341,6 +356,20 @@ def _made_on_host(plain: Any, *args: Any, device: Any = None, pin_memory: bool =
     if device is None or made.device == torch.device(device):
         return made
     return made.detach().to(device).requires_grad_(made.requires_grad)
+
+
+def _saying_its_device(gpus: Gpus, plain: Any) -> Any:
+    """A factory that Python calls: if it says that it makes something on the CPU, that is meant. C++ within other
+    operations says the same of all tensors."""
+
+    @functools.wraps(plain)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if plain in NEW.values():
+            kwargs.setdefault("device", args[0].device)
+        with gpus.from_python():
+            return plain(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return made
 
 
 def _index(gpus: Gpus, device: Any) -> int:

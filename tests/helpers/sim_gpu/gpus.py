@@ -107,6 +107,32 @@ class Gpus:
             self._pools[self.process, device] = streams, turn + 1
             return streams[turn % POOL]
 
+    @contextlib.contextmanager
+    def from_python(self) -> Iterator[None]:
+        """Within it, a factory means the device that it names."""
+        self._local.from_python = True
+        try:
+            yield
+        finally:
+            self._local.from_python = False
+
+    @property
+    def is_from_python(self) -> bool:
+        """Python has called the factory or copy that is under way."""
+        return getattr(self._local, "from_python", False)
+
+    def meant(self, asked: torch.device) -> torch.device:
+        """Return the device that a factory means. In C++, which knows of no simulation, all tensors are on the CPU:
+        then it is the device of the operation before, as formulas of autograd call factories for what they compute."""
+        before = getattr(self._local, "before", None)
+        if asked.type != "cpu" or self.is_from_python or before is None:
+            return asked
+        return torch.device("cuda", before)
+
+    def note_device(self, device: int | None) -> None:
+        """An operation of this thread runs on ``device``, None on the host."""
+        self._local.before = device
+
     def index(self, device: torch.device) -> int | None:
         """Return the number of a device, None of the CPU."""
         if device.type != "cuda":

@@ -8,13 +8,18 @@ ordered after those that ``record_stream`` named.
 from __future__ import annotations
 
 import collections
-import traceback
+import sys
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.cuda._sanitizer import EventHandler
 
 HOST = -1
+NO_TRACES: Any = types.SimpleNamespace(
+    StackSummary=types.SimpleNamespace(extract=lambda frames, lookup_lines: []), walk_stack=lambda frame: None
+)
+"""In place of the module that torch's detector takes a stack trace from at each kernel: ``place`` tells enough."""
 
 
 class Hazards:
@@ -91,15 +96,13 @@ class Hazards:
 
 def place() -> str:
     """Return file, line and function of the project, or of a test, that is being called."""
-    frames: list[Any] = [
-        frame
-        for frame in traceback.extract_stack()
-        if "site-packages" not in frame.filename and "sim_gpu" not in frame.filename
-    ]
-    own = [
-        frame
-        for frame in frames
-        if any(f"/{room}/" in frame.filename for room in ("app", "parallel", "pipelines", "models"))
-    ]
-    frame = (own or frames)[-1]
-    return f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno} {frame.name}"
+    frame, outside = sys._getframe(1), None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "site-packages" not in name and "sim_gpu" not in name:
+            outside = outside or frame
+            if any(f"/{room}/" in name for room in ("app", "parallel", "pipelines", "models")):
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    frame = frame or outside  # type: ignore[assignment]
+    return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}"
