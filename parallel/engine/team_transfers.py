@@ -142,12 +142,12 @@ class TeamTransfers(StageTransfers):
                 continue
             key = (action.stage, target, action.i)
             self._counts.pop(key)
-            own = self._made.pop(key)
+            made = self._made.pop(key)
             if self._peer(target, action) == self._rank:
                 arrived = self._gradients.pop(key)
-                own = {name: arrived[name] for name in own}
+                own = {name: arrived[name] for name in made}
             else:
-                own = {name: [torch.zeros_like(each, device=on) for each, on in made] for name, made in own.items()}
+                own = {name: [torch.zeros_like(each, device=on) for each, on in like] for name, like in made.items()}
                 for among, incoming in self._back.pop(key):
                     add_pieces(own, among, incoming.wait()[1])
             for name, gradients in own.items():
