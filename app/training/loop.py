@@ -322,7 +322,7 @@ class TrainingLoop:
         """What changes the numbers of a run, and yet may be another when it is resumed."""
         session = self._session
         return {
-            "precision": "bf16" if session.placement.autocast else "fp32",
+            "precision": session.placement.precision,
             "microbatches": len(session.ranges),
         }
 
