@@ -1,6 +1,6 @@
-"""Support of this machine's GPUs: whether this torch has kernels for them, and in what they multiply float32.
+"""Support of this machine's GPUs: whether this torch has kernels for them, how they multiply, and how they fail.
 
-Takes the index of a GPU; asks only for its properties.
+Takes the index of a GPU, and asks only for its properties; or an exception.
 """
 
 from __future__ import annotations
@@ -54,3 +54,16 @@ def set_tf32(allowed: bool) -> None:
     """Let this process compute products and convolutions of float32 on GPUs in TF32, with mantissas of 10 bits, or
     not. By default torch does so in convolutions alone."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
+def is_device_fault(fault: BaseException) -> bool:
+    """Return whether ``fault`` is of the device, which ran out of memory or failed, and not of what it computed."""
+    if isinstance(fault, torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return isinstance(fault, RuntimeError) and re.search("cuda|cudnn|cublas", str(fault), re.IGNORECASE) is not None
+
+
+def lacks_memory(fault: BaseException) -> bool:
+    """Return whether a device fault is one of memory, as the allocator, the driver or a library reports it."""
+    text = re.search("out of memory|ALLOC_FAILED", str(fault), re.IGNORECASE)
+    return isinstance(fault, torch.OutOfMemoryError) or text is not None

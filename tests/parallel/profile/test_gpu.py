@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.profile.gpu import has_bf16, missing_kernels, set_tf32
+from parallel.profile.gpu import has_bf16, is_device_fault, lacks_memory, missing_kernels, set_tf32
 
 CU130 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 CU126 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
@@ -75,3 +75,19 @@ def test_tf32_is_switched_for_products_and_convolutions() -> None:
             assert (matmul.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    ("fault", "of_device", "of_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True, True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True, True),  # of page-locked memory
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True, False),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, True),
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), False, False),
+        (ValueError("cuda"), False, False),
+    ],
+    ids=str,
+)
+def test_faults_of_a_device(fault: Exception, of_device: bool, of_memory: bool) -> None:
+    assert (is_device_fault(fault), lacks_memory(fault)) == (of_device, of_memory)
