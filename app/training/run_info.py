@@ -87,8 +87,11 @@ def describe_checkout() -> dict[str, Any]:
 
 
 def describe_gpus() -> dict[str, Any]:
-    """``gpus``: name, memory_bytes, capability and bf16 of each; ``cuda`` of the torch build; ``driver`` version."""
+    """``gpus``: name, memory_bytes, capability, bf16 (and TF32) and missing_kernels of each; ``cuda`` of the torch
+    build; ``driver`` version."""
     import torch
+
+    from parallel.profile.gpu import has_bf16, missing_kernels
 
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -98,7 +101,8 @@ def describe_gpus() -> dict[str, Any]:
                 "name": properties.name,
                 "memory_bytes": properties.total_memory,
                 "capability": f"{properties.major}.{properties.minor}",
-                "bf16": properties.major >= 8,  # Ampere is the first with bf16 arithmetic; older ones emulate it
+                "bf16": has_bf16(index),
+                "missing_kernels": missing_kernels(index),
             }
         )
     versions = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])

@@ -21,6 +21,7 @@ import torch
 
 from parallel.cost.shapes import ROUND, Product, products
 from parallel.cost.traffic import backward_bytes, forward_bytes
+from parallel.profile.gpu import set_tf32
 from parallel.profile.malloc import keep_freed_memory
 from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product
 
@@ -74,6 +75,7 @@ def main() -> None:
     """Print readings for the settings on the command line, once told to begin."""
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(settings["threads"])
+    set_tf32(settings["tf32"])
     setting = Setting(torch.device(settings["device"]), getattr(torch, settings["dtype"]), settings["channels_last"])
     setting.tensor(1)  # starts the accelerator
     print("ready", flush=True)
