@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import cv2
 import torch
@@ -224,13 +225,24 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     Raises:
         ValueError: a GPU is asked for and there is none.
     """
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    if device_kind(asked) == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"--device {asked}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def device_kind(asked: str) -> Literal["cpu", "cuda"]:
+    """Return the kind of device that ``--device`` asks for; opens no CUDA context.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {asked}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu")
+    return "cuda"
 
 
 def choose_autocast(asked: str, device: torch.device) -> torch.dtype | None:

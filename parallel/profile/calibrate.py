@@ -30,7 +30,9 @@ from parallel.cost.regression import fit
 from parallel.cost.shapes import Product
 from parallel.graph.op import Convolution
 from parallel.profile.cache import keep, kept_at, kept_text
+from parallel.profile.calibrate_worker import readings_of
 from parallel.profile.core_use import BUSY, CoreUse, others_now
+from parallel.profile.gpus import gpu_at
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +181,7 @@ def calibration_key(
     heap_kept: bool = False,
 ) -> dict[str, Any]:
     """Return all that a calibration holds for."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
+    name = gpu_at(device.index or 0).name if device.type == "cuda" else _cpu_model()
     return {
         "format": FORMAT,
         "device": name,
@@ -194,7 +196,16 @@ def calibration_key(
 
 
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return the readings of one worker for each of ``settings``, all at work at the same time."""
+    """Return the readings of one worker for each of ``settings``, all at work at the same time.
+
+    A process that has a CUDA context makes them itself: its GPU may admit no other (``gpus``).
+    """
+    device = torch.device(settings[0]["device"])
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng([device]):
+            readings = [reading for own in settings for reading in readings_of(own)]
+        torch.cuda.empty_cache()
+        return readings
     with contextlib.ExitStack() as open_processes:
         workers = []
         for own in settings:
