@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 QUICK_S, LONG_S = 45.0, 90.0
 """Budgets: where a plan waits for it, and for the smallest error."""
 
-FORMAT = 3
-"""Raised when models kept by earlier versions no longer hold."""
+FORMAT = {"cpu": 3, "cuda": 4}
+"""By kind of device; raised when models kept by earlier versions no longer hold."""
 
 BEST = 0.1
 """Quantile of seconds per flop, and per byte, that counts as the device's best."""
@@ -183,7 +183,7 @@ def calibration_key(
     """Return all that a calibration holds for."""
     name = gpu_at(device.index or 0).name if device.type == "cuda" else _cpu_model()
     return {
-        "format": FORMAT,
+        "format": FORMAT[device.type],
         "device": name,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch": torch.__version__,
