@@ -50,7 +50,7 @@ class Bucket:
         """Before the sum: put down which parameters this rank has a gradient for."""
         self._ranks.fill_(1)
         for number in self._untouched():
-            self._ranks[number] = 0
+            self._ranks[number].zero_()
 
     def settle(self) -> None:
         """After the sum: take the gradient from the parameters that nobody had one for. A rank that has them all knows
