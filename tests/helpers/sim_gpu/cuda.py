@@ -21,7 +21,9 @@ from tests.helpers.sim_gpu.timeline import Work
 if TYPE_CHECKING:
     from tests.helpers.sim_gpu.gpus import Gpus
 
-PLAIN = {name: getattr(Tensor, name) for name in ("to", "tolist", "numpy", "record_stream", "__deepcopy__")}
+PLAIN = {
+    name: getattr(Tensor, name) for name in ("to", "tolist", "numpy", "record_stream", "__deepcopy__", "__reduce_ex__")
+}
 MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 FACTORIES = {name: getattr(torch, name) for name in (*MAKERS, *LIKE, "randperm")}
@@ -340,6 +342,12 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         memory = gpus.memories.of(tensor)
         return memory is not None and memory.device is None
 
+    def reduce(tensor: Tensor, protocol: int) -> Any:
+        """What ``torch.save`` writes; it is read back on the CPU."""
+        if gpus.device_of(tensor) is not None:
+            tensor = to(tensor.detach(), "cpu").requires_grad_(tensor.requires_grad)
+        return PLAIN["__reduce_ex__"](tensor, protocol)
+
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if gpus.device_of(tensor) is None:
             return PLAIN["__deepcopy__"](tensor, memo)  # type: ignore[no-any-return]
@@ -354,6 +362,7 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
 
     return {
+        "__reduce_ex__": reduce,
         "__deepcopy__": deepcopy,
         "new_tensor": new_tensor,
         "device": property(device),
