@@ -7,6 +7,7 @@ ranks itself.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import sys
@@ -26,10 +27,12 @@ from app.settings.slurm import find_task
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.deadline import kill_after
-from parallel.comm.kinds import RankKind
+from parallel.comm.kinds import RankKind, describe_shared_gpu
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.host_space import HostSpace
 from parallel.profile.malloc import keep_freed_memory
+
+log = logging.getLogger(__name__)
 
 GPU_RANK_CORES = 2
 """Of a rank on a GPU: one to tell it what to compute, one to read tiles. The ranks on the CPU need the others."""
@@ -173,6 +176,11 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         if "RANK" not in os.environ and (task := find_task()):
             os.environ.update(task.variables)
         joined = TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
+        if joined.rank == 0 and (shared := describe_shared_gpu(joined.kinds)):
+            log.warning(
+                "%s: NCCL is off, and whatever ranks send goes through host memory (Gloo); one rank per GPU is faster",
+                shared,
+            )
         return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
