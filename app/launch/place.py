@@ -205,7 +205,7 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
     # One rank after the other, so that one tells it and mpirun ends the others.
     with kill_after(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):
         from parallel.comm.mpi_comm import MpiCommunicator
-    return MpiCommunicator(settings.timeout_s, launch.world, device)
+    return MpiCommunicator(settings.timeout_s, launch.world)
 
 
 def _mixed(

@@ -49,13 +49,12 @@ class MpiCommunicator:
     Args:
         timeout_s: how long an operation waits for the other ranks before it fails.
         started: ranks that the launcher says it has started; None when nobody knows.
-        device: that this rank computes on; None: the CPU.
 
     Raises:
         CommunicationError: this MPI may not be called from several threads, or knows of other ranks than the launcher.
     """
 
-    def __init__(self, timeout_s: float, started: int | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, timeout_s: float, started: int | None = None) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommunicationError("this MPI was built without MPI_THREAD_MULTIPLE: `pip install mpich` has one")
         if started not in (None, MPI.COMM_WORLD.Get_size()):
@@ -65,10 +64,10 @@ class MpiCommunicator:
                 f"{sys.executable}, or under Slurm with srun --mpi=pmi2 for MPICH and --mpi=pmix for Open MPI"
             )
         self.timeout_s = timeout_s
-        on_gpu = device is not None and device.type == "cuda"
-        self.progress = MpiProgress(device if on_gpu else None)
-        self._device_memory = on_gpu and _takes_device_memory()
-        self._leaving = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.progress = MpiProgress()
+        self._device_memory = _takes_device_memory()
+        # Of the rank's GPU, which is the current one by now.
+        self._leaving = torch.cuda.Stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         machine = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = machine.Get_rank()
         machine.Free()

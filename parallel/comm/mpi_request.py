@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError
+from parallel.comm.device_thread import on_current_device
 
 try:
     from mpi4py import MPI as MPI
@@ -30,14 +30,9 @@ PAUSE_S = 0.0005
 
 
 class MpiProgress:
-    """Calls MPI from a thread of its own while operations are under way; one operation tested moves them all.
+    """Calls MPI from a thread of its own while operations are under way; one operation tested moves them all."""
 
-    Args:
-        device: a GPU whose memory operations read and write; None: they use host memory alone.
-    """
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._order = threading.Lock()
         self._waiting: collections.deque[MpiWork] = collections.deque()
         """Not handed to MPI yet, in order."""
@@ -46,7 +41,7 @@ class MpiProgress:
         self._some = threading.Condition()
         self._works: list[MpiWork] = []
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="MPI progress", daemon=True)
+        self._thread = threading.Thread(target=on_current_device(self._run), name="MPI progress", daemon=True)
         self._thread.start()
         # Before mpi4py's own farewell to MPI, which was registered earlier: nobody may call MPI after it.
         atexit.register(self.stop)
@@ -73,8 +68,6 @@ class MpiProgress:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)  # or it would open another context, on GPU 0
         while True:
             with self._some:
                 self._some.wait_for(lambda: self._works or self._stopped)

@@ -16,7 +16,7 @@ import torch
 from parallel.comm import objects
 
 MODULES = ("mpi4py", "parallel.comm.mpi_comm", "parallel.comm.mpi_counters", "parallel.comm.mpi_request")
-GPU = torch.device("cuda", 3)
+GPU = 3
 
 
 class OnGpu(torch.Tensor):
@@ -83,7 +83,7 @@ class FakeMpi:
 class Fixture(SimpleNamespace):
     mpi: FakeMpi
     computing: Stream
-    devices: list[torch.device]
+    devices: list[int]
     make: Callable[[], Any]
 
 
@@ -96,13 +96,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(objects, "pinned_like", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
     def make() -> Any:
         module = importlib.import_module("parallel.comm.mpi_comm")
-        made.append(module.MpiCommunicator(5, 2, GPU))
+        made.append(module.MpiCommunicator(5, 2))
         return made[-1]
 
     yield Fixture(mpi=mpi, computing=computing, devices=devices, make=make)
