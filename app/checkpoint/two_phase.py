@@ -23,6 +23,7 @@ from app.checkpoint.writer import CheckpointWriter
 from app.launch.priority import let_others_first
 from parallel.comm.device_thread import on_current_device
 from parallel.offload.copies import Copies
+from parallel.profile.gpu import is_device_fault
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class TwoPhaseCheckpoints:
             return None
         job.join()
         self._job = None
-        if isinstance(job.fault, (OSError, RuntimeError)):
+        if isinstance(job.fault, (OSError, RuntimeError)) and not is_device_fault(job.fault):
             raise not_written(job.path, job.fault) from job.fault
         if job.fault is not None:
             raise job.fault

@@ -27,6 +27,7 @@ from parallel.comm.objects import broadcast_object
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_space import HostSpace
+from parallel.profile.gpu import is_device_fault
 from parallel.strategy import Strategy
 from parallel.streaming.images import Boxes
 from pipelines.slides.slide import SlideError
@@ -193,12 +194,12 @@ def rank_faults(slide_id: str, computation: Whole | InParts) -> Iterator[None]:
     """Around what the ranks of a group do in step: a fault that not all of them meet alike ends the run.
 
     Raises:
-        RunError: there was one; of a slide that cannot be used, what was raised is left as it is.
+        RunError: there was one; of a slide that cannot be used and of the device, what was raised is left as it is.
     """
     try:
         yield
     except Exception as fault:
-        if computation.alone or isinstance(fault, SlideError):
+        if computation.alone or isinstance(fault, SlideError) or is_device_fault(fault):
             raise
         raise RunError(
             f"{slide_id}: {type(fault).__name__}: {fault}; ranks that compute a slide together cannot go on without "

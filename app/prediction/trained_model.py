@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.checkpoint.file import load_checkpoint
-from app.launch.place import choose_autocast
+from app.launch.place import autocast_of, precision_of
 from app.prediction.computation import InParts, Spread, Whole
 from app.settings.cli import RunError
 from app.settings.fields import with_values
@@ -28,6 +28,7 @@ from app.settings.run import DataSettings, RunConfig
 from app.training.memory_layout import takes_channels_last
 from app.training.run_slides import SlideColumns
 from models.registry import build_model
+from parallel.profile.gpu import has_bf16, set_tf32
 from pipelines.catalog.slide_state import SlideState
 from pipelines.labels.class_names import positive_class
 from pipelines.labels.patients import patient_in
@@ -233,10 +234,13 @@ def load_model(
     channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
         module.to(memory_format=torch.channels_last)
-    pixels = functools.lru_cache(maxsize=1)(  # a slide's windows are looked at with one
+    pixels = functools.lru_cache(maxsize=1)(  # one for all windows of a slide
         functools.partial(PixelMaker, device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
     )
-    autocast = choose_autocast(settings["precision"], device)
+    lacks_tf32 = settings["precision"] == "tf32" and not has_bf16(device)
+    precision = precision_of("fp32" if lacks_tf32 else settings["precision"], device)
+    autocast = autocast_of(precision)
+    set_tf32(False)  # folded norms are compared with the model as it is
     task = state.get("task")
     computation: Whole | InParts
     if spread is None or spread.plain:
@@ -249,6 +253,7 @@ def load_model(
         )
     else:
         computation = InParts(module, spread, pixels, autocast, side, batch)
+    set_tf32(precision == "tf32")
     if task == "segment" and settings["tile"] == "slide":
         raise ValueError(
             f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "

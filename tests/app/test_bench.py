@@ -211,6 +211,12 @@ def test_nothing_is_claimed_for_other_work() -> None:
     assert "nothing is claimed" in found["gpipe"]["claim"]
 
 
+@pytest.mark.parametrize(("precision", "matches"), [("fp32", False), ("tf32", True), ("bf16", True)])
+def test_losses_in_shorter_precision_may_differ_by_more(precision: str, matches: bool) -> None:
+    found = rows(ddp=[trial(1.0, precision=precision)], gpipe=[trial(9.0, loss=0.501, precision=precision)])
+    assert found["gpipe"]["loss_matches"] is matches
+
+
 def test_losses_on_other_numbers_of_ranks_may_differ_by_more() -> None:
     one = Case("single", (), 1, 256, 4, 4)
     made = [

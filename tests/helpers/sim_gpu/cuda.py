@@ -21,7 +21,7 @@ from tests.helpers.sim_gpu.timeline import Work
 if TYPE_CHECKING:
     from tests.helpers.sim_gpu.gpus import Gpus
 
-PLAIN = {name: getattr(Tensor, name) for name in ("to", "tolist", "numpy", "record_stream", "get_device")}
+PLAIN = {name: getattr(Tensor, name) for name in ("to", "tolist", "numpy", "record_stream", "__deepcopy__")}
 MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 FACTORIES = {name: getattr(torch, name) for name in (*MAKERS, *LIKE, "randperm")}
@@ -230,7 +230,16 @@ def _memory(gpus: Gpus) -> dict[str, Any]:
     def set_fraction(fraction: float, device: Any = None) -> None:
         gpus.memories.limit = int(gpus.memories.limit * fraction)
 
-    registered = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    def register(address: int, bytes_: int, flags: int = 0) -> int:
+        gpus.open_context()
+        gpus.memories.register(address, bytes_, gpus.process)
+        return 0
+
+    def unregister(address: int) -> int:
+        gpus.memories.unregister(address)
+        return 0
+
+    runtime = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     return {
         "memory_allocated": of(gpus.memories.used),
         "memory_reserved": of(gpus.memories.used),
@@ -239,7 +248,7 @@ def _memory(gpus: Gpus) -> dict[str, Any]:
         "set_per_process_memory_fraction": set_fraction,
         "mem_get_info": mem_get_info,
         "empty_cache": lambda: None,
-        "cudart": lambda: registered,
+        "cudart": lambda: runtime,
     }
 
 
@@ -331,10 +340,21 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         memory = gpus.memories.of(tensor)
         return memory is not None and memory.device is None
 
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if gpus.device_of(tensor) is None:
+            return PLAIN["__deepcopy__"](tensor, memo)  # type: ignore[no-any-return]
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            asks = tensor.requires_grad
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(copied, asks) if is_parameter else copied.requires_grad_(asks)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
     def new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
 
     return {
+        "__deepcopy__": deepcopy,
         "new_tensor": new_tensor,
         "device": property(device),
         "is_cuda": property(lambda tensor: gpus.device_of(tensor) is not None),
