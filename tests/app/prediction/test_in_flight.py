@@ -78,12 +78,13 @@ def test_a_batch_is_waited_for_when_the_next_is_asked(
     with simulated(1, late=0) as gpus:
         model = load(torch.device("cuda", 0))
         assert isinstance(model.computation, InParts) == (spread is not None)
-        before = gpus.process.hazards.syncs.total()
+        waits = gpus.process.hazards.syncs
+        waits.clear()
         given = answers(model, target)
-        waits = gpus.process.hazards.syncs.total() - before
         assert not gpus.found
     assert notes == ["asked", "asked", "waited", "asked", "waited", "waited"]
-    assert waits == 3, "one for each batch"
+    making = sum(count for place, count in waits.items() if "device_pixels" in place)  # a maker of pixels, once
+    assert (waits.total() - making, making) in ((3, 0), (3, 4)), waits
     for (i, values), (number, other) in zip(given, expected, strict=True):
         assert i == number
         assert isinstance(values, str) if isinstance(other, str) else np.allclose(values, other, atol=1e-6)
