@@ -227,7 +227,16 @@ def _memory(gpus: Gpus) -> dict[str, Any]:
     def set_fraction(fraction: float, device: Any = None) -> None:
         gpus.memories.limit = int(gpus.memories.limit * fraction)
 
-    registered = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    def register(address: int, bytes_: int, flags: int = 0) -> int:
+        gpus.open_context()
+        gpus.memories.register(address, bytes_, gpus.process)
+        return 0
+
+    def unregister(address: int) -> int:
+        gpus.memories.unregister(address)
+        return 0
+
+    runtime = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     return {
         "memory_allocated": of(gpus.memories.used),
         "memory_reserved": of(gpus.memories.used),
@@ -236,7 +245,7 @@ def _memory(gpus: Gpus) -> dict[str, Any]:
         "set_per_process_memory_fraction": set_fraction,
         "mem_get_info": mem_get_info,
         "empty_cache": lambda: None,
-        "cudart": lambda: registered,
+        "cudart": lambda: runtime,
     }
 
 

@@ -50,7 +50,7 @@ class Dispatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(_is_elsewhere(tensor) for tensor in tensors) or _is_meta(kwargs):
+        if _is_faked() or any(_is_elsewhere(tensor) for tensor in tensors) or _is_meta(kwargs):
             return func(*args, **kwargs)
         with self._gpus.timeline.lock:
             self._gpus.give_out_freed()
@@ -372,6 +372,11 @@ def _zeros(leaf: Tensor) -> Tensor:
 
 def _is_elsewhere(tensor: Tensor) -> bool:
     return torch._C.TensorBase.device.__get__(tensor).type != "cpu" or tensor.layout is not torch.strided  # type: ignore[attr-defined]
+
+
+def _is_faked() -> bool:
+    """Torch's fake tensors are on, whose mode comes below all others."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_meta(kwargs: dict[str, Any]) -> bool:
