@@ -34,6 +34,11 @@ from parallel.profile.malloc import keep_freed_memory
 GPU_RANK_CORES = 2
 """Of a rank on a GPU: one to tell it what to compute, one to read tiles. The ranks on the CPU need the others."""
 
+CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+"""Of a rank among others, unless the user has set them. A receive over NCCL holds its stream until the sender comes:
+streams that share a hardware queue (of 8 by default) would wait behind it, and so would the loading of a kernel at its
+first use. Loading all of them at the start takes more GPU memory."""
+
 OTHERS_SPEAK_S = 8.0
 """A launcher that ends all ranks once one has failed does so in less."""
 
@@ -224,6 +229,9 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     Raises:
         ValueError: a GPU is asked for and there is none.
     """
+    if asked != "cpu" and (launch := find_launch()) and launch.world > 1:
+        for name, value in CUDA_VARIABLES.items():  # before anything asks CUDA
+            os.environ.setdefault(name, value)
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

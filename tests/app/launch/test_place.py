@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from app.launch import place as module
-from app.launch.place import choose_autocast, device_of, place, rank_cores
+from app.launch.place import choose_autocast, choose_device, device_of, place, rank_cores
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.kinds import RankKind
@@ -50,6 +50,27 @@ def test_ranks_on_the_cpu_have_the_cores_that_others_leave(
         be_rank(monkeypatch, local_rank, ranks, cores)
         found.append(rank_cores(cpu_ranks))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("world", "asked", "expected"),
+    [
+        (2, "auto", {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+        (2, "cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+        (1, "auto", {"CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+    ],
+)
+def test_variables_of_cuda_are_set_before_it_starts(
+    world: int, asked: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where the user has set them."""
+    environ = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
+    monkeypatch.setattr(module.os, "environ", environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "12"})
+    found = dict[str, str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.update(module.os.environ) or False)
+    assert choose_device(asked, 0).type == "cpu"
+    found = found or dict(module.os.environ)
+    assert {name: value for name, value in found.items() if name.startswith("CUDA_")} == expected
 
 
 def test_a_mixed_run_without_a_gpu_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
