@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from app.training.engines import build_engine
 from app.training.exactness import in_precision
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.strategy import Strategy
@@ -36,9 +38,14 @@ def build(
     steps: list[Batch],
     device: torch.device = CPU,
     **more: Any,
-) -> Engine:
+) -> DataParallelEngine | Engine:
     model, loss = net(name, steps[0][0][0].dtype), ALL_NETS[name][1]
-    make = more.pop("make_optimizer", SGD)
+    make, batch = more.pop("make_optimizer", SGD), sum(len(images) for images, _ in steps[0])
+    if not strategy.splits:
+        tile = tuple(steps[0][0][0].shape[2:])
+        return build_engine(
+            strategy, model, loss, make, communicator, batch=batch, tile=tile, seed=SEED, device=device, **more
+        )
     return assemble(
         model,
         loss,
@@ -46,7 +53,7 @@ def build(
         communicator,
         strategy,
         shape=tuple(steps[0][0][0].shape),
-        batch=sum(len(images) for images, _ in steps[0]),
+        batch=batch,
         device=device,
         seed=SEED,
         **more,
@@ -84,7 +91,8 @@ def run(
     losses = train(engine, steps, device=device)
     gradients = {key: value.clone().cpu() for key, value in engine.gradients().items()}
     images = steps[0][0][0].to(device)
-    predicted = engine.predict(Microbatch(images if engine.predict_wants.images else None, None, tuple(images.shape)))
+    asks = engine.predict_wants.images
+    predicted = engine.predict(Microbatch(images if asks else None, None, tuple(images.shape)))
     state, predicted = _on_cpu((engine.state_dict(), predicted))
     return {"losses": losses, "gradients": gradients, "state": state, "predicted": predicted}
 
