@@ -20,7 +20,7 @@ from tests.helpers.sim_gpu.timeline import Work
 if TYPE_CHECKING:
     from tests.helpers.sim_gpu.gpus import Gpus
 
-CHANGED = ("to", "tolist", "numpy", "record_stream", "get_device", "__reduce_ex__", "__deepcopy__")
+CHANGED = ("to", "tolist", "numpy", "record_stream", "__deepcopy__", "__reduce_ex__")
 PLAIN = {name: getattr(Tensor, name) for name in CHANGED}
 MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
@@ -334,26 +334,32 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         return PLAIN["numpy"](tensor, **kwargs)
 
+    def is_pinned(tensor: Tensor, device: Any = None) -> bool:
+        memory = gpus.memories.of(tensor)
+        return memory is not None and memory.device is None
+
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if gpus.device_of(tensor) is None:
+            return PLAIN["__deepcopy__"](tensor, memo)  # type: ignore[no-any-return]
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            asks = tensor.requires_grad
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(copied, asks) if is_parameter else copied.requires_grad_(asks)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
     def reduce(tensor: Tensor, protocol: int) -> Any:
         """What ``torch.save`` writes; it is read back on the CPU."""
         if gpus.device_of(tensor) is not None:
             tensor = to(tensor.detach(), "cpu").requires_grad_(tensor.requires_grad)
         return PLAIN["__reduce_ex__"](tensor, protocol)
 
-    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        if gpus.device_of(tensor) is None or id(tensor) in memo:
-            return PLAIN["__deepcopy__"](tensor, memo)  # type: ignore[no-any-return]
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return memo[id(tensor)]  # type: ignore[no-any-return]
-
-    def is_pinned(tensor: Tensor, device: Any = None) -> bool:
-        memory = gpus.memories.of(tensor)
-        return memory is not None and memory.device is None
-
     def new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
 
     return {
+        "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce,
         "new_tensor": new_tensor,
         "device": property(device),
         "is_cuda": property(lambda tensor: gpus.device_of(tensor) is not None),
@@ -367,8 +373,6 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         "record_stream": record_stream,
         "tolist": tolist,
         "numpy": numpy,
-        "__reduce_ex__": reduce,
-        "__deepcopy__": deepcopy,
     }
 
 
