@@ -65,9 +65,11 @@ class DeviceLane:
         return made
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; what microbatches are made with may be freed from now on."""
         if self._thread is not None:
             self._thread.shutdown()
+        if self.making is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.making)
 
     def _make_beside(self, make: Callable[[Maker], Part]) -> Part:
         with self._beside():
