@@ -130,11 +130,11 @@ def pool_mean(patch: Patch, rules: Rules, counts_pads: bool, divisor: int | None
     ):
         return F.avg_pool2d(patch.padded(), kernel, stride)
     sums = F.avg_pool2d(patch.padded(), kernel, stride, divisor_override=1)
-    counts = []
+    counts: list[Tensor] = []
     for box, rule, limit in sizes:
         starts = torch.arange(*box, device=sums.device) * rule.stride - rule.before
         counts.append(((starts + rule.kernel).clamp(max=limit.stop) - starts.clamp(min=limit.start)).to(sums.dtype))
-    return sums.div(counts[0][:, None] * counts[1])
+    return sums / (counts[0][:, None] * counts[1])
 
 
 def _counting_rows(rule: Window, side: int, counts_pads: bool) -> Span:
