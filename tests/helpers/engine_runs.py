@@ -60,9 +60,7 @@ def build(
     )
 
 
-def train(
-    engine: TrainingEngine, steps: list[Batch], first: int = 0, device: torch.device = CPU
-) -> list[float]:
+def train(engine: TrainingEngine, steps: list[Batch], first: int = 0, device: torch.device = CPU) -> list[float]:
     """What the ranks do: every rank is given what it wants and nothing else."""
     losses = []
     for step, batch in enumerate(steps, first):
