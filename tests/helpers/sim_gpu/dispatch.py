@@ -91,8 +91,18 @@ class Dispatch(TorchDispatchMode):
             or func is aten._local_scalar_dense.default
             or _by_mask(func, args)
         ):
-            return self._now(func, args, kwargs, stream, memories)
-        return self._launch(func, args, kwargs, stream, memories)
+            made = self._now(func, args, kwargs, stream, memories)
+        else:
+            made = self._launch(func, args, kwargs, stream, memories)
+        new = {
+            memory.number
+            for leaf in tree_leaves(made)
+            if isinstance(leaf, Tensor) and (memory := gpus.memories.of(leaf))
+        }
+        new -= {memory.number for _, memory in memories if memory is not None}
+        if new and func not in EMPTY:
+            gpus.process.hazards.access(stream.number, str(func), [], new)
+        return made
 
     # What follows is called with the lock held.
 
