@@ -99,16 +99,21 @@ class NcclWork:
 
     def is_completed(self) -> bool:
         done: bool = self._done.query()
-        if done and self._tensor is not None:  # not waited for: its memory is given out again after this operation
+        if done:
+            self.let_go()
+        return done
+
+    def is_held(self) -> bool:
+        """Return whether the tensor still is; torch's watchdog looks, too."""
+        return self._tensor is not None and not self.is_completed()
+
+    def let_go(self) -> None:
+        """If nothing has waited: the memory is given out again after this operation."""
+        if self._tensor is not None:
             memory = self._gpus.memories.of(self._tensor)
             assert memory is not None
             memory.recorded.add(self._stream)
             self._tensor = None
-        return done
-
-    def let_go(self) -> bool:
-        """Return whether the tensor is not held any longer; torch's watchdog looks, too."""
-        return self._tensor is None or self.is_completed()
 
 
 class GlooWork:
@@ -162,9 +167,12 @@ class Distributed:
     def init_process_group(self, backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
         assert (rank, world_size) == (self._gpus.process.rank, self._world)
         self._counts[self._gpus.process] = 1
+        self._default_backend = backend
         self._defaults[self._gpus.process] = self._make("0", range(world_size), backend)
 
     def destroy_process_group(self) -> None:
+        for work in self._watched[self._gpus.process]:
+            work.let_go()
         del self._defaults[self._gpus.process]
 
     @property
@@ -187,7 +195,7 @@ class Distributed:
         count = self._counts[process]
         self._counts[process] += 1
         name = f"{count} of {ranks} alone" if use_local_synchronization else f"{count}"
-        return self._make(name, ranks, backend or self._made["0"].split(" over ")[1])
+        return self._make(name, ranks, backend or self._default_backend)
 
     def isend(self, tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> Any:
         return self._message("send", tensor, dst, group, tag)
@@ -345,7 +353,7 @@ class Distributed:
             done = torch.cuda.Stream(of=stream).record_event()  # type: ignore[call-arg]
             work = NcclWork(gpus, tensor, stream, done)
             watched = self._watched[process]
-            watched[:] = [each for each in (*watched, work) if not each.let_go()]
+            watched[:] = [each for each in (*watched, work) if each.is_held()]
             return work
 
 
