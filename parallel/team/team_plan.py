@@ -142,7 +142,7 @@ def plan_team(
 
 def _put_on_one_device(model: nn.Module) -> None:
     """Where a rank has moved its own stages to its device, put tensors on the CPU, without data, in place of all."""
-    held = [values for module in model.modules() for values in (module._parameters, module._buffers)]
+    held: list[dict[str, Any]] = [part for m in model.modules() for part in (m._parameters, m._buffers)]
     tensors = {id(tensor): tensor for values in held for tensor in values.values() if tensor is not None}
     if len({tensor.device for tensor in tensors.values()}) < 2:
         return

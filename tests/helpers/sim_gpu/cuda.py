@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pkgutil
 import threading
 import types
 from collections.abc import Iterator
@@ -46,6 +47,8 @@ def patches(gpus: Gpus, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, name, _saying_its_device(gpus, plain))
     for name, plain in NEW.items():
         patch.setattr(Tensor, name, _saying_its_device(gpus, plain))
+    for name in ("parallel.offload.copies.copy_streams", "pipelines.stream.device_batch.feed_stream"):
+        patch.setattr(name, _once_a_process(gpus, pkgutil.resolve_name(name)))
     run = threading.Thread.run
     start = threading.Thread.start
 
@@ -386,6 +389,12 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         "tolist": tolist,
         "numpy": numpy,
     }
+
+
+def _once_a_process(gpus: Gpus, cached: Any) -> Any:
+    """A function that gives what a process has once, and keeps it."""
+    kept = functools.cache(lambda process, *args: cached.__wrapped__(*args))
+    return lambda *args: kept(gpus.process, *args)
 
 
 def _made_on_host(plain: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
