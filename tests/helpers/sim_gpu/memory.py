@@ -134,7 +134,10 @@ class Memories:
 def true(tensor: Tensor, memory: Memory) -> Tensor:
     """Return the tensor that holds the numbers of one on a device."""
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(memory.truth, *place)
+    inner = torch.empty(0, dtype=tensor.dtype).set_(memory.truth, *place)
+    if tensor.is_conj():
+        inner = inner.conj()
+    return torch._neg_view(inner) if tensor.is_neg() else inner
 
 
 def poison(storage: torch.UntypedStorage) -> None:
