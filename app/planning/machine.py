@@ -76,8 +76,8 @@ def this_machine(
     Args:
         ranks: of the plan; as many as ``per_node`` of them on a machine.
         memory: bytes that each rank may use; None: its share of what is free.
-        host_memory: bytes of the host that each rank may fill with what it moves there; None: its share of what is
-            free beside ``memory``.
+        host_memory: bytes of the host that each rank may fill with what it moves there; None: its share of half of
+            what is free, and no more than ``memory`` leaves.
         device: as ``--device``.
         precision: as ``--precision``.
         reserved: bytes that each rank needs besides, of memory that is not given by ``memory``.
@@ -101,7 +101,7 @@ def this_machine(
     limit = free - reserved if memory is None else memory
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
-    on_host = left if host_memory is None else host_memory
+    on_host = min(left, available // 2) if host_memory is None else host_memory  # half, as ``host_share``
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{cpu_model()}, {usable_cores()} cores"
     between = link_named(network)
     if not timed:

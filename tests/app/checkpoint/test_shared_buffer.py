@@ -1,0 +1,23 @@
+"""The buffer of checkpoints on a GPU, page-locked or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.checkpoint.shared_buffer import SharedBuffer
+from tests.helpers.cuda_runtime import CudaRuntime
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_buffer_that_cannot_be_page_locked_leaves_no_error(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = CudaRuntime(monkeypatch, refuses=refuses)
+    buffer = SharedBuffer(pinned=True)
+    for size in (4096, 1024, 16384):
+        buffer.reserve(size)
+        assert runtime.error == 0
+    assert list(runtime.locked.values()) == ([] if refuses else [16384])
+    buffer.part(64, 3).copy_(torch.tensor([1, 2, 3], dtype=torch.uint8))
+    assert buffer.part(64, 3).tolist() == [1, 2, 3]
+    buffer.close()
+    assert (runtime.locked, runtime.error) == ({}, 0)
