@@ -170,7 +170,8 @@ def _largest(values: Sequence[Sequence[int] | None]) -> list[int] | None:
 
 def _seconds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None] | None:
     """Where a step's time went, from the repeat with the median speed: compute, bubble, transfer and data, in s. A
-    model that is not split has no bubble, and its sums of gradients run beside its computing."""
+    model that is not split has no bubble, and its sums of gradients run beside its computing. None for one that is
+    split and whose actions were not measured."""
     if not summaries:
         return None
     summary = sorted(summaries, key=lambda one: one["images_per_second"])[len(summaries) // 2]
@@ -178,6 +179,8 @@ def _seconds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None] 
     data = step * (summary["data_wait_fraction"] or 0.0)
     parts = summary.get("step_seconds")
     if not parts:
+        if summary.get("stages", 1) > 1 or summary.get("grids"):
+            return None
         return {"compute": step - data, "bubble": None, "transfer": None, "data": data}
     rest = max(0.0, step - data - parts["compute"] - parts["bubble"])
     return {"compute": parts["compute"], "bubble": parts["bubble"], "transfer": rest, "data": data}

@@ -32,6 +32,7 @@ from parallel.comm.kinds import RankKind
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.host_space import HostSpace
 from parallel.profile.gpu import has_bf16, missing_kernels, set_tf32
+from parallel.profile.gpus import gpu_at
 from parallel.profile.malloc import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,13 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 GPU_RANK_CORES = 2
 """Of a rank on a GPU: one to tell it what to compute, one to read tiles. The ranks on the CPU need the others."""
+
+CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+"""Of a rank among others, unless the user has set them. A receive over NCCL holds its stream until the sender comes:
+streams that share a hardware queue (of 8 by default) would wait behind it, and so would the loading of a kernel at its
+first use. Loading all of them at the start takes more GPU memory."""
+
+NO_GPU = "--device {}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu"
 
 OTHERS_SPEAK_S = 8.0
 """A launcher that ends all ranks once one has failed does so in less."""
@@ -97,7 +105,7 @@ def place(settings: StrategySettings) -> RankPlace:
         RunError: the other ranks did not arrive.
     """
     device = device_of(settings)
-    precision = decide_precision(settings.computed_precision, device)
+    precision = precision_of(settings.computed_precision, device)
     set_tf32(precision == "tf32")
     take_cores(device, settings.cpu_ranks)
     return RankPlace(connect(settings, device), device, precision)
@@ -239,10 +247,13 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     Raises:
         ValueError: a GPU is asked for, and there is none or torch has no kernels for it.
     """
+    if asked != "cpu" and (launch := find_launch()) and launch.world > 1:
+        for name, value in CUDA_VARIABLES.items():  # before anything asks CUDA
+            os.environ.setdefault(name, value)
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise _refused(f"--device {asked}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu")
+        raise _refused(NO_GPU.format(asked))
     launch, count = find_launch(), torch.cuda.device_count()
     used = min(count, launch.local_world if launch else 1)
     if missing := next(filter(None, map(missing_kernels, range(used))), ""):
@@ -256,6 +267,23 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     return device
 
 
+def device_kind(asked: str) -> Literal["cpu", "cuda"]:
+    """Return the kind of device that the ranks of ``--device`` will have; opens no CUDA context.
+
+    Raises:
+        ValueError: as ``choose_device``.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise _refused(NO_GPU.format(asked))
+    if missing := gpu_at(0).missing_kernels:
+        if asked != "auto":
+            raise _refused(f"--device {asked}: {missing}; or use --device cpu")
+        return "cpu"
+    return "cuda"
+
+
 def _refused(reason: str) -> BaseException:
     """Return the error of what all ranks of this machine refuse alike: the first of them reports it."""
     launch = find_launch()
@@ -265,19 +293,27 @@ def _refused(reason: str) -> BaseException:
     return SystemExit(USAGE)
 
 
-def decide_precision(asked: str, device: torch.device) -> Precision:
+def precision_of(asked: str, device: torch.device) -> Precision:
+    """Return ``--precision`` of a rank on ``device``; for the rest see ``decide_precision``."""
+    name = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return decide_precision(asked, has_bf16(device), name)
+
+
+def decide_precision(asked: str, has_bf16: bool, name: str) -> Precision:
     """Return ``--precision`` with auto decided: bf16 on GPUs that compute in it, else fp32. GPUs without bf16 have no
     TF32 either.
+
+    Args:
+        name: of the device.
 
     Raises:
         ValueError: tf32, on a device without it.
     """
     if asked == "auto":
-        return "bf16" if has_bf16(device) else "fp32"
-    if asked == "tf32" and not has_bf16(device):
-        where = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        return "bf16" if has_bf16 else "fp32"
+    if asked == "tf32" and not has_bf16:
         raise _refused(
-            f"--precision tf32 needs a GPU of compute capability 8.0 or more; got {where}: use --precision fp32"
+            f"--precision tf32 needs a GPU of compute capability 8.0 or more; got {name}: use --precision fp32"
         )
     return cast(Precision, asked)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import math
 import time
@@ -155,8 +156,11 @@ def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
     communicator: Communicator = LocalCommunicator()
     if command.stages > 1:
         ranks = connect(StrategySettings(ranks=command.world), device)
-        for first in range(0, command.world, command.stages):
-            group = ranks.subgroup(range(first, first + command.stages))
+        groups = [range(first, first + command.stages) for first in range(0, command.world, command.stages)]
+        # All ranks make the links of all groups. Which of them a group uses is known once the model is cut.
+        ranks.connect([pair for members in groups for pair in itertools.permutations(members, 2)])
+        for members in groups:
+            group = ranks.subgroup(members)
             communicator = communicator if group is None else group
     stream = None if command.stream == "none" else int(command.stream)
     host = None if stream is None else host_space(command.out)

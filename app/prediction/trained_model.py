@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.checkpoint.file import load_checkpoint
-from app.launch.place import autocast_of, decide_precision
+from app.launch.place import autocast_of, precision_of
 from app.prediction.computation import InParts, Spread, Whole
 from app.settings.cli import RunError
 from app.settings.fields import with_values
@@ -216,7 +216,7 @@ def load_model(
         module.to(memory_format=torch.channels_last)
     pixels = functools.partial(PixelMaker, device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
     lacks_tf32 = settings["precision"] == "tf32" and not has_bf16(device)
-    precision = decide_precision("fp32" if lacks_tf32 else settings["precision"], device)
+    precision = precision_of("fp32" if lacks_tf32 else settings["precision"], device)
     autocast = autocast_of(precision)
     set_tf32(False)  # folded norms are compared with the model as it is
     task = state.get("task")

@@ -38,8 +38,8 @@ Parallel = Literal[
     "bidirectional",
 ]
 
-AHEAD = {"cuda": 256 << 20, "cpu": 0}
-"""Bytes of activations on their way to or from the host, by kind of device."""
+AHEAD = {"cuda": None, "cpu": 0}
+"""``ActivationPolicy.ahead`` unless ``offload_ahead`` is given, by kind of device."""
 
 AUTO, TICKETS = "auto", "tickets"
 """Of ``--shares``: they follow measured speeds; microbatches are drawn while a step runs."""
@@ -105,7 +105,7 @@ class StrategySettings:
     --parallel auto."""
     offload_ahead: Suppress[str | None] = None
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
-    --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
+    --offload overlap; default: twice the largest activation on a GPU, none on a CPU, whose copies overlap nothing."""
     offload_host: Suppress[str | None] = None
     """Memory of the host, such as 64GiB, that a rank may fill; default: the rank's share of half of what is free. With
     --offload overlap what does not fit stays on the device. With --stream it holds tiles and maps, of which fewer are

@@ -91,20 +91,9 @@ def describe_gpus() -> dict[str, Any]:
     build; ``driver`` version."""
     import torch
 
-    from parallel.profile.gpu import has_bf16, missing_kernels
+    from parallel.profile.gpus import describe_gpus as find_gpus
 
-    gpus = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "capability": f"{properties.major}.{properties.minor}",
-                "bf16": has_bf16(index),
-                "missing_kernels": missing_kernels(index),
-            }
-        )
+    gpus = find_gpus()
     versions = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {"gpus": gpus, "cuda": torch.version.cuda, "driver": versions.splitlines()[0] if versions else None}
 

@@ -35,9 +35,9 @@ def page_lock(memory: Tensor) -> Callable[[], object] | None:
 
 
 def _unlock(address: int, device: int) -> None:
-    with contextlib.suppress(RuntimeError):  # of a GPU that has failed; there is nothing to wait for
+    with contextlib.suppress(RuntimeError):  # of a GPU that has failed
         torch.cuda.synchronize(device)
-    _succeeds("cudaHostUnregister", address)
+        _succeeds("cudaHostUnregister", address)
 
 
 def _succeeds(function: str, *arguments: int) -> bool:

@@ -39,6 +39,9 @@ NO_SYNC: dict[str, Any] = {
 }
 """Switched off: running statistics are made equal by ``batchnorm.OrderedStatistics``, exactly."""
 
+AFTER_WATCHDOG_S = 60.0
+"""The watchdog of a run takes at most 30 s more than the time limit to name the rank that others wait for."""
+
 
 class TorchWork:
     """An operation under way; holds its tensors. ``done`` of a receive over Gloo may stay False until ``wait``.
@@ -79,7 +82,7 @@ class TorchCommunicator:
     Args:
         device: where the tensors of gradients live; CPU tensors always go over Gloo. Where some ranks compute on a CPU
             and others on a GPU, so do those on a GPU, except in groups of GPU ranks alone.
-        timeout_s: how long an operation waits for the other ranks before it fails.
+        timeout_s: how long an operation waits for the other ranks before it fails; on a GPU ``AFTER_WATCHDOG_S`` more.
         join_timeout_s: how long the ranks wait for each other to arrive; connecting may take a little more.
         kind: what this rank says it computes on; None: what ``device`` is. Stand-ins for GPUs say otherwise.
 
@@ -97,7 +100,8 @@ class TorchCommunicator:
         self.world = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self._device = device
-        self._timeout = timedelta(seconds=timeout_s)
+        # NCCL ends the process of the rank that waits; the watchdog, which knows the rank to blame, is to be first.
+        self._timeout = timedelta(seconds=timeout_s + AFTER_WATCHDOG_S * (device.type == "cuda"))
         self._links = Links(self.rank, self._timeout, device)
         self._group: Any = None
         self._ranks = tuple(range(self.world))
@@ -114,7 +118,8 @@ class TorchCommunicator:
         if not self._nccl:
             return  # Gloo has connected all ranks
         with _named(f"rank {self.rank} of {self.world}: connecting to the ranks of its pipeline"):
-            self._links.make((self._ranks[source], self._ranks[target]) for source, target in pairs)
+            links = ((self._ranks[source], self._ranks[target]) for source, target in pairs)
+            self._links.make(links, by_all=self._group is None)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         flat = in_memory_order(tensor.detach())
@@ -189,7 +194,8 @@ class TorchCommunicator:
         return made
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
-        device_ids = [self._device] if self._device.type == "cuda" else None
+        on_gpu = all(parameter.is_cuda for parameter in module.parameters())  # they may be kept in host memory
+        device_ids = [self._device] if self._device.type == "cuda" and on_gpu else None
         if bucket_bytes == 0:
             bucket_bytes = 1 + sum(p.numel() * p.element_size() for p in module.parameters())  # all in one
         return DistributedDataParallel(
@@ -246,6 +252,10 @@ def _named(described: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as fault:  # what torch.distributed raises on time-outs and lost peers alike
+        if isinstance(fault, torch.OutOfMemoryError | torch.AcceleratorError):
+            raise  # of this rank's own device
+        if _is_out_of_memory(fault):
+            raise torch.OutOfMemoryError(f"{described}: NCCL is out of GPU memory: {fault}") from fault
         reason = str(fault).splitlines()[0]
         raise CommunicationError(
             f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
@@ -259,4 +269,12 @@ def _pinned(tensor: Tensor) -> Tensor:
 def is_lost_peer(fault: BaseException) -> bool:
     """True for what torch.distributed raises within a backward pass, where DistributedDataParallel sums gradients, when
     another rank is gone or silent: NCCL has a type for it, Gloo only words."""
+    if _is_out_of_memory(fault):
+        return False
     return isinstance(fault, dist.DistError) or (isinstance(fault, RuntimeError) and "gloo" in str(fault).lower())
+
+
+def _is_out_of_memory(fault: BaseException) -> bool:
+    """True where NCCL could not allocate memory of the GPU for itself."""
+    words = str(fault).lower()
+    return isinstance(fault, dist.DistBackendError) and ("out of memory" in words or "failed to cuda calloc" in words)

@@ -30,15 +30,17 @@ from parallel.cost.regression import fit
 from parallel.cost.shapes import Product
 from parallel.graph.op import Convolution
 from parallel.profile.cache import keep, kept_at, kept_text
+from parallel.profile.calibrate_worker import readings_of
 from parallel.profile.core_use import BUSY, CoreUse, others_now
+from parallel.profile.gpus import gpu_at
 
 log = logging.getLogger(__name__)
 
 QUICK_S, LONG_S = 45.0, 90.0
 """Budgets: where a plan waits for it, and for the smallest error."""
 
-FORMAT = 3
-"""Raised when models kept by earlier versions no longer hold."""
+FORMAT = {"cpu": 3, "cuda": 4}
+"""By kind of device; raised when models kept by earlier versions no longer hold."""
 
 BEST = 0.1
 """Quantile of seconds per flop, and per byte, that counts as the device's best."""
@@ -185,9 +187,9 @@ def calibration_key(
     tf32: bool = False,
 ) -> dict[str, Any]:
     """Return all that a calibration holds for."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
+    name = gpu_at(device.index or 0).name if device.type == "cuda" else _cpu_model()
     return {
-        "format": FORMAT,
+        "format": FORMAT[device.type],
         "device": name,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch": torch.__version__,
@@ -200,7 +202,16 @@ def calibration_key(
 
 
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return the readings of one worker for each of ``settings``, all at work at the same time."""
+    """Return the readings of one worker for each of ``settings``, all at work at the same time.
+
+    A process that has a CUDA context makes them itself: its GPU may admit no other (``gpus``).
+    """
+    device = torch.device(settings[0]["device"])
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng([device]):
+            readings = [reading for own in settings for reading in readings_of(own)]
+        torch.cuda.empty_cache()
+        return readings
     with contextlib.ExitStack() as open_processes:
         workers = []
         for own in settings:

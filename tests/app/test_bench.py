@@ -171,6 +171,8 @@ def test_a_row_is_the_median_of_its_repeats() -> None:
     assert row["time"] == {"compute": pytest.approx(1.8), "bubble": None, "transfer": None, "data": pytest.approx(0.2)}
     split = trial(2.0, step_seconds={"compute": 1.0, "bubble": 0.5, "transfer": 0.1})
     assert row_of(case("gpipe"), "m", [split], None)["time"]["transfer"] == pytest.approx(2 - 0.2 - 1.5)
+    unmeasured = trial(2.0, stages=2, step_seconds=None)
+    assert row_of(case("gpipe"), "m", [unmeasured], None)["time"] is None
 
 
 def test_one_repeat_that_fails_fails_the_row() -> None:

@@ -55,6 +55,27 @@ def test_ranks_on_the_cpu_have_the_cores_that_others_leave(
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("world", "asked", "expected"),
+    [
+        (2, "auto", {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+        (2, "cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+        (1, "auto", {"CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+    ],
+)
+def test_variables_of_cuda_are_set_before_it_starts(
+    world: int, asked: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where the user has set them."""
+    environ = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
+    monkeypatch.setattr(module.os, "environ", environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "12"})
+    found = dict[str, str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.update(module.os.environ) or False)
+    assert choose_device(asked, 0).type == "cpu"
+    found = found or dict(module.os.environ)
+    assert {name: value for name, value in found.items() if name.startswith("CUDA_")} == expected
+
+
 def refusal(monkeypatch: pytest.MonkeyPatch, settings: StrategySettings, ranks: int) -> str:
     """The message of the first rank of a machine, once all its ranks have refused ``settings``."""
     monkeypatch.setattr(module.time, "sleep", lambda _: None)

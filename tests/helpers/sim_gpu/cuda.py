@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pkgutil
 import threading
 import types
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ from tests.helpers.sim_gpu.timeline import Work
 if TYPE_CHECKING:
     from tests.helpers.sim_gpu.gpus import Gpus
 
-PLAIN = {name: getattr(Tensor, name) for name in ("to", "tolist", "numpy", "record_stream", "get_device")}
+PLAIN = {
+    name: getattr(Tensor, name) for name in ("to", "tolist", "numpy", "record_stream", "__deepcopy__", "__reduce_ex__")
+}
 MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 FACTORIES = {name: getattr(torch, name) for name in (*MAKERS, *LIKE, "randperm")}
@@ -43,6 +46,8 @@ def patches(gpus: Gpus, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, name, _saying_its_device(gpus, plain))
     for name, plain in NEW.items():
         patch.setattr(Tensor, name, _saying_its_device(gpus, plain))
+    for name in ("parallel.offload.copies.copy_streams", "pipelines.stream.device_batch.feed_stream"):
+        patch.setattr(name, _once_a_process(gpus, pkgutil.resolve_name(name)))
     run = threading.Thread.run
     start = threading.Thread.start
 
@@ -227,7 +232,16 @@ def _memory(gpus: Gpus) -> dict[str, Any]:
     def set_fraction(fraction: float, device: Any = None) -> None:
         gpus.memories.limit = int(gpus.memories.limit * fraction)
 
-    registered = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    def register(address: int, bytes_: int, flags: int = 0) -> int:
+        gpus.open_context()
+        gpus.memories.register(address, bytes_, gpus.process)
+        return 0
+
+    def unregister(address: int) -> int:
+        gpus.memories.unregister(address)
+        return 0
+
+    runtime = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     return {
         "memory_allocated": of(gpus.memories.used),
         "memory_reserved": of(gpus.memories.used),
@@ -236,7 +250,7 @@ def _memory(gpus: Gpus) -> dict[str, Any]:
         "set_per_process_memory_fraction": set_fraction,
         "mem_get_info": mem_get_info,
         "empty_cache": lambda: None,
-        "cudart": lambda: registered,
+        "cudart": lambda: runtime,
     }
 
 
@@ -328,10 +342,28 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         memory = gpus.memories.of(tensor)
         return memory is not None and memory.device is None
 
+    def reduce(tensor: Tensor, protocol: int) -> Any:
+        """What ``torch.save`` writes; it is read back on the CPU."""
+        if gpus.device_of(tensor) is not None:
+            tensor = to(tensor.detach(), "cpu").requires_grad_(tensor.requires_grad)
+        return PLAIN["__reduce_ex__"](tensor, protocol)
+
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if gpus.device_of(tensor) is None:
+            return PLAIN["__deepcopy__"](tensor, memo)  # type: ignore[no-any-return]
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            asks = tensor.requires_grad
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(copied, asks) if is_parameter else copied.requires_grad_(asks)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
     def new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
 
     return {
+        "__reduce_ex__": reduce,
+        "__deepcopy__": deepcopy,
         "new_tensor": new_tensor,
         "device": property(device),
         "is_cuda": property(lambda tensor: gpus.device_of(tensor) is not None),
@@ -346,6 +378,12 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         "tolist": tolist,
         "numpy": numpy,
     }
+
+
+def _once_a_process(gpus: Gpus, cached: Any) -> Any:
+    """A function that gives what a process has once, and keeps it."""
+    kept = functools.cache(lambda process, *args: cached.__wrapped__(*args))
+    return lambda *args: kept(gpus.process, *args)
 
 
 def _made_on_host(plain: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,11 @@ class Dispatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(_is_elsewhere(tensor) for tensor in tensors) or _is_meta(kwargs):
+        if _is_faked() or any(_is_elsewhere(tensor) for tensor in tensors) or _is_meta(kwargs):
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere torch has taken it apart by itself
+            with self:
+                return func.decompose(*args, **kwargs)
         with self._gpus.timeline.lock:
             self._gpus.give_out_freed()
             return self._call(func, args, kwargs, tensors)
@@ -372,6 +376,16 @@ def _zeros(leaf: Tensor) -> Tensor:
 
 def _is_elsewhere(tensor: Tensor) -> bool:
     return torch._C.TensorBase.device.__get__(tensor).type != "cpu" or tensor.layout is not torch.strided  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _is_faked() -> bool:
+    """Torch's fake tensors are on, whose mode comes below all others."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_meta(kwargs: dict[str, Any]) -> bool:

@@ -58,11 +58,30 @@ class Memories:
         self.freed: collections.deque[Memory] = collections.deque()
         self._shells: dict[int, Memory] = {}
         self._truths: dict[int, tuple[weakref.ref[Any], Memory]] = {}
+        self._registered: dict[int, tuple[int, Memory]] = {}
         self._numbers = itertools.count(1)
 
     def of(self, tensor: Tensor) -> Memory | None:
         """Return the memory of a tensor; None on the host, where it is not page-locked."""
-        return self._shells.get(_storage(tensor)._cdata) if self._shells and tensor.layout is torch.strided else None
+        if tensor.layout is not torch.strided:
+            return None
+        memory = self._shells.get(_storage(tensor)._cdata)
+        return memory or (self._within(tensor.data_ptr()) if self._registered else None)
+
+    def register(self, address: int, bytes_: int, owner: Any) -> None:
+        """Page-lock memory of the host."""
+        storage = torch.UntypedStorage(0)
+        self._registered[address] = bytes_, Memory(next(self._numbers), None, owner, None, storage)
+
+    def unregister(self, address: int) -> None:
+        """Undo it."""
+        del self._registered[address]
+
+    def _within(self, address: int) -> Memory | None:
+        for start, (size, memory) in self._registered.items():
+            if start <= address < start + size:
+                return memory
+        return None
 
     def pin(self, tensor: Tensor, owner: Any) -> Tensor:
         """Let the host memory of ``tensor`` be page-locked."""
