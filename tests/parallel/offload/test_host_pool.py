@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.memory.policy import buffer_bytes
+from parallel.memory.policy import LEAST, buffer_bytes
 from parallel.offload.copies import Copies, CudaCopies
 from parallel.offload.host_pool import HostPool
 from tests.helpers.cuda_runtime import CudaRuntime
+from tests.helpers.sim_gpu import simulated
 
 MIB = 1 << 20
 SIZES = (5 * MIB, 9 * MIB + 1, 3 * MIB)
@@ -36,3 +37,23 @@ def test_a_cpu_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, pool = CudaRuntime(monkeypatch), HostPool(Copies())
     assert pool.take(MIB) is not None
     assert (runtime.locked, pool.taken_bytes) == ({}, MIB)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_copies_run_beside_the_host_and_end_before_their_memory_is_unlocked(late: int) -> None:
+    device = torch.device("cuda", 0)
+    with simulated(1, late=late) as gpus:
+        copies = CudaCopies(device)
+        pool, source = HostPool(copies), torch.arange(LEAST, device=device).to(torch.uint8)
+        before = sum(gpus.process.hazards.syncs.values())
+        buffer = pool.take(LEAST)
+        assert buffer is not None
+        copies.wait(copies.to_host(source, buffer))
+        back, mark = copies.to_device(buffer)
+        copies.wait(mark)
+        assert sum(gpus.process.hazards.syncs.values()) == before
+        pool.give(buffer)
+        del buffer, pool
+        assert sum(gpus.process.hazards.syncs.values()) == before + 1
+        assert torch.equal(back.cpu(), source.cpu())
+        assert not gpus.found
