@@ -28,7 +28,7 @@ from app.settings.slurm import find_task
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.deadline import kill_after
-from parallel.comm.kinds import RankKind
+from parallel.comm.kinds import RankKind, describe_shared_gpu
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.host_space import HostSpace
 from parallel.profile.gpu import has_bf16, missing_kernels, set_tf32
@@ -195,6 +195,11 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         if "RANK" not in os.environ and (task := find_task()):
             os.environ.update(task.variables)
         joined = TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
+        if joined.rank == 0 and (shared := describe_shared_gpu(joined.kinds)):
+            log.warning(
+                "%s: NCCL is off, and whatever ranks send goes through host memory (Gloo); one rank per GPU is faster",
+                shared,
+            )
         return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,7 +93,8 @@ class Counts:
         frame: Any = sys._getframe(1)
         while frame is not None and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
             frame = frame.f_back
-        place = f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_name}: " if frame is not None else ""
+        path = Path(frame.f_code.co_filename if frame is not None else "")
+        place = f"{path.parent.name}/{path.name} {frame.f_code.co_name}: " if frame is not None else ""
         with self._lock:
             self.syncs[f"{place}{name}"] += 1
 
@@ -159,11 +160,15 @@ def _disabled() -> Iterator[None]:
         yield
 
 
-def count(fields: Mapping[str, Any], model: str, px: int, m: int = M) -> Counts:
-    """Return the counts of the second step of a strategy, over all its ranks."""
+def count(fields: Mapping[str, Any], build: Callable[[], nn.Module], px: int, m: int = M) -> Counts:
+    """Return the counts of the second step of a strategy, over all its ranks.
+
+    Args:
+        build: makes the model, a classifier.
+        px: side of a tile; a microbatch is one tile.
+    """
     from app.training.engines import build_engine
     from models.losses import TileClassLoss
-    from models.registry import build_model
     from parallel.comm.communicator import Communicator
     from parallel.comm.thread_comm import run_on_threads
     from parallel.engine.step import Microbatch
@@ -183,7 +188,7 @@ def count(fields: Mapping[str, Any], model: str, px: int, m: int = M) -> Counts:
     def rank(communicator: Communicator, _: None) -> None:
         with making:  # the random number generator is the process's
             torch.manual_seed(SEED)
-            net = build_model(model, classes=2).to(memory_format=torch.channels_last)
+            net = build().to(memory_format=torch.channels_last)
         engine = build_engine(
             strategy,
             net,
@@ -217,10 +222,13 @@ def count(fields: Mapping[str, Any], model: str, px: int, m: int = M) -> Counts:
 
 def table(model: str, px: int, write: Callable[[str], Any] = print, sites: bool = False) -> None:
     """Write a row per strategy, of one microbatch."""
+    from models.registry import build_model
+
+    build = functools.partial(build_model, model, classes=2)
     write(f"| {model}, {px} px, {M} microbatches | device operations | host synchronisations |")
     write("|---|---|---|")
     for name, fields in STRATEGIES.items():
-        counts = count(fields, model, px)
+        counts = count(fields, build, px)
         operations, syncs = (sum(each.values()) / M for each in (counts.operations, counts.syncs))
         write(f"| {name} | {operations:,.0f} | {syncs:,.1f} |")
         for what, number in counts.syncs.most_common() if sites else ():

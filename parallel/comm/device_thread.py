@@ -16,7 +16,7 @@ def on_current_device(call: Callable[Arguments, Result]) -> Callable[Arguments, 
 
     A thread begins on GPU 0: on any other rank, a CUDA call there would open a context on a GPU that is not the rank's.
     """
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return call
     device = torch.cuda.current_device()
 

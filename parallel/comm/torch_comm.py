@@ -27,7 +27,7 @@ from parallel.comm.communicator import CommunicationError, Communicator, Shards,
 from parallel.comm.counters import Counters
 from parallel.comm.handshake import KEY, prove_membership
 from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
-from parallel.comm.objects import in_memory_order
+from parallel.comm.objects import in_memory_order, pinned_like
 from parallel.comm.torch_counters import torch_counters
 from parallel.comm.torch_group import join_group
 from parallel.comm.torch_links import Links
@@ -128,7 +128,7 @@ class TorchCommunicator:
         with _named(described):
             if flat.is_cuda and self._nccl:
                 return TorchWork(self._links.isend(flat, to), [flat], described)
-            host = _pinned(flat).copy_(flat) if flat.is_cuda else flat
+            host = pinned_like(flat).copy_(flat) if flat.is_cuda else flat
             return self._departures.add(TorchWork(dist.isend(host, to, self._group, tag), [host], described).wait)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -140,9 +140,9 @@ class TorchCommunicator:
                 return TorchWork(dist.irecv(flat, source, self._group, tag), [flat], described)
             if self._nccl:
                 return TorchWork(self._links.irecv(flat, source), [flat], described)
-            host = _pinned(flat)
+            host = pinned_like(flat)
             work = dist.irecv(host, source, self._group, tag)
-            return TorchWork(work, [host, flat], described, arrive=lambda: flat.copy_(host))
+            return TorchWork(work, [host, flat], described, arrive=lambda: flat.copy_(host, non_blocking=True))
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         flat = in_memory_order(tensor.detach())
@@ -260,10 +260,6 @@ def _named(described: str) -> Iterator[None]:
         raise CommunicationError(
             f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
         ) from fault
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def is_lost_peer(fault: BaseException) -> bool:

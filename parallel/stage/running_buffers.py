@@ -50,7 +50,7 @@ class FlatBuffers:
         """Set what ``read`` gives."""
         of_layers, counts = self._buffers()
         values = values.to(functools.reduce(torch.promote_types, (buffer.dtype for buffer in of_layers)))
-        torch._foreach_copy_(of_layers, values.split(self.sizes))
+        torch._foreach_copy_(of_layers, torch.split(values, self.sizes))
         torch._foreach_copy_(counts, updates.unbind())
 
     def clear(self) -> None:

@@ -132,7 +132,7 @@ def pool_mean(patch: Patch, rules: Rules, counts_pads: bool, divisor: int | None
     ):
         return F.avg_pool2d(patch.padded(), kernel, stride)
     sums = F.avg_pool2d(patch.padded(), kernel, stride, divisor_override=1)
-    counts = []
+    counts: list[Tensor] = []
     for box, rule, (least, most) in zip(patch.box, rules, limits, strict=True):
         starts = torch.arange(*box, device=sums.device) * rule.stride - rule.before
         counts.append(((starts + rule.kernel).clamp(max=most) - starts.clamp(min=least)).to(sums.dtype))

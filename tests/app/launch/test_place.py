@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 
 from app.launch import place as module
 from app.launch.place import choose_device, device_of, place, rank_cores
+from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
+from parallel.comm import torch_comm
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.kinds import RankKind
 from parallel.comm.mixed_comm import MixedCommunicator
@@ -29,7 +33,7 @@ def test_denormal_numbers_are_zero_on_a_cpu() -> None:
 def be_rank(monkeypatch: pytest.MonkeyPatch, local_rank: int, ranks: int, cores: int = 16) -> None:
     """One of ``ranks`` of a machine, the second of two."""
     numbers = {"RANK": ranks + local_rank, "WORLD_SIZE": 2 * ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks}
-    for name, value in numbers.items():
+    for name, value in (numbers | module.CUDA_VARIABLES).items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(module, "usable_cores", lambda: cores)
 
@@ -68,11 +72,11 @@ def test_variables_of_cuda_are_set_before_it_starts(
 ) -> None:
     """And not where the user has set them."""
     environ = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
-    monkeypatch.setattr(module.os, "environ", environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "12"})
+    monkeypatch.setattr(os, "environ", environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "12"})
     found = dict[str, str]()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.update(module.os.environ) or False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.update(os.environ) or False)
     assert choose_device(asked, 0).type == "cpu"
-    found = found or dict(module.os.environ)
+    found = found or dict(os.environ)
     assert {name: value for name, value in found.items() if name.startswith("CUDA_")} == expected
 
 
@@ -155,6 +159,23 @@ def test_ranks_on_gpus_share_none() -> None:
 
     with pytest.raises(CommunicationError, match=r"--device mixed: ranks share a GPU, .*more of them on its CPU"):
         run_on_threads(3, joined)
+
+
+@pytest.mark.parametrize(
+    ("rank", "units", "said"),
+    [(0, "0012", "ranks 0 and 1 share GPU 0 of a: NCCL is off"), (1, "0012", ""), (0, "0123", "")],
+)
+def test_ranks_that_share_a_gpu_are_named_once(
+    rank: int, units: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    be_rank(monkeypatch, rank, 4)
+    joined = SimpleNamespace(rank=rank, kinds=[RankKind("a boot", "cuda", unit) for unit in units])
+    monkeypatch.setattr(torch_comm, "TorchCommunicator", lambda *_: joined)
+    settings = StrategySettings("ddp", ranks=4)
+    launch = find_launch()
+    assert launch is not None
+    assert module._join(settings, torch.device("cuda", 0), launch) is joined
+    assert [record.getMessage()[: len(said)] for record in caplog.records] == [said] * bool(said)
 
 
 @pytest.mark.parametrize("asked", [None, "host", "device"])

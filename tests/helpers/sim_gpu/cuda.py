@@ -21,9 +21,8 @@ from tests.helpers.sim_gpu.timeline import Work
 if TYPE_CHECKING:
     from tests.helpers.sim_gpu.gpus import Gpus
 
-PLAIN = {
-    name: getattr(Tensor, name) for name in ("to", "tolist", "numpy", "record_stream", "__deepcopy__", "__reduce_ex__")
-}
+CHANGED = ("to", "tolist", "numpy", "record_stream", "__deepcopy__", "__reduce_ex__")
+PLAIN = {name: getattr(Tensor, name) for name in CHANGED}
 MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 FACTORIES = {name: getattr(torch, name) for name in (*MAKERS, *LIKE, "randperm")}
@@ -342,12 +341,6 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         memory = gpus.memories.of(tensor)
         return memory is not None and memory.device is None
 
-    def reduce(tensor: Tensor, protocol: int) -> Any:
-        """What ``torch.save`` writes; it is read back on the CPU."""
-        if gpus.device_of(tensor) is not None:
-            tensor = to(tensor.detach(), "cpu").requires_grad_(tensor.requires_grad)
-        return PLAIN["__reduce_ex__"](tensor, protocol)
-
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if gpus.device_of(tensor) is None:
             return PLAIN["__deepcopy__"](tensor, memo)  # type: ignore[no-any-return]
@@ -358,12 +351,18 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
             memo[id(tensor)] = torch.nn.Parameter(copied, asks) if is_parameter else copied.requires_grad_(asks)
         return memo[id(tensor)]  # type: ignore[no-any-return]
 
+    def reduce(tensor: Tensor, protocol: int) -> Any:
+        """What ``torch.save`` writes; it is read back on the CPU."""
+        if gpus.device_of(tensor) is not None:
+            tensor = to(tensor.detach(), "cpu").requires_grad_(tensor.requires_grad)
+        return PLAIN["__reduce_ex__"](tensor, protocol)
+
     def new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
 
     return {
-        "__reduce_ex__": reduce,
         "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce,
         "new_tensor": new_tensor,
         "device": property(device),
         "is_cuda": property(lambda tensor: gpus.device_of(tensor) is not None),

@@ -51,6 +51,9 @@ class Dispatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not _is_faked() and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            args = tree_map(_empty_for_meta, args)  # of a tensor without data, something like it
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if _is_faked() or any(_is_elsewhere(tensor) for tensor in tensors) or _is_meta(kwargs):
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere torch has taken it apart by itself
@@ -372,6 +375,12 @@ def _meta(leaf: Any) -> Any:
 
 def _zeros(leaf: Tensor) -> Tensor:
     return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).zero_()
+
+
+def _empty_for_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.is_meta:
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:

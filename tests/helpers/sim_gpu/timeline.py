@@ -190,7 +190,7 @@ class Timeline:
         run = work.meeting.run if work.meeting else work.run
         assert run is not None
         if not work.done:
-            with torch.no_grad(), _disable_current_modes():
+            with torch.inference_mode(), _disable_current_modes():
                 run()
             for share in shares:
                 assert share.stream.pending[0] is share

@@ -33,6 +33,7 @@ from parallel.profile import calibrate_worker
 from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import calibrate, calibration_key, fit_model, load_or_calibrate
 from parallel.profile.core_use import CoreUse, others_now
+from parallel.profile.gpus import Gpu
 from parallel.profile.op_timing import MOVING
 from parallel.trace.trace import trace
 
@@ -201,7 +202,8 @@ def test_each_way_of_running_has_a_calibration_of_its_own(monkeypatch, tmp_path:
 
 def test_a_gpu_has_a_calibration_for_fp32_and_one_for_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrations of earlier versions say nothing of it, as convolutions were in TF32: they are not used."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    gpu = Gpu("NVIDIA A100", 1 << 30, 1 << 30, "8.0", bf16=True, missing_kernels="")
+    monkeypatch.setattr(calibration, "gpu_at", lambda index: gpu)
     keys = [calibration_key(torch.device("cuda", 0), 1, 1, torch.float32, True, tf32=tf32) for tf32 in (False, True)]
     assert [key["tf32"] for key in keys] == [False, True]
     assert "tf32" not in KEY
