@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from app.launch.machine import cpu_model, memory_bytes, usable_cores
-from app.launch.place import autocast_of, decide_precision, device_kind
+from app.launch.place import Precision, autocast_of, decide_precision, device_kind
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import DeviceSpec, LinkSpec, device_named, link_named
@@ -94,13 +94,13 @@ def this_machine(
         lanes, threads, together = float(torch.cuda.device_count()), 1, 1
         gpu = gpu_at(0)
         free = gpu.free_bytes // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
-        name, bf16 = gpu.name, gpu.bf16
+        name = gpu.name
     else:
         threads = max(1, usable_cores() // per_node)
         lanes, together = usable_cores() / threads, min(per_node, usable_cores())
         free = available
-        name, bf16 = f"{cpu_model()}, {usable_cores()} cores", False
-    used = decide_precision(precision, bf16, name)
+        name = f"{cpu_model()}, {usable_cores()} cores"
+    used = precision_here(precision, device)
     autocast = autocast_of(used)
     limit = free - reserved if memory is None else memory
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
@@ -125,6 +125,20 @@ def this_machine(
         return lambda tiles: model.estimate(with_tiles(graph, tiles))
 
     return Machine(cluster, estimate, autocast, used)
+
+
+def precision_here(asked: str, device: str) -> Precision:
+    """Return ``--precision`` of ranks on this machine, auto decided.
+
+    Args:
+        device: as ``--device``.
+
+    Raises:
+        ValueError: a device or a precision that this machine does not have.
+    """
+    if device_kind(device) == "cpu":
+        return decide_precision(asked, False, "a CPU")
+    return decide_precision(asked, gpu_at(0).bf16, gpu_at(0).name)
 
 
 def _calibrated(device: torch.device, threads: int, together: int, precision: str, channels_last: bool) -> CostModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,7 +175,7 @@ def test_each_precision_has_a_calibration_of_its_own(
     precision: str, dtype: torch.dtype, tf32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr("parallel.profile.calibrate.gpu_at", lambda index: SimpleNamespace(name="NVIDIA A100"))
     monkeypatch.setattr("app.planning.machine.load_or_calibrate", lambda device, **settings: asked.append(settings))
     _calibrated(torch.device("cuda", 0), 1, 1, precision, True)
     assert (asked[0]["dtype"], asked[0]["tf32"]) == (dtype, tf32)
