@@ -213,13 +213,12 @@ def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: RankPlace
 def _train_guarded(
     config: RunConfig, folder: RunFolder, placement: RankPlace, guard: RankGuard, interrupt: Interrupt, before: int
 ) -> int:
-    import torch
-
     from app.training.loop import TrainingLoop
     from app.training.session import build_session
     from app.training.share import share
     from app.training.summary import RunSummary
     from app.training.throughput import PeakMemory
+    from parallel.profile.gpu import lacks_memory
 
     memory = PeakMemory(placement.device)
     dataset, plan = _prepare_once(config, folder, placement, before)
@@ -247,7 +246,7 @@ def _train_guarded(
             loop.run()
     except Exception as fault:
         error = guard.explain(fault)
-        if torch.OutOfMemoryError in (type(fault), type(fault.__cause__)):
+        if lacks_memory(fault) or lacks_memory(fault.__cause__):
             error += f"\n{loop.memory.fault()}{_how_to_go_on(folder)}"
         is_full = False
         if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):

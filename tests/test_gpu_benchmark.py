@@ -92,8 +92,10 @@ def test_precision_has_a_row_for_each_type() -> None:
     rows = list(precision.rows(tiny()))
     assert [(row["offload"], row["type"]) for row in rows] == [
         ("none", "float32"),
+        ("none", "tf32"),
         ("none", "bfloat16"),
         ("overlap", "float32"),
+        ("overlap", "tf32"),
         ("overlap", "bfloat16"),
     ]
     assert all(len(precision.line(row)) == len(precision.HEADER) for row in rows)

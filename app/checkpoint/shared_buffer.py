@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from parallel.comm.page_lock import page_lock
 
 ALIGNMENT = 64
 """Bytes, as torch aligns its own storages."""
@@ -21,7 +24,7 @@ class SharedBuffer:
     """A buffer that grows when asked for more, and never shrinks.
 
     Args:
-        pinned: page-lock it. Where the system refuses that, copies from a GPU are right all the same, and slower.
+        pinned: page-lock it, where the system allows that.
 
     Raises:
         OSError: the system has no such memory.
@@ -31,6 +34,7 @@ class SharedBuffer:
         self.descriptor = os.memfd_create("checkpoint")
         self._pinned = pinned
         self._all: Tensor | None = None
+        self._unlock: Callable[[], object] | None = None
 
     @property
     def size(self) -> int:
@@ -55,7 +59,8 @@ class SharedBuffer:
         os.ftruncate(self.descriptor, size)
         self._all = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
         if self._pinned:
-            torch.cuda.cudart().cudaHostRegister(self._all.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+            self._unlock = page_lock(self._all)
+            self._pinned = self._unlock is not None
 
     def part(self, offset: int, size: int) -> Tensor:
         """Return uint8 (size,), at ``offset`` of what has been reserved; a storage of its own."""
@@ -81,6 +86,6 @@ class SharedBuffer:
             os.close(self.descriptor)
 
     def _release(self) -> None:
-        if self._all is not None and self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._all.data_ptr())  # type: ignore[no-untyped-call]
-        self._all = None
+        if self._unlock is not None:
+            self._unlock()
+        self._all = self._unlock = None

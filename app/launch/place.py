@@ -148,12 +148,17 @@ def _on_cpu(launch: Launch | None, cpu_ranks: int) -> bool:
     return launch is not None and launch.local_rank >= launch.local_world - cpu_ranks
 
 
-def host_space(folder: Path, most_bytes: int | None = None) -> HostSpace:
-    """Return what tiles and maps in boxes may take of the host's memory: ``most_bytes``, or of what is free half, which
-    the ranks of this machine share. What is beyond lies in ``folder``."""
+def host_share() -> int:
+    """Return the bytes of host memory that this rank may fill by default: the ranks of this machine share half of what
+    is free."""
     launch = find_launch()
-    free = memory_bytes()[1] // (launch.local_world if launch else 1)
-    return HostSpace(free // 2 if most_bytes is None else most_bytes, folder)
+    return memory_bytes()[1] // (launch.local_world if launch else 1) // 2
+
+
+def host_space(folder: Path, most_bytes: int | None = None) -> HostSpace:
+    """Return what tiles and maps in boxes may take of the host's memory: ``most_bytes``, or ``host_share``. What is
+    beyond lies in ``folder``."""
+    return HostSpace(host_share() if most_bytes is None else most_bytes, folder)
 
 
 def connect(settings: StrategySettings, device: torch.device) -> Communicator:

@@ -11,8 +11,6 @@ import contextlib
 import traceback
 from pathlib import Path
 
-import torch
-
 from app.launch.place import RankPlace
 from app.launch.signals import Interrupt
 from app.launch.watchdog import Watchdog
@@ -20,6 +18,7 @@ from app.settings.cli import RunError
 from parallel.comm.communicator import CommunicationError
 from parallel.comm.torch_comm import is_lost_peer
 from parallel.engine.engine import EngineFault
+from parallel.profile.gpu import lacks_memory
 from parallel.schedule.text import describe_fault
 from pipelines.slides.slide import SlideError
 
@@ -64,8 +63,9 @@ class RankGuard:
 
     def foresees(self, fault: Exception) -> bool:
         """Return whether the text of ``fault`` says all there is to say; otherwise its traceback is needed."""
-        known = (RunError, SlideError, EngineFault, torch.OutOfMemoryError)
-        return isinstance(fault, known) or self._lost_another(fault)
+        return (
+            isinstance(fault, (RunError, SlideError, EngineFault)) or lacks_memory(fault) or self._lost_another(fault)
+        )
 
     def tells(self, fault: Exception) -> bool:
         """Return whether this rank is to print ``fault``; False when it ends in silence, as another rank has said why.

@@ -234,6 +234,8 @@ def machine_of(config: RunConfig, *, timed: bool, reserved: int = 0) -> Machine:
 
 
 def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
+    from app.planning.machine import precision_here
+
     strategy = config.strategy
     return {
         "model": config.net.model,
@@ -247,7 +249,7 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "memory": strategy.memory,
         "optimizer": config.optimization.optimizer,
         "averages": config.optimization.ema > 0,
-        "precision": strategy.precision,
+        "precision": precision_here(strategy.computed_precision, strategy.device),
         "parallel": strategy.parallel,
         "cuts": strategy.cuts,
         "recompute": strategy.recompute,

@@ -56,8 +56,8 @@ class PlanCommand:
     """Move what forward passes keep to the host's memory until their backward passes, as for app.train; auto: where it
     makes a strategy fit, and is the fastest that does."""
     host_memory: str | None = None
-    """Host memory that each rank may fill with --offload and --stream, such as 64GiB; default: its share of what this
-    machine has free beside --memory, or of 256 GiB a node with --device-spec."""
+    """Host memory that each rank may fill with --offload and --stream, such as 64GiB; default: its share of half of
+    what this machine has free, at most what --memory leaves, or of 256 GiB a node with --device-spec."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule: how many values are kept for each parameter."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"

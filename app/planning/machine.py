@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from app.launch.machine import cpu_model, memory_bytes, usable_cores
-from app.launch.place import autocast_of, decide_precision, device_kind
+from app.launch.place import Precision, autocast_of, decide_precision, device_kind
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import DeviceSpec, LinkSpec, device_named, link_named
@@ -77,8 +77,8 @@ def this_machine(
     Args:
         ranks: of the plan; as many as ``per_node`` of them on a machine.
         memory: bytes that each rank may use; None: its share of what is free.
-        host_memory: bytes of the host that each rank may fill with what it moves there; None: its share of what is
-            free beside ``memory``.
+        host_memory: bytes of the host that each rank may fill with what it moves there; None: its share of half of
+            what is free, and no more than ``memory`` leaves.
         device: as ``--device``.
         precision: as ``--precision``.
         reserved: bytes that each rank needs besides, of memory that is not given by ``memory``.
@@ -94,18 +94,18 @@ def this_machine(
         lanes, threads, together = float(torch.cuda.device_count()), 1, 1
         gpu = gpu_at(0)
         free = gpu.free_bytes // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
-        name, bf16 = gpu.name, gpu.bf16
+        name = gpu.name
     else:
         threads = max(1, usable_cores() // per_node)
         lanes, together = usable_cores() / threads, min(per_node, usable_cores())
         free = available
-        name, bf16 = f"{cpu_model()}, {usable_cores()} cores", False
-    used = decide_precision(precision, bf16, name)
+        name = f"{cpu_model()}, {usable_cores()} cores"
+    used = precision_here(precision, device)
     autocast = autocast_of(used)
     limit = free - reserved if memory is None else memory
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
-    on_host = left if host_memory is None else host_memory
+    on_host = min(left, available // 2) if host_memory is None else host_memory  # half, as ``host_share``
     between = link_named(network)
     if not timed:
         cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
@@ -125,6 +125,20 @@ def this_machine(
         return lambda tiles: model.estimate(with_tiles(graph, tiles))
 
     return Machine(cluster, estimate, autocast, used)
+
+
+def precision_here(asked: str, device: str) -> Precision:
+    """Return ``--precision`` of ranks on this machine, auto decided.
+
+    Args:
+        device: as ``--device``.
+
+    Raises:
+        ValueError: a device or a precision that this machine does not have.
+    """
+    if device_kind(device) == "cpu":
+        return decide_precision(asked, False, "a CPU")
+    return decide_precision(asked, gpu_at(0).bf16, gpu_at(0).name)
 
 
 def _calibrated(device: torch.device, threads: int, together: int, precision: str, channels_last: bool) -> CostModel:

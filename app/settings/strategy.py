@@ -107,10 +107,9 @@ class StrategySettings:
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
     --offload overlap; default: twice the largest activation on a GPU, none on a CPU, whose copies overlap nothing."""
     offload_host: Suppress[str | None] = None
-    """Memory of the host, such as 64GiB, that a rank may fill. With --offload overlap what does not fit stays on the
-    device, and the default is no limit. With --stream it holds tiles and maps, of which fewer are stored where it is
-    little; what does not fit lies in files without a name in the run folder, and the default is the rank's share of
-    half of what is free."""
+    """Memory of the host, such as 64GiB, that a rank may fill; default: the rank's share of half of what is free. With
+    --offload overlap what does not fit stays on the device. With --stream it holds tiles and maps, of which fewer are
+    stored where it is little; what does not fit lies in files without a name in the run folder."""
     offload_state: Suppress[Literal["none", "optimizer", "parameters"]] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""

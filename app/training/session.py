@@ -7,6 +7,7 @@ the rest asks it only for ``step``, ``predict`` and its state.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from app.launch.place import RankPlace, host_space
+from app.launch.place import RankPlace, host_share, host_space
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
 from app.settings.run import EPOCHS, RunConfig
@@ -224,9 +225,12 @@ def build_session(
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
     loss = build_loss(config.optimization, dataset, train_rows, placement.communicator).to(placement.device)
-    host = None if strategy.policy.stream is None else host_space(config.out, strategy.policy.host_bytes)
+    policy = strategy.policy
+    host = None if policy.stream is None else host_space(config.out, policy.host_bytes)
+    if policy.moves and policy.host_bytes is None:
+        policy = dataclasses.replace(policy, host_bytes=host_share())
     engine = build_engine(
-        strategy,
+        dataclasses.replace(strategy, policy=policy),
         model.module,
         loss,
         functools.partial(build_optimizer, config.optimization, scales=model.scales),

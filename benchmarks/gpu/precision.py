@@ -1,7 +1,6 @@
-"""Mixed precision: images per second and memory in bfloat16 beside float32, with and without offload.
+"""Precision: images per second and memory in TF32 and bfloat16 beside float32, with and without offload.
 
-Takes nothing; gives a row per model and type. Steps take turns. In float32 products are computed as torch computes them
-by default, which on a GPU may be with shorter mantissas in convolutions (TF32).
+Takes nothing; gives a row per model and type. Steps take turns. A CPU has no TF32: there it is float32.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from benchmarks.gpu.offload_time import LEAST_TURNS, MOST_TURNS, USUAL
 from benchmarks.gpu.setting import MIB, Row, Setting, attempt, seconds_of
 from benchmarks.gpu.work import Problem, Work, kept_bytes
 from parallel.memory.policy import ActivationPolicy
+from parallel.profile.gpu import set_tf32
 
 CASES = (("resnet50", 1024, 4), ("unet", 512, 4))
 TINY = (("resnet18", 64, 1),)
-TYPES = {"float32": None, "bfloat16": torch.bfloat16}
+TYPES = {"float32": None, "tf32": None, "bfloat16": torch.bfloat16}
 HEADER = ("model", "px", "tiles", "type", "offload", "images/s", "over float32", "kept, MiB", "allocated at most, MiB")
 
 
@@ -47,6 +47,7 @@ def _case(setting: Setting, model: str, px: int, tiles: int, offload: str) -> li
     works = {name: Work(problem, policy, autocast=dtype) for name, dtype in TYPES.items()}
     peaks: dict[str, int | None] = {}
     for name, work in works.items():
+        set_tf32(name == "tf32")
         work.step()
         setting.settle()
         if setting.full:
@@ -56,6 +57,7 @@ def _case(setting: Setting, model: str, px: int, tiles: int, offload: str) -> li
     taken: dict[str, list[float]] = {name: [] for name in works}
     while len(taken["float32"]) < LEAST_TURNS or (setting.left_s > 0 and len(taken["float32"]) < MOST_TURNS):
         for name, work in works.items():
+            set_tf32(name == "tf32")
             with seconds_of(setting) as seconds:
                 work.step()
                 taken[name].append(seconds())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator, agree
 from parallel.comm.objects import broadcast_object
+from parallel.comm.page_lock import page_lock
 
 HEADER = mmap.PAGESIZE
 """Bytes in front that say whose segment it is: a process of another container may have the number of the maker."""
@@ -25,7 +26,7 @@ class SharedSegment:
 
     Args:
         communicator: ranks of one machine.
-        pinned: register the memory with CUDA in this process, so that copies to and from a GPU are direct.
+        pinned: page-lock the memory in this process, where the system allows that, so that a GPU copies it directly.
 
     Raises:
         CommunicationError: the ranks do not share memory, or another one is gone.
@@ -58,9 +59,7 @@ class SharedSegment:
                 + ": start all of a machine's ranks as one user and in one container"
             )
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)[HEADER:]
-        self._pinned = pinned
-        if pinned:
-            _checked(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+        self._unlock = page_lock(self._bytes) if pinned else None
 
     def part(self, number: int, part_bytes: int, like: Tensor) -> Tensor:
         """Return as many numbers as ``like`` has, of its dtype, at the beginning of part ``number`` of ``part_bytes``
@@ -70,10 +69,5 @@ class SharedSegment:
 
     def close(self) -> None:
         """No copy is under way, and none follows."""
-        if self._pinned:
-            self._pinned = False
-            _checked(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))  # type: ignore[no-untyped-call]
-
-
-def _checked(code: object) -> None:
-    torch.cuda.check_error(code)  # type: ignore[arg-type]
+        if self._unlock is not None:
+            self._unlock()

@@ -1,7 +1,7 @@
 """Bytes on the host: what activations that were moved there take at most, by rank, for any schedule.
 
-Takes a partition of a graph that was traced with its loss, the schedule and an ``ActivationPolicy``. Buffers of the
-host's pool are up to a ninth larger than what lies in them, which is not counted. No torch here.
+Takes a partition of a graph that was traced with its loss, the schedule and an ``ActivationPolicy``. Counted are the
+buffers of the host's pool, which are up to a ninth larger than what lies in them. No torch here.
 """
 
 from __future__ import annotations

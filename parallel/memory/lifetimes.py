@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from parallel.memory.liveness import LiveRange, Piece
 from parallel.memory.offload_window import Journey, on_device
 from parallel.memory.passes import Passes
-from parallel.memory.policy import ActivationPolicy
+from parallel.memory.policy import ActivationPolicy, buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Lifetimes:
         if entered or any(place < passes.stop for place in piece.made):
             self.unkept.append(LiveRange(begin, last, size))
         if entered and moves:
-            self.host_inputs += size
+            self.host_inputs += buffer_bytes(size)
         if entered and not self._moves:  # the stage holds what it is given
             self._hold(size, begin, passes.end - 1, entered)
         elif moves and (kept or entering):
@@ -155,4 +155,4 @@ class Lifetimes:
     def _leave(self, size: int, begin: int, free: int, packed: int, asked: Sequence[tuple[int, int]]) -> int:
         """To the host at moment ``packed``, and back. Gives its bytes there."""
         self._journeys.append(Journey(size, begin, free, packed, tuple(sorted({*asked}))))
-        return size
+        return buffer_bytes(size)

@@ -14,6 +14,18 @@ WINDOW = 2
 """Largest storages that the window of offloading holds on a GPU: one is copied while the next is computed."""
 
 
+STEPS = 8
+"""Sizes of host buffers between one power of two and the next; a ninth is wasted at most."""
+LEAST = 4096
+"""Bytes of the smallest host buffer, a page."""
+
+
+def buffer_bytes(size: int) -> int:
+    """Return the bytes of the host buffer that ``size`` bytes are moved to."""
+    step = max(LEAST, (1 << max(0, size.bit_length() - 1)) // STEPS)
+    return -(-size // step) * step
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Layers at positions ``start`` to ``stop``, not included, of the model's graph.

@@ -7,12 +7,14 @@ there copies are real ones and done at once, so that everything built on them ru
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from parallel.comm.page_lock import page_lock
 from parallel.offload.copy_clock import CopyClock, Direction
 from parallel.offload.live_bytes import not_counted
 
@@ -44,9 +46,9 @@ class Copies:
         return not self.at_once
 
     def empty_on_host(self, size: int) -> Tensor:
-        """``size`` bytes of host memory: uint8 (size,)."""
+        """``size`` bytes of host memory, page-locked for a GPU until they are freed: uint8 (size,)."""
         with not_counted():
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+            return torch.empty(size, dtype=torch.uint8)
 
     def to_host(self, source: Tensor, into: Tensor) -> Mark:
         """Begin to copy ``source``, as it is once all work asked for so far is done, into host memory.
@@ -79,6 +81,12 @@ class CudaCopies(Copies):
         super().__init__()
         self._device = device
         self._streams = copy_streams(device)
+
+    def empty_on_host(self, size: int) -> Tensor:
+        with not_counted(), torch.cuda.device(self._device):
+            memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            page_lock(memory)
+            return memory
 
     def to_host(self, source: Tensor, into: Tensor) -> Mark:
         return self._copied("out", source, into)

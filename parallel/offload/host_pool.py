@@ -1,7 +1,8 @@
 """Host memory for what is moved off a device: taken once, used again and again, within a budget.
 
 Page-locking memory takes far longer than a copy, so buffers that are given back are kept for the next use. Sizes are
-rounded up to a few steps per power of two, so that a buffer fits many tensors.
+rounded up to a few steps per power of two, so that a buffer fits many tensors. A buffer takes its size of the host's
+memory, and none once it is freed.
 """
 
 from __future__ import annotations
@@ -10,12 +11,8 @@ from collections import defaultdict
 
 from torch import Tensor
 
+from parallel.memory.policy import buffer_bytes
 from parallel.offload.copies import Copies
-
-STEPS = 8
-"""Sizes of buffers between one power of two and the next; a ninth is wasted at most."""
-LEAST = 4096
-"""Bytes of the smallest buffer."""
 
 
 class HostPool:
@@ -41,7 +38,7 @@ class HostPool:
 
     def take(self, size: int) -> Tensor | None:
         """Room for ``size`` bytes, uint8 (>= size,); None where the budget has none left."""
-        room = rounded(size)
+        room = buffer_bytes(size)
         if self._free[room]:
             buffer = self._free[room].pop()
         else:
@@ -67,9 +64,3 @@ class HostPool:
                 self._free[room].pop()
                 self.taken_bytes -= room
                 size -= room
-
-
-def rounded(size: int) -> int:
-    """Bytes of the buffer for ``size`` bytes."""
-    step = max(LEAST, (1 << max(0, size.bit_length() - 1)) // STEPS)
-    return -(-size // step) * step

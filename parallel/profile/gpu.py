@@ -63,7 +63,9 @@ def is_device_fault(fault: BaseException) -> bool:
     return isinstance(fault, RuntimeError) and re.search("cuda|cudnn|cublas", str(fault), re.IGNORECASE) is not None
 
 
-def lacks_memory(fault: BaseException) -> bool:
-    """Return whether a device fault is one of memory, as the allocator, the driver or a library reports it."""
+def lacks_memory(fault: BaseException | None) -> bool:
+    """Return whether ``fault`` is of the device's memory, as the allocator, the driver or a library reports it."""
+    if fault is None or not is_device_fault(fault):
+        return False
     text = re.search("out of memory|ALLOC_FAILED", str(fault), re.IGNORECASE)
     return isinstance(fault, torch.OutOfMemoryError) or text is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +152,17 @@ def test_links_and_sums_of_this_machine_are_those_measured_on_it(capsys: pytest.
     assert many.inside.bandwidth == 2 * usable_cores() * 1e9  # no thousand ranks are started to know how they talk
 
 
+@pytest.mark.parametrize(("memory", "host"), [(2 * GIB, 16 * GIB), (24 * GIB, 8 * GIB), (40 * GIB, 0)])
+def test_ranks_of_this_machine_share_half_of_its_free_memory(
+    memory: int, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as a run fills with what it moves to the host, and on a CPU no more than the limit leaves."""
+    monkeypatch.setattr("app.planning.machine.memory_bytes", lambda: (128 * GIB, 64 * GIB))
+    cluster = this_machine(2, memory=memory, device="cpu", timed=False).cluster
+    assert cluster.host_bytes == host
+    assert this_machine(2, memory=memory, host_memory=GIB, device="cpu", timed=False).cluster.host_bytes == GIB
+
+
 @pytest.mark.usefixtures("known_speeds")
 def test_one_rank_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("app.planning.machine.load_or_measure_links")
@@ -174,7 +186,7 @@ def test_each_precision_has_a_calibration_of_its_own(
     precision: str, dtype: torch.dtype, tf32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr("parallel.profile.calibrate.gpu_at", lambda index: SimpleNamespace(name="NVIDIA A100"))
     monkeypatch.setattr("app.planning.machine.load_or_calibrate", lambda device, **settings: asked.append(settings))
     _calibrated(torch.device("cuda", 0), 1, 1, precision, True)
     assert (asked[0]["dtype"], asked[0]["tf32"]) == (dtype, tf32)

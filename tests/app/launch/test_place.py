@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.launch import place as module
-from app.launch.place import choose_device, device_of, place, rank_cores
+from app.launch.place import choose_device, device_of, host_share, place, rank_cores
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from parallel.comm import torch_comm
@@ -78,6 +78,12 @@ def test_variables_of_cuda_are_set_before_it_starts(
     assert choose_device(asked, 0).type == "cpu"
     found = found or dict(os.environ)
     assert {name: value for name, value in found.items() if name.startswith("CUDA_")} == expected
+
+
+def test_ranks_of_a_machine_share_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "memory_bytes", lambda: (1000, 600))
+    be_rank(monkeypatch, 1, 3)
+    assert host_share() == 100
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, settings: StrategySettings, ranks: int) -> str:

@@ -78,6 +78,10 @@ def test_a_resumed_run_keeps_its_plan_unless_the_problem_changed(tmp_path: Path)
     (tmp_path / "plan.json").write_text(json.dumps(written | {"m": 4}))
     assert run(replace(CONFIG, resume=True), tmp_path) == []
     assert chosen(CONFIG, tmp_path).m == 4
+    with pytest.MonkeyPatch.context() as patch:  # the same settings, on a machine with another precision
+        patch.setattr("app.planning.machine.decide_precision", lambda *_: "bf16")
+        assert run(replace(CONFIG, resume=True), tmp_path) != []
+    assert json.loads((tmp_path / "plan.json").read_text())["problem"]["precision"] == "bf16"
     assert run(CONFIG, tmp_path) != []
     assert chosen(CONFIG, tmp_path).m == 1
 

@@ -15,6 +15,9 @@ from app.training.memory_limit import CHECKED, MemoryLimit, excess
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
+from parallel.offload import saved_tensors
+from parallel.offload.copies import Copies
+from parallel.offload.host_pool import HostPool
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
@@ -146,3 +149,20 @@ def test_a_run_says_what_its_ranks_take(classify_slides: Path, train_ranks: Trai
     assert summary["device_bytes"][0] > 2 * 3 * 256 * 256 * 4 > MIB
     assert "warning: --memory allows 1 MiB a rank, and tensors took more on" in done.stdout
     assert "Tensors on the device at most, by rank" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_offload_fills_the_ranks_share_of_the_host(
+    classify_slides: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets = []
+
+    def pool(copies: Copies, budget: int | None) -> HostPool:
+        budgets.append(budget)
+        return HostPool(copies, budget)
+
+    monkeypatch.setattr(saved_tensors, "HostPool", pool)
+    monkeypatch.setattr("app.training.session.host_share", lambda: 100 * MIB)
+    command = ("--slides", classify_slides, *QUICK, "--steps", "1", "--validation", "0", "--parallel", "single")
+    done = train(*command, "--offload", "overlap", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert budgets == [100 * MIB]

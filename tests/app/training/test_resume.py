@@ -137,6 +137,7 @@ def test_a_checkpoint_with_states_of_eight_gpus_is_resumed_where_there_are_fewer
     state["random"]["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 8
     save_checkpoint(last, state)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: [()[k] for k, _ in enumerate(states)])
     done = train(*command, "--device", "cpu", "--resume", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr

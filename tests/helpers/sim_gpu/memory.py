@@ -132,7 +132,9 @@ class Memories:
 
 
 def true(tensor: Tensor, memory: Memory) -> Tensor:
-    """Return the tensor that holds the numbers of one on a device."""
+    """Return the tensor that holds the numbers of one on a device; page-locked memory holds its own."""
+    if memory.device is None:
+        return tensor.detach()
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     inner = torch.empty(0, dtype=tensor.dtype).set_(memory.truth, *place)
     if tensor.is_conj():

@@ -16,7 +16,7 @@ from parallel.memory.host_bytes import HostBytes, host_bytes, stage_host_bytes
 from parallel.memory.kept_bytes import kept_bytes, passes_of, with_lifetimes
 from parallel.memory.lifetimes import Lifetimes
 from parallel.memory.liveness import pieces
-from parallel.memory.policy import ActivationPolicy, Segment
+from parallel.memory.policy import LEAST, ActivationPolicy, Segment
 from parallel.memory.rank_bytes import whole_bytes
 from parallel.memory.segments import segments_of
 from parallel.memory.stage_bytes import StageBytes, stage_bytes, touched_by
@@ -85,7 +85,7 @@ def test_offload_by_hand() -> None:
 def test_what_two_layers_keep_moves_once() -> None:
     graph, policy = chain(twice=True), ActivationPolicy(offload="overlap", smallest=0)
     (there,) = stage_host_bytes(Partition(graph, (0,)), policy)
-    assert there == HostBytes(208, 100, 0)
+    assert there == HostBytes(4 * LEAST, LEAST, 0)  # a buffer for each
     stage = only(graph, policy)
     assert (stage.activations, stage.forward, stage.backward) == (0, 200, 40 + 60 + (60 + 40))
 
@@ -104,7 +104,7 @@ def test_segments_by_hand() -> None:
     lives = Lifetimes(
         found, passes_of(graph, segments, found), ActivationPolicy("block", offload="overlap", smallest=0)
     )
-    assert (lives.host, lives.host_inputs, lives.host_again) == (100 + 60 + 8, 100, 100 + 40)
+    assert (lives.host, lives.host_inputs, lives.host_again) == (3 * LEAST, LEAST, 2 * LEAST)
 
 
 def test_a_segment_that_keeps_nothing_is_not_computed_again() -> None:
@@ -223,4 +223,4 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         assert told.first_backward == pytest.approx(watch.peak_bytes, rel=0.08), number
         if saved_tensors.pool is not None:  # whose smallest buffers are of 4 KiB
             assert there[number].kept <= saved_tensors.pool.peak_bytes
-            assert there[number].kept + there[number].again >= 0.7 * saved_tensors.pool.peak_bytes
+            assert there[number].kept + there[number].again >= 0.9 * saved_tensors.pool.peak_bytes

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.memory.policy import ActivationPolicy
+from parallel.memory.policy import ActivationPolicy, buffer_bytes
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies, Mark
-from parallel.offload.host_pool import HostPool, rounded
+from parallel.offload.host_pool import HostPool
 from parallel.offload.overlap import OverlapOffload
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, steps_of, strategy_for
 from tests.helpers.late_copies import LateCopies, LateMark
@@ -34,7 +34,7 @@ def test_what_waits_stays_within_the_window_and_the_oldest_leaves_first() -> Non
     flight = moves.flight()
     packed = [flight.pack(tensor) for tensor in tensors(5)]
     assert meter.bytes == 2 * KIB
-    assert moves.pool.bytes == 3 * rounded(KIB)
+    assert moves.pool.bytes == 3 * buffer_bytes(KIB)
     assert [entry.device is None for entry in flight.entries] == [True, True, True, False, False]
     for k in reversed(range(5)):
         assert packed.pop().unpack().eq(k).all()
@@ -61,7 +61,7 @@ def test_one_storage_travels_once_for_all_that_share_it() -> None:
     whole = torch.arange(float(NUMBERS))
     packed = [flight.pack(whole), flight.pack(whole.view(16, -1)), flight.pack(whole[: NUMBERS // 2])]
     assert len(flight.entries) == 1
-    assert moves.pool.bytes == rounded(KIB)
+    assert moves.pool.bytes == buffer_bytes(KIB)
     assert [tuple(each.unpack().shape) for each in packed] == [(NUMBERS,), (16, NUMBERS // 16), (NUMBERS // 2,)]
     assert torch.equal(packed[1].unpack(), whole.view(16, -1))
     assert meter.peak_bytes == KIB
@@ -78,10 +78,10 @@ def test_small_tensors_and_small_parts_of_large_storages_are_left() -> None:
 
 
 def test_what_the_host_has_no_room_for_stays() -> None:
-    moves, meter = offload(budget=2 * rounded(KIB))
+    moves, meter = offload(budget=2 * buffer_bytes(KIB))
     flight = moves.flight()
     packed = [flight.pack(tensor) for tensor in tensors(4)]
-    assert moves.pool.taken_bytes == 2 * rounded(KIB)
+    assert moves.pool.taken_bytes == 2 * buffer_bytes(KIB)
     assert meter.bytes == 2 * KIB
     assert all(each.unpack().eq(k).all() for k, each in enumerate(packed))
 
@@ -119,16 +119,16 @@ def test_changed_in_place_after_it_left_is_kept_as_it_was() -> None:
 
 def test_room_on_the_host_is_used_again() -> None:
     copies = Copies()
-    pool = HostPool(copies, 4 * rounded(KIB))
+    pool = HostPool(copies, 4 * buffer_bytes(KIB))
     first = pool.take(KIB)
     assert first is not None
     pool.give(first)
     assert pool.take(KIB - 100) is first
-    assert pool.take(4 * rounded(KIB)) is None
+    assert pool.take(4 * buffer_bytes(KIB)) is None
     pool.give(first)
-    assert pool.take(4 * rounded(KIB)) is not None  # in place of the unused one
-    assert pool.taken_bytes == 4 * rounded(KIB)
-    assert pool.peak_bytes == 4 * rounded(KIB)
+    assert pool.take(4 * buffer_bytes(KIB)) is not None  # in place of the unused one
+    assert pool.taken_bytes == 4 * buffer_bytes(KIB)
+    assert pool.peak_bytes == 4 * buffer_bytes(KIB)
 
 
 def test_a_step_that_is_given_up_frees_nothing_that_is_still_copied() -> None:

@@ -86,6 +86,7 @@ def test_tf32_is_switched_for_products_and_convolutions() -> None:
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, True),
         (RuntimeError("shape '[2]' is invalid for input of size 3"), False, False),
         (ValueError("cuda"), False, False),
+        (RuntimeError("this slide is out of memory"), False, False),
     ],
     ids=str,
 )
