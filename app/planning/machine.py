@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from app.launch.machine import cpu_model, memory_bytes, usable_cores
-from app.launch.place import choose_autocast, device_kind
+from app.launch.place import autocast_of, decide_precision, device_kind
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES, Cluster
 from parallel.cost.devices import DeviceSpec, LinkSpec, device_named, link_named
@@ -101,14 +101,14 @@ def this_machine(
         lanes, threads, together = float(torch.cuda.device_count()), 1, 1
         gpu = gpu_at(0)
         free = gpu.free_bytes // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
-        name, auto = gpu.name, "bf16" if gpu.bf16 else "fp32"
+        name, bf16 = gpu.name, gpu.bf16
     else:
         threads = max(1, usable_cores() // per_node)
         lanes, together = usable_cores() / threads, min(per_node, usable_cores())
         free = available
-        name, auto = f"{cpu_model()}, {usable_cores()} cores", "fp32"
-    autocast = choose_autocast(auto if precision == "auto" else precision, where)
-    used = "fp32" if autocast is None else "bf16"
+        name, bf16 = f"{cpu_model()}, {usable_cores()} cores", False
+    used = decide_precision(precision, bf16, name)
+    autocast = autocast_of(used)
     limit = free - reserved if memory is None else memory
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
@@ -117,7 +117,7 @@ def this_machine(
     if not timed:
         cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
         return Machine(cluster, _no_times, autocast, used)
-    model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
+    model = _calibrated(where, threads, together, used, channels_last)
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
     moving, kind = _moving_speed(model), where.type
     cluster = Cluster(
@@ -134,12 +134,11 @@ def this_machine(
     return Machine(cluster, estimate, autocast, used)
 
 
-def _calibrated(
-    device: torch.device, threads: int, together: int, dtype: torch.dtype, channels_last: bool
-) -> CostModel:
+def _calibrated(device: torch.device, threads: int, together: int, precision: str, channels_last: bool) -> CostModel:
     """The cost model of this machine; the user is told when it takes a while."""
+    dtype, tf32 = autocast_of(precision) or torch.float32, precision == "tf32"
     heap_kept = device.type == "cpu"  # as ranks do when they are placed
-    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32))
     if path is None or not path.exists():
         print(
             f"calibrating this machine for {counted(together, 'rank')} of {counted(threads, 'thread')}, "
@@ -154,6 +153,7 @@ def _calibrated(
         dtype=dtype,
         channels_last=channels_last,
         heap_kept=heap_kept,
+        tf32=tf32,
         seconds=QUICK_S,
     )
 
@@ -293,8 +293,7 @@ def named_machine(
         took = {name: seconds(graph, spec) for name, spec in kinds.items()}
         return tuple(max(took.values()) / took[name] for name in names)
 
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return Machine(cluster, estimate, autocast, precision, speeds)
+    return Machine(cluster, estimate, autocast_of(precision), precision, speeds)
 
 
 def _moving_speed(model: CostModel) -> float:

@@ -87,7 +87,8 @@ def describe_checkout() -> dict[str, Any]:
 
 
 def describe_gpus() -> dict[str, Any]:
-    """``gpus``: name, memory_bytes, capability and bf16 of each; ``cuda`` of the torch build; ``driver`` version."""
+    """``gpus``: name, memory_bytes, capability, bf16 (and TF32) and missing_kernels of each; ``cuda`` of the torch
+    build; ``driver`` version."""
     import torch
 
     from parallel.profile.gpus import describe_gpus as find_gpus

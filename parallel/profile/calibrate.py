@@ -57,6 +57,7 @@ def load_or_calibrate(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     heap_kept: bool = False,
+    tf32: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
     """Return the model kept of an earlier calibration as long as this one, else a new one, which is kept. As
@@ -64,7 +65,7 @@ def load_or_calibrate(
 
     One that was made on a busy machine is used only as long as that is busy.
     """
-    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32))
     text = kept_text(path)
     kept = CostModel.from_json(text) if text else None
     if kept is not None and kept.seconds_taken >= seconds:
@@ -86,6 +87,7 @@ def load_or_calibrate(
         dtype=dtype,
         channels_last=channels_last,
         heap_kept=heap_kept,
+        tf32=tf32,
         seconds=seconds,
     )
     if model.others > BUSY:
@@ -106,6 +108,7 @@ def calibrate(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     heap_kept: bool = False,
+    tf32: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
     """Time operations on ``device`` and return the model that fits them.
@@ -116,6 +119,7 @@ def calibrate(
         dtype: of the products; half types are mixed precision, for graphs traced in float32.
         channels_last: memory layout of images.
         heap_kept: the ranks call ``keep_freed_memory``.
+        tf32: float32 is multiplied in TF32, on a GPU.
         seconds: budget of the timing; starting the processes comes on top.
 
     Raises:
@@ -127,12 +131,13 @@ def calibrate(
         "dtype": str(dtype).removeprefix("torch."),
         "channels_last": channels_last,
         "heap_kept": heap_kept,
+        "tf32": tf32,
         "seconds": seconds,
     }
     use = CoreUse()
     readings = _run([settings | {"seed": seed} for seed in range(together)], seconds)
     others = use.others() if device.type == "cpu" else 0.0
-    key = calibration_key(device, threads, together, dtype, channels_last, heap_kept)
+    key = calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32)
     return dataclasses.replace(fit_model(readings, key, seconds), others=others)
 
 
@@ -179,6 +184,7 @@ def calibration_key(
     dtype: torch.dtype,
     channels_last: bool,
     heap_kept: bool = False,
+    tf32: bool = False,
 ) -> dict[str, Any]:
     """Return all that a calibration holds for."""
     name = gpu_at(device.index or 0).name if device.type == "cuda" else _cpu_model()
@@ -192,7 +198,7 @@ def calibration_key(
         "dtype": str(dtype),
         "channels_last": channels_last,
         "heap_kept": heap_kept,
-    }
+    } | ({"tf32": tf32} if device.type == "cuda" else {})
 
 
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import torch
 
 from parallel.cost.shapes import ROUND, Product, products
 from parallel.cost.traffic import backward_bytes, forward_bytes
+from parallel.profile.gpu import set_tf32
 from parallel.profile.malloc import keep_freed_memory
 from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product
 
@@ -72,6 +73,7 @@ def readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> It
 
 def readings_of(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield ``readings`` for ``settings``, as ``calibrate`` makes them."""
+    set_tf32(settings["tf32"])
     setting = Setting(torch.device(settings["device"]), getattr(torch, settings["dtype"]), settings["channels_last"])
     yield from readings(setting, settings["seconds"], settings["seed"], settings["heap_kept"])
 

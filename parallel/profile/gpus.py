@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from parallel.profile.gpu import has_bf16, missing_kernels
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 
@@ -29,7 +31,8 @@ class Gpu:
     Attributes:
         memory_bytes, free_bytes: all of its memory, and what no process has allocated.
         capability: compute capability, such as "8.0".
-        bf16: it has bfloat16 arithmetic; others emulate it.
+        bf16: it has bfloat16 arithmetic, and TF32; others emulate it.
+        missing_kernels: why torch cannot compute on it; "" if it can.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Gpu:
     free_bytes: int
     capability: str
     bf16: bool
+    missing_kernels: str
 
 
 def in_cuda_process(function: Callable[..., Any], *arguments: object) -> Any:
@@ -70,7 +74,7 @@ def in_cuda_process(function: Callable[..., Any], *arguments: object) -> Any:
 
 
 def describe_gpus() -> list[dict[str, Any]]:
-    """Return name, memory_bytes, capability and bf16 of each GPU that torch sees."""
+    """Return name, memory_bytes, capability, bf16 and missing_kernels of each GPU that torch sees."""
     if not torch.cuda.is_available():
         return []
     gpus: list[dict[str, Any]] = in_cuda_process(read_gpus)
@@ -99,5 +103,6 @@ def _properties(index: int) -> dict[str, Any]:
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "capability": f"{properties.major}.{properties.minor}",
-        "bf16": properties.major >= 8,  # Ampere is the first with bf16 arithmetic; older ones emulate it
+        "bf16": has_bf16(index),
+        "missing_kernels": missing_kernels(index),
     }

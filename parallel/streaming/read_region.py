@@ -7,8 +7,9 @@ follows the region is computed whole.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +34,19 @@ MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 READING = threading.Lock()
 """Held while operations run on tensors without data: torch notes for all threads together how it calls them."""
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[FakeTensorMode]:
+    """Run operations on shapes and types alone. Autocast keeps no cast of a parameter meanwhile: the pass that this is
+    part of would take it for its own, and its gradient would have no data."""
+    caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+            yield fake
+    finally:
+        torch.set_autocast_cache_enabled(caching)
 
 
 class NothingInBoxes(ValueError):
@@ -85,7 +99,7 @@ def read_region(
         ValueError: it would end at a norm, which is told with what to do; not with ``once``.
     """
     reading, found = Reading(model, once), _Found()
-    with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+    with without_data() as fake:
         for name, value in entering.items():
             if isinstance(value, Tensor) and not once:
                 reading.values[name] = fake.from_tensor(value.detach())

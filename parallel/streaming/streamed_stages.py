@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from parallel.graph.partition import Partition
 from parallel.offload.host_space import HostSpace
 from parallel.streaming.operation import Reading
-from parallel.streaming.read_region import READING, NothingInBoxes
+from parallel.streaming.read_region import NothingInBoxes, without_data
 from parallel.streaming.region import WHOLE_TILE
 from parallel.streaming.streamed_module import StreamedRun, StreamedStage, parted
 from parallel.trace.cut import cut_stage
@@ -106,7 +105,7 @@ def _values(traced: Traced, partition: Partition, shape: tuple[int, ...]) -> dic
 
     images = torch.zeros((), dtype=parameter.dtype.to_real(), device=device).expand(shape)
     state = once_each(state_of(traced.model), lambda tensor: empty_like(tensor, tensor.device))
-    with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+    with without_data() as fake:
         entering = fake.from_tensor(images)
         named: dict[str, Tensor] = {f"model.{name}": fake.from_tensor(tensor) for name, tensor in state.items()}
         torch.func.functional_call(_Followed(traced, reading), named, (entering,), tie_weights=False)

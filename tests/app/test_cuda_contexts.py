@@ -29,7 +29,7 @@ from tests.helpers.in_process import call
 from tests.parallel.profile.test_calibrate import KEY, made_up_readings
 
 GIB = 1 << 30
-PROPERTIES = {"name": "NVIDIA Test", "memory_bytes": 16 * GIB, "capability": "8.0", "bf16": True}
+PROPERTIES = {"name": "NVIDIA Test", "memory_bytes": 16 * GIB, "capability": "8.0", "bf16": True, "missing_kernels": ""}
 ANSWERS: dict[str, Any] = {
     "read_gpus": [PROPERTIES, PROPERTIES],
     "read_gpu": PROPERTIES | {"free_bytes": 15 * GIB},
@@ -205,7 +205,7 @@ def test_a_process_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_another_process_returns_comes_back() -> None:
     assert gpus.in_cuda_process(gpus.read_gpus) == gpus.read_gpus()
     settings = {"device": "cpu", "dtype": "float32", "channels_last": True, "seconds": 0.0, "seed": 0}
-    assert next(calibrate_worker.readings_of(settings | {"heap_kept": False}))["what"] == "fresh"
+    assert next(calibrate_worker.readings_of(settings | {"heap_kept": False, "tf32": False}))["what"] == "fresh"
 
 
 def test_no_module_opens_a_context_when_it_is_imported(opened: list[str]) -> None:

@@ -241,3 +241,17 @@ def test_what_counts_or_draws_in_a_gate_does_so_once() -> None:
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(dict(ours.named_buffers()), dict(net.named_buffers()), rtol=1e-12, atol=0)
+
+
+def test_autocast_keeps_no_weight_without_data() -> None:
+    """The region is read without data under the pass's own autocast, which kept casts of the weights behind the region:
+    their first gradients were FakeTensors, and SGD's momentum with them."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    plain, image = copy.deepcopy(net), torch.rand(2, 3, 16, 16)
+    for compute in (plain, lambda x: in_boxes(net, 8)(net, x)[0]):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = compute(image)
+        output.float().square().sum().backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert type(ours.grad) is Tensor
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.02)
