@@ -114,17 +114,16 @@ def this_machine(
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
     on_host = left if host_memory is None else host_memory
     between = link_named(network)
+    cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
+    if where.type == "cuda" and lanes >= per_node:  # over NCCL
+        cluster = dataclasses.replace(cluster, link_bytes=LINK_BYTES, communicator_bytes=COMMUNICATOR_BYTES)
     if not timed:
-        cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
         return Machine(cluster, _no_times, autocast, used)
     model = _calibrated(where, threads, together, used, channels_last)
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
-    moving, kind = _moving_speed(model), where.type
-    cluster = Cluster(
-        name, limit, per_node, lanes, INSTANT, between, moving, kind, copy_bandwidth=copies, host_bytes=on_host
-    )
-    if kind == "cuda":
-        cluster = _linked_gpus(cluster, gpus=torch.cuda.device_count())
+    cluster = dataclasses.replace(cluster, update_bandwidth=_moving_speed(model), copy_bandwidth=copies)
+    if where.type == "cuda":
+        cluster = _linked_gpus(cluster)
     elif per_node > 1:
         cluster = _linked(cluster, _links(min(per_node, RANKS_PER_CORE * usable_cores()), threads))
 
@@ -184,18 +183,16 @@ def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
     )
 
 
-def _linked_gpus(cluster: Cluster, gpus: int) -> Cluster:
+def _linked_gpus(cluster: Cluster) -> Cluster:
     """Return ``cluster`` with its links as measured: over NCCL, or over Gloo where ranks share a GPU. Where they cannot
-    be, as where other ranks hold the GPUs, with those of ``LINKS`` and ``LINK_BYTES``."""
+    be, as where other ranks hold the GPUs, with ``GPU_LINK``."""
     if cluster.per_node == 1:
         return dataclasses.replace(cluster, inside=link_named(GPU_LINK))
     try:
-        speed = _links(min(cluster.per_node, RANKS_PER_GPU * gpus), 1, "cuda")
+        speed = _links(min(cluster.per_node, RANKS_PER_GPU * torch.cuda.device_count()), 1, "cuda")
     except RuntimeError as fault:
         log.warning("%s: planned with %s between GPUs", fault, GPU_LINK)
-        shared = cluster.per_node > gpus
-        links, sums = (0, 0) if shared else (LINK_BYTES, COMMUNICATOR_BYTES)
-        return dataclasses.replace(cluster, inside=link_named(GPU_LINK), link_bytes=links, communicator_bytes=sums)
+        return dataclasses.replace(cluster, inside=link_named(GPU_LINK))
     return dataclasses.replace(
         cluster,
         inside=speed.messages,
