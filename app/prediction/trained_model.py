@@ -25,6 +25,7 @@ from app.prediction.computation import InParts, Spread, Whole
 from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
+from app.training.engines import choose_algorithms
 from app.training.memory_layout import takes_channels_last
 from app.training.run_slides import SlideColumns
 from models.registry import build_model
@@ -248,6 +249,7 @@ def load_model(
     else:
         computation = InParts(module, spread, pixels, autocast, side, batch)
     set_tf32(precision == "tf32")
+    choose_algorithms((spread or Spread()).strategy(), device, fixed=settings["tile"] != "slide")
     if task == "segment" and settings["tile"] == "slide":
         raise ValueError(
             f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "
