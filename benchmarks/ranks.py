@@ -83,7 +83,8 @@ def run_on_ranks(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a launcher and its ranks, which have sessions of their own."""
-    for each in (*psutil.Process(process.pid).children(recursive=True), process):
+    launcher = psutil.Process(process.pid)
+    for each in (*launcher.children(recursive=True), launcher):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     process.wait()

@@ -6,6 +6,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
 python=${PYTHON:-python3}
+export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 declare -A module=([psutil]=psutil [pillow]=PIL [openslide_python]=openslide [openslide_bin]=openslide_bin
@@ -24,7 +25,7 @@ mapfile -t wanted < <("$python" -c "
 import tomllib
 names = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']
 print(*(name for name in names if not name.startswith(('torch', 'timm'))), sep='\n')")
-"$python" -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 10 --prefix "$site" "${wanted[@]}" ||
+"$python" -m pip install --quiet --retries 0 --timeout 10 --prefix "$site" "${wanted[@]}" ||
   echo "packages are missing, and no package index was reached: what needs them is not run"
 for folder in "$site"/lib/python*/site-packages "$site"/local/lib/python*/dist-packages; do
   PYTHONPATH="$folder:$PYTHONPATH"

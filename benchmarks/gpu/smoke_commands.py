@@ -83,7 +83,16 @@ class Commands:
         return run
 
     def _train(self, run: Path, *words: str, env: Mapping[str, str] = MappingProxyType({})) -> None:
-        settings = ["--slides", self._slides(), "--model", MODEL, "--tile", str(TILE_PX), "--batch", "4"]
+        settings: list[str | Path] = [
+            "--slides",
+            self._slides(),
+            "--model",
+            MODEL,
+            "--tile",
+            str(TILE_PX),
+            "--batch",
+            "4",
+        ]
         settings += ["--microbatches", "2", "--precision", "fp32", "--device", self._device, "--validation", "0"]
         settings += ["--steps", str(STEPS), "--checkpoint-every", "1", "--developer", "twin-steps=0", "--out", run]
         if "--parallel" not in words:

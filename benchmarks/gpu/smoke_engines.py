@@ -76,7 +76,7 @@ def dropping(classes: int) -> nn.Module:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         register_optimizer_step_post_hook(stop)
-    layers = list(net(classes))
+    layers = list(net(classes).children())
     return nn.Sequential(*layers[:2], nn.Dropout(0.2), *layers[2:5], nn.Dropout(0.2), layers[5])
 
 
